@@ -1,0 +1,132 @@
+"""Sample completions from a policy.
+
+The distribution sampled from is softmax(logits / temperature) over the whole vocabulary and
+nothing else: no top-k, no nucleus, no penalty, nothing from the checkpoint's generation config.
+That is the distribution whose log-probabilities `common/logprobs.py` computes, so a policy
+gradient is on-policy by construction.
+"""
+
+import torch
+from transformers import DynamicCache
+
+
+def sample_tokens(
+    logits: torch.Tensor, temperature: float, uniform: torch.Tensor | None
+) -> torch.Tensor:
+    """Draw one token a row from softmax(logits / temperature) by inverting its cumulative sum.
+
+    One uniform number a row decides the draw, so a row's tokens depend on its own numbers only,
+    not on how many other rows are still being written.
+
+    Args:
+        logits: (B, V) unnormalised log-probabilities.
+        temperature: 0 takes the most probable token (greedy).
+        uniform: (B,) float64 numbers in [0, 1); not read when greedy.
+
+    Returns:
+        (B,) token ids.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    return tokens.clamp(max=logits.shape[-1] - 1)
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module,
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    stop_token_ids: list[int],
+    pad_token_id: int,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Complete a left-padded batch of prompts, token by token, with a key/value cache.
+
+    A row ends at the first of `stop_token_ids` it draws, which belongs to the completion, or
+    after `max_new_tokens`. Rows that have ended leave the batch and the cache at once, so each
+    step costs only what the unfinished rows need.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        prompt_ids: (B, P) token ids, padded on the left.
+        prompt_mask: (B, P) 1 at prompt tokens, 0 at padding.
+        max_new_tokens: the most tokens a completion may have.
+        temperature: divides the logits; 0 is greedy decoding.
+        stop_token_ids: ids that end a row; may be empty.
+        pad_token_id: written after a row's end. Never read: the masks say what is real, so it
+            may be equal to a stop id.
+        generator: source of the random numbers, on the model's device.
+
+    Returns:
+        sequences: (B, P + T) prompts followed by completions, T the longest completion made.
+        completion_mask: (B, P + T) bool, true at the tokens that were sampled: the stop token
+            included, prompt and padding not.
+        finished: (B,) bool, true where the row ended at a stop id; false where it was cut off.
+
+    Raises:
+        ValueError: the model is in training mode, the temperature is negative, or a prompt is
+            empty or padded on the right.
+    """
+    if model.training:
+        raise ValueError("generate: the model is in training mode, so dropout would be sampled")
+    if temperature < 0:
+        raise ValueError(f"generate: temperature must be 0 or more, found {temperature}")
+    if not prompt_mask[:, -1].all():
+        raise ValueError("generate: prompts must be padded on the left and must not be empty")
+
+    batch, prompt_length = prompt_ids.shape
+    device = prompt_ids.device
+    sequences = torch.full(
+        (batch, prompt_length + max_new_tokens), pad_token_id, dtype=torch.long, device=device
+    )
+    sequences[:, :prompt_length] = prompt_ids
+    completion_mask = torch.zeros_like(sequences, dtype=torch.bool)
+    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=device)
+
+    rows = torch.arange(batch, device=device)  # which row of `sequences` each model row writes
+    cache = DynamicCache(config=model.config)
+    input_ids, attention_mask = prompt_ids, prompt_mask.long()
+    # Counted over real tokens, so that a padded prompt sees the positions it has when alone.
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    end = prompt_length
+    for column in range(prompt_length, prompt_length + max_new_tokens):
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]  # (rows, V)
+        uniform = None
+        if temperature > 0:
+            # Drawn for all rows, so that a row's numbers do not depend on when others finish.
+            uniform = torch.rand(batch, dtype=torch.float64, device=device, generator=generator)
+            uniform = uniform[rows]
+        tokens = sample_tokens(logits, temperature, uniform)
+        sequences[rows, column] = tokens
+        completion_mask[rows, column] = True
+        end = column + 1
+
+        stopped = torch.isin(tokens, stop_ids)
+        attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], dim=1)
+        position_ids = position_ids[:, -1:] + 1
+        if stopped.any():
+            finished[rows[stopped]] = True
+            if stopped.all():
+                break
+            going = (~stopped).nonzero().squeeze(1)
+            rows, tokens = rows[going], tokens[going]
+            attention_mask, position_ids = attention_mask[going], position_ids[going]
+            cache.batch_select_indices(going)
+        input_ids = tokens[:, None]
+    return sequences[:, :end], completion_mask[:, :end], finished

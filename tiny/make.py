@@ -1,0 +1,193 @@
+"""Write the tiny tasks anew: `python tiny/make.py`, from the root of the repository.
+
+Writes the data of both tasks from fixed seeds and trains their SFT policies by calling `sft.py`,
+as a user would. About two minutes on two CPU cores.
+"""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from reviews import gold
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+TINY = Path(__file__).parent
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_tokenizer(words: list[str], characters: bool) -> PreTrainedTokenizerFast:
+    """One token a character, or one a word, after <bos>."""
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    if characters:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    """The configuration of a Llama of 0.44M parameters, and its tokenizer."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return config
+
+
+def train_policy(task: str, base: Path, *flags: str) -> None:
+    """Run `sft.py` on a task's demonstrations and keep the model as the task's policy."""
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, "sft.py", "--model", str(base), "--dataset", f"tiny/{task}/sft"]
+        command += ["--save-dtype", "bfloat16", "--output-dir", runs, *flags]
+        subprocess.run(command, cwd=TINY.parent, check=True)
+        shutil.rmtree(TINY / task / "policy", ignore_errors=True)
+        (model,) = Path(runs).glob("*/model")
+        shutil.copytree(model, TINY / task / "policy")
+
+
+# --- arithmetic: the last digit of the sum of five digits -------------------------------------
+
+
+def demonstrate(digits: list[int], rng: random.Random) -> str:
+    """Answer at once, or write the running sums first, each slipped with probability 0.1."""
+    if rng.random() < 0.5:
+        return f"#{sum(digits) % 10}"
+    total, sums = 0, []
+    for digit in digits:
+        total = (total + digit) % 10
+        if rng.random() < 0.1:
+            total = (total + rng.randrange(1, 10)) % 10
+        sums.append(str(total))
+    return ",".join(sums) + f"#{total}"
+
+
+def make_arithmetic() -> None:
+    rng = random.Random(1)
+    questions = rng.sample(range(100_000), 6_400 + 500 + 4_000 + 500)
+    rows = []
+    for question in questions:
+        digits = [int(digit) for digit in f"{question:05d}"]
+        prompt = "+".join(map(str, digits)) + "="
+        answer = str(sum(digits) % 10)
+        rows.append((prompt, demonstrate(digits, rng), answer))
+    folder = TINY / "arithmetic"
+    sft = [{"prompt": prompt, "completion": completion} for prompt, completion, _ in rows]
+    rl = [{"prompt": prompt, "answer": answer} for prompt, _, answer in rows]
+    write_rows(folder / "sft/train.jsonl", sft[:6_400])
+    write_rows(folder / "sft/test.jsonl", sft[6_400:6_900])
+    write_rows(folder / "prompts/train.jsonl", rl[6_900:10_900])
+    write_rows(folder / "prompts/test.jsonl", rl[10_900:])
+
+    base = folder / "base"  # untrained, so that `python sft.py` has something to start from
+    config = make_config(base, make_tokenizer(list("0123456789+=,#"), characters=True))
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    train_policy("arithmetic", base)
+
+
+# --- reviews: controlled sentiment ------------------------------------------------------------
+
+TITLES = (
+    "jaws dune alien heat psycho vertigo fargo gravity inception memento amadeus casablanca rocky "
+    "titanic gladiator avatar arrival tenet drive whiplash rebecca notorious spartacus chinatown "
+    "brazil network platoon skyfall moonlight parasite"
+).split()
+HELD_OUT_TITLES = TITLES[-6:]
+OPENINGS = (
+    "review of {title} :",
+    "on {day} i saw {title} .",
+    "my thoughts on {title} :",
+    "{title} in one paragraph :",
+)
+
+
+def write_review(rng: random.Random) -> str:
+    """Two to four different sentences; each slot agrees with the review's polarity 8 times in 10."""
+    kind = rng.random() < 0.5
+
+    def fill(slot: re.Match) -> str:
+        words = gold.SLOTS[slot[1]]
+        if slot[1] in ("adjective", "verb"):
+            half = len(words) // 2  # the kind words stand first
+            agrees = rng.random() < 0.8
+            words = words[:half] if kind == agrees else words[half:]
+        return rng.choice(words)
+
+    sentences: list[str] = []
+    length = rng.randint(2, 4)
+    while len(sentences) < length:
+        sentence = re.sub(r"\{(\w+)\}", fill, rng.choice(gold.TEMPLATES))
+        if sentence not in sentences:
+            sentences.append(sentence)
+    return "".join(f" {sentence} ." for sentence in sentences)
+
+
+def open_review(titles: list[str], rng: random.Random) -> str:
+    return rng.choice(OPENINGS).format(title=rng.choice(titles), day=rng.choice(gold.DAYS))
+
+
+def make_reviews() -> None:
+    rng = random.Random(2)
+    folder = TINY / "reviews"
+    for split, titles, count in (("train", TITLES[:-6], 4_000), ("test", HELD_OUT_TITLES, 500)):
+        rows = [
+            {"prompt": open_review(titles, rng), "completion": write_review(rng)}
+            for _ in range(count)
+        ]
+        write_rows(folder / f"sft/{split}.jsonl", rows)
+        prompts = [
+            opening.format(title=title, day=day)
+            for opening in OPENINGS
+            for title in titles
+            for day in (gold.DAYS if "{day}" in opening else [""])
+        ]
+        rng.shuffle(prompts)
+        write_rows(folder / f"prompts/{split}.jsonl", [{"prompt": prompt} for prompt in prompts])
+
+    grammar = " ".join([*gold.TEMPLATES, *OPENINGS])
+    words = set(re.sub(r"\{\w+\}", "", grammar).split()) | {".", *TITLES, *gold.DAYS}
+    words = words.union(*gold.SLOTS.values())
+    with tempfile.TemporaryDirectory() as base:
+        make_config(Path(base), make_tokenizer(sorted(words), characters=False))
+        flags = ["--from-scratch", "--learning-rate", "3e-3", "--max-new-tokens", "40"]
+        train_policy("reviews", Path(base), *flags)
+
+
+if __name__ == "__main__":
+    make_arithmetic()
+    make_reviews()
