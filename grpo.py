@@ -366,17 +366,17 @@ def require(condition: Any, message: str) -> None:
         raise SystemExit(f"error: {message}")
 
 
-def load(flag: str, name: str, loader: Callable, **options: Any) -> Any:
-    """`loader(name, **options)` from a folder or the hub; a failure is a message naming the flag."""
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0] not in "./~"
+def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
+    """`loader(source, **options)` from a folder or the hub; a failure is a message naming the flag."""
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and source[0] not in "./~"
     require(
-        Path(name).is_dir() or is_hub_name,
-        f"{flag} {name}: there is no such folder here, and it is not a hub name (owner/name)",
+        Path(source).is_dir() or is_hub_name,
+        f"{flag} {source}: there is no such folder here, and it is not a hub name (owner/name)",
     )
     try:
-        return loader(name, **options)
+        return loader(source, **options)
     except Exception as error:  # whatever is wrong with it, it is the user's input
-        raise SystemExit(f"error: {flag} {name}: {error.__cause__ or error}") from None
+        raise SystemExit(f"error: {flag} {source}: {error.__cause__ or error}") from None
 
 
 def find_stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> list[int]:

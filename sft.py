@@ -99,7 +99,7 @@ class Args:
     """Learn to predict the prompt's tokens too."""
 
     # --- optimisation ---
-    epochs: float = 3.0
+    epochs: float = 4.0
     """Passes over the training rows."""
     batch_size: int = 64
     """Rows an optimiser step."""
@@ -107,7 +107,7 @@ class Args:
     """Rows a forward pass: memory and speed, never the result."""
     learning_rate: float = 2e-3
     """AdamW's peak learning rate."""
-    lr_schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the learning rate falls to 0 after the warm-up."""
     warmup_steps: int = 10
     """Optimiser steps over which the learning rate rises from 0."""
@@ -561,7 +561,7 @@ def main(args: Args) -> Path:
         f"--max-length {args.max_length} is more than the {positions} positions of --model",
     )
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
+        model.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay
     )
     total_steps = math.ceil(args.epochs * len(pairs) / args.batch_size)
 

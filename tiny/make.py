@@ -184,7 +184,7 @@ def make_reviews() -> None:
     words = words.union(*gold.SLOTS.values())
     with tempfile.TemporaryDirectory() as base:
         make_config(Path(base), make_tokenizer(sorted(words), characters=False))
-        flags = ["--from-scratch", "--learning-rate", "3e-3", "--max-new-tokens", "40"]
+        flags = ["--from-scratch", "--learning-rate", "3e-3", "--epochs", "3", "--max-new-tokens", "40"]
         train_policy("reviews", Path(base), *flags)
 
 
