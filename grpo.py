@@ -11,14 +11,12 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
 Deviations from the paper:
-1. `beta` is 0 by default (paper: 0.04): a rule cannot be hacked as a learned reward can, and no
-   reference model then uses memory. DAPO and Dr. GRPO drop the term too.
-2. Outcome rewards only; no process rewards, and the reference is not replaced by the policy
-   between iterations.
+1. Outcome rewards only (the paper's process rewards need a reward model that judges steps).
+2. The reference stays the starting policy; the paper may replace it between iterations.
 3. The standard deviation is that of a sample (divided by G - 1), with 1e-4 added; the paper says
    neither. Equal rewards give an advantage of exactly 0.
-4. Later papers' variants are flags: DAPO's (2503.14476) clip-higher, token mean and masking of cut-off
-   completions, Dr. GRPO's (2503.20783) constant length and no division by the standard deviation.
+4. Later papers' variants are flags: DAPO's (arXiv 2503.14476) clip-higher, token mean and masking
+   of cut-off completions; Dr. GRPO's (arXiv 2503.20783) constant length and undivided advantages.
 
 Run it:
     python grpo.py                                       # tiny/arithmetic, a minute on a CPU
@@ -27,19 +25,20 @@ Run it:
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6
     python grpo.py --resume runs/grpo__1__...            # go on after a crash, bit for bit
 
-A healthy run: `reward/mean` and `eval/accuracy` rise together; `reward/zero_variance_groups` falls
-at first, then rises as prompts are solved; entropy falls slowly, not to 0 at once; clip fractions stay
-below a few per cent; `completions/truncated_fraction` stays low.
+A healthy run: `reward/mean` and `eval/accuracy` rise together; `policy/entropy` falls slowly, not
+to 0 at once; `reward/zero_variance_groups` rises as prompts are solved; clip fractions stay below a
+few per cent; `completions/truncated_fraction` stays low.
 """
 
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
 import re
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from decimal import Decimal
@@ -55,12 +54,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedTokenizerBase,
+    get_scheduler,
 )
 from transformers.utils import logging as transformers_logging
 
-from common.generation import generate
+from common.generation import find_stop_ids, generate, pad_rows
 from common.logprobs import completion_logprobs
 
 
@@ -102,8 +101,6 @@ class Args:
     """Turn string prompts into one chat message of a user each."""
     max_prompt_length: int = 64
     """Longest prompt in tokens; rows with longer ones are dropped and counted."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the saved model; training is in float32."""
 
     # --- reward ---
     reward_fn: tuple[str, ...] = ()
@@ -127,7 +124,7 @@ class Args:
     """Longest completion in tokens."""
     temperature: float = 1.0
     """Sampling temperature; it divides the logits in all log-probabilities too."""
-    beta: float = 0.0
+    beta: float = 0.04
     """Coefficient of the KL term (DeepSeekMath: 0.04); at 0 no reference model is loaded."""
     clip_coef: float = 0.2
     """eps: the ratio counts down to 1 - eps (PPO, arXiv 1707.06347)."""
@@ -150,12 +147,10 @@ class Args:
     """Completions a forward pass: memory and speed, never the result."""
     learning_rate: float = 5e-4
     """AdamW's peak learning rate."""
-    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls to 0 after the warm-up."""
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    """How the learning rate falls to 0 after the warm-up, or stays."""
     warmup_steps: int = 0
     """Rollouts over which the learning rate rises from 0."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """Gradients with a larger norm are scaled down to it."""
 
@@ -241,25 +236,55 @@ def token_weights(loss_mask: torch.Tensor, loss_norm: str, max_new_tokens: int) 
     return loss_mask / (max_new_tokens * completions)
 
 
-def scheduled_learning_rate(
-    step: int, total_steps: int, peak: float, schedule: str, warmup_steps: int
-) -> float:
-    """Rise linearly over the warm-up to `peak`, then fall to 0 at `total_steps`, or stay."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)  # in [0, 1)
-    if schedule == "linear":
-        return peak * (1 - progress)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * progress))
-    return peak
+def grpo_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    beta: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-J(theta) of the module's docstring, over some completions of an optimiser step.
+
+    Args:
+        logprobs, old_logprobs, ref_logprobs: (B, L) log pi_theta, log pi_old and log pi_ref of the
+            sampled tokens, in nats. Only the first carries a gradient; without beta the last is
+            not read.
+        advantages: (B,).
+        mask: (B, L) bool, the sampled tokens; nothing outside it reaches the loss or a metric.
+        weights: (B, L) from `token_weights`.
+
+    Returns:
+        The loss, a scalar, and sums over the sampled tokens for the metrics: the k3 estimates of
+        KL(pi_theta || pi_ref) and of KL(pi_old || pi_theta), and how many tokens are clipped.
+    """
+    # Filled before the exponential: garbage at padding could overflow, and 0 x inf is NaN.
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    advantages = advantages[:, None]
+    objective = clipped_surrogate(log_ratio, advantages, clip_low, clip_high)
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        sums = {
+            "policy/approx_kl": (ratio - 1 - log_ratio).sum(),
+            "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
+            "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
+        }
+    if beta > 0:
+        kl = k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs.masked_fill(~mask, 0.0))
+        objective = objective - beta * kl
+        sums["objective/kl"] = kl.detach().sum()
+    return -(weights * objective).sum(), sums
 
 
 # --- the reward --------------------------------------------------------------------------------
 
 # 72, -3, +4, 1,234.50, $5, .5; a sign right behind a digit, a letter or a bracket is an operator.
 NUMBER = re.compile(
-    r"(?:(?<![\w.)])[-+])?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII
+    r"(?P<sign>(?:(?<![\w.)])[-+])?)\$?(?P<digits>(\d{1,3}(,\d{3})+(?!\d)|\d+)(\.\d+)?|\.\d+)",
+    re.ASCII,
 )
 
 
@@ -273,13 +298,8 @@ def last_number(
     """
 
     def find(text: Any) -> Decimal | None:
-        last = None
-        for last in NUMBER.finditer(str(text)):
-            pass
-        if last is None:
-            return None
-        number = Decimal(last[1].replace(",", ""))
-        return -number if last[0].startswith("-") else number
+        *_, last = None, *NUMBER.finditer(str(text))
+        return last and Decimal(last["sign"] + last["digits"].replace(",", ""))
 
     return [
         None if find(right) is None else float(find(completion) == find(right))
@@ -287,52 +307,57 @@ def last_number(
     ]
 
 
-def load_reward_fn(flag: str, spec: str) -> Callable:
-    """A rule of this file by its name, or a function from path/to/file.py:function."""
-    if spec == "last_number":
-        return last_number
-    path, _, name = spec.rpartition(":")
-    require(
-        Path(path).is_file(), f"{flag} {spec}: neither last_number nor path/to/file.py:function"
-    )
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    require(callable(function), f"{flag} {spec}: there is no function {name} in {path}")
-    return function
-
-
-def check_reward_fn(name: str, function: Callable, row: dict) -> None:
-    """The function must accept the dataset's columns, which are known before any model is."""
-    columns = {column: [value] for column, value in row.items() if column != "prompt"}
-    try:
-        inspect.signature(function).bind(prompts=[], completions=[], **columns)
-    except TypeError as error:
-        raise SystemExit(
-            f"error: reward function {name}: {error}; it is called with prompts, completions and "
-            f"the columns {sorted(columns)} (see --answer-column)"
-        ) from None
+def load_reward_fns(flag: str, specs: tuple[str, ...], row: dict) -> dict[str, Callable]:
+    """Rules of this file or of path/to/file.py:function, by name; they must accept `row`."""
+    functions = {}
+    for spec in specs:
+        path, _, name = spec.rpartition(":")
+        if spec == "last_number":
+            function = last_number
+        else:
+            known = Path(path).is_file()
+            require(known, f"{flag} {spec}: neither last_number nor path/to/file.py:function")
+            module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+            function = getattr(module, name, None)
+            require(callable(function), f"{flag} {spec}: there is no function {name} in {path}")
+        try:
+            inspect.signature(function).bind(prompts=[], completions=[], **row["columns"])
+        except TypeError as error:
+            raise SystemExit(
+                f"error: {flag} {spec}: {error}; it is called with prompts, completions and the "
+                f"columns {sorted(row['columns'])} (see --answer-column)"
+            ) from None
+        require(name not in functions, f"{flag} {spec}: there are two functions of this name")
+        functions[name] = function
+    return functions
 
 
 def apply_reward_fn(
     name: str, function: Callable, rows: list[dict], completions: list[str]
 ) -> torch.Tensor:
-    """Rewards (B,) float32 of the completions of rows, one of each."""
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    prompts = columns.pop("prompt")
-    values = function(prompts=prompts, completions=completions, **columns)
+    """Rewards (B,) float32 of one completion for each row."""
+    prompts = [row["prompt"] for row in rows]
+    columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
+    rewards = function(prompts=prompts, completions=completions, **columns)
     require(
-        hasattr(values, "__len__") and len(values) == len(completions),
+        hasattr(rewards, "__len__") and len(rewards) == len(completions),
         f"reward function {name} must return a list of {len(completions)} numbers, one for each "
-        f"completion; it returned {values!r:.200}",
+        f"completion; it returned {rewards!r:.200}",
     )
-    for row, completion, value in zip(rows, completions, values, strict=True):
+    values = []
+    for row, completion, reward in zip(rows, completions, rewards, strict=True):
+        try:
+            values.append(float(reward))
+        except (TypeError, ValueError):
+            values.append(math.nan)
         require(
-            value is not None and math.isfinite(value),
-            f"reward function {name} returned {value} for the completion {completion!r} of {row}",
+            math.isfinite(values[-1]),
+            f"reward function {name} returned {reward!r} for the completion {completion!r} of the "
+            f"prompt {row['prompt']!r} with {row['columns']}",
         )
-    return torch.tensor([float(value) for value in values])
+    return torch.tensor(values)
 
 
 @torch.no_grad()
@@ -357,6 +382,22 @@ def reward_model_scores(
     return model.score(hidden[rows, last]).squeeze(1).float()
 
 
+def load_reward_model(
+    source: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> torch.nn.Module:
+    """A classifier with one label over the policy's own tokens: it scores the sampled ids."""
+    own = load("--reward-model", source, AutoTokenizer.from_pretrained)
+    same = own.get_vocab() == tokenizer.get_vocab()
+    require(same, f"--reward-model {source}: its tokenizer is not that of --model")
+    model = load_model("--reward-model", source, AutoModelForSequenceClassification, device)
+    require(
+        model.config.num_labels == 1 and hasattr(model, "score"),
+        f"--reward-model {source}: {type(model).__name__} with {model.config.num_labels} labels; "
+        "one label and a head called `score` are expected",
+    )
+    return model.requires_grad_(False)
+
+
 # --- data --------------------------------------------------------------------------------------
 
 
@@ -367,10 +408,9 @@ def require(condition: Any, message: str) -> None:
 
 
 def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
-    """`loader(source, **options)` from a folder or the hub; a failure is a message naming the flag."""
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and source[0] not in "./~"
+    """`loader(source, **options)`, from a folder or the hub; failures name the flag."""
     require(
-        Path(source).is_dir() or is_hub_name,
+        Path(source).is_dir() or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source),
         f"{flag} {source}: there is no such folder here, and it is not a hub name (owner/name)",
     )
     try:
@@ -379,17 +419,30 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
         raise SystemExit(f"error: {flag} {source}: {error.__cause__ or error}") from None
 
 
-def find_stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> list[int]:
-    """Ids that end a completion: the tokenizer's EOS and those of the generation config."""
-    stop_ids = {tokenizer.eos_token_id}
+def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:
+    """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, report = load(flag, source, auto_class.from_pretrained, **options)
+    missing = sorted(report["missing_keys"])
+    require(
+        not missing,
+        f"{flag} {source}: weights that {type(model).__name__} needs are not in it: {missing}",
+    )
+    return model.to(device).eval()
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], where: str, **options: Any
+) -> list[int]:
+    """Token ids of chat messages."""
+    require(
+        tokenizer.chat_template,
+        f"{where}: chat messages, but the tokenizer of --model has no chat template",
+    )
     try:
-        more = GenerationConfig.from_pretrained(model_name).eos_token_id
-        stop_ids.update(more if isinstance(more, list) else [more])
-    except OSError:  # many checkpoints have none
-        pass
-    stop_ids.discard(None)
-    require(stop_ids, f"--model {model_name}: neither tokenizer nor generation config has an EOS")
-    return sorted(stop_ids)
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    except Exception as error:  # a template raises what it likes at messages it does not accept
+        raise SystemExit(f"error: {where}: the chat template refuses it: {error}") from None
 
 
 def encode_prompt(
@@ -399,11 +452,7 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = tokenizer(prompt).input_ids
     else:
-        require(
-            tokenizer.chat_template,
-            f"{where}: chat messages, but the tokenizer of --model has no chat template",
-        )
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        ids = apply_chat_template(tokenizer, prompt, where, add_generation_prompt=True)
     bos = tokenizer.bos_token_id
     require(
         bos is None or ids[:2] != [bos, bos],
@@ -413,75 +462,48 @@ def encode_prompt(
     return ids
 
 
-@dataclass
-class Prompt:
-    ids: list[int]
-    """Token ids."""
-    row: dict[str, Any]
-    """What the reward functions get: `prompt` as it is in the dataset, and its other columns."""
-
-
-def load_prompts(args: Args, split: str, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The usable prompts of a split; says how many were dropped and why."""
-    rows = load(
+def load_prompts(args: Args, split: str, tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """Rows of `prompt`, its token `ids` and the other `columns`; says what was dropped and why."""
+    dataset = load(
         "--dataset", args.dataset, load_dataset, name=args.dataset_config, split=split
     ).to_list()
-    prompts, empty, too_long = [], 0, 0
-    for index, row in enumerate(rows):
-        where = f"row {index} of --dataset {args.dataset} ({split})"
+    rows, empty, too_long = [], 0, 0
+    for index, columns in enumerate(dataset):
+        where = f"--dataset {args.dataset}, row {index} of {split}"
         require(
-            args.prompt_column in row,
-            f"--prompt-column {args.prompt_column}: {where} has only the columns {sorted(row)}",
+            args.prompt_column in columns,
+            f"{where}: no --prompt-column {args.prompt_column}, only {sorted(columns)}",
         )
-        row["prompt"] = row.pop(args.prompt_column)
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
-        if args.chat and isinstance(row["prompt"], str):
-            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
-        ids = encode_prompt(tokenizer, row["prompt"], where) if row["prompt"] else []
-        if not ids:
-            empty += 1
-        elif len(ids) > args.max_prompt_length:
-            too_long += 1
-        else:
-            prompts.append(Prompt(ids, row))
-    dropped = (
-        f"dropped {empty} empty and {too_long} longer than --max-prompt-length "
-        f"{args.max_prompt_length}"
+        prompt = columns.pop(args.prompt_column)
+        if args.answer_column in columns:
+            columns["answer"] = columns.pop(args.answer_column)
+        if args.chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        ids = encode_prompt(tokenizer, prompt, where) if prompt else []
+        empty += not ids
+        too_long += len(ids) > args.max_prompt_length
+        if 0 < len(ids) <= args.max_prompt_length:
+            rows.append({"prompt": prompt, "ids": ids, "columns": columns})
+    found = (
+        f"{split}: {len(rows)} of {len(dataset)} prompts; dropped {empty} empty and {too_long} "
+        f"longer than --max-prompt-length {args.max_prompt_length}"
     )
-    print(f"{split}: {len(prompts)} prompts from {len(rows)} rows, {dropped}")
-    require(prompts, f"--dataset {args.dataset}: no row of {split} is left ({dropped})")
-    return prompts
-
-
-def pad_rows(
-    rows: list[list[int]], pad_id: int, side: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack token ids of different lengths: ids (B, L) int64, and a bool mask of the real ones.
-
-    The mask comes from the lengths, so that a real EOS is never taken for padding where the
-    tokenizer has one id for both.
-    """
-    ids = torch.full((len(rows), max(map(len, rows))), pad_id)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        columns = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
-        ids[i, columns] = torch.tensor(row)
-        mask[i, columns] = True
-    return ids.to(device), mask.to(device)
+    print(found)
+    require(rows, f"--dataset {args.dataset}: nothing is left of {found}")
+    return rows
 
 
 def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int]:
-    """Row numbers of optimiser step `step`: the epochs, each shuffled anew, one after the other.
+    """Row numbers of batch `step` in an endless row of epochs, each shuffled anew.
 
     It is a function of the step alone, so a resumed run repeats no row and skips none.
     """
-    positions = range(step * batch_size, (step + 1) * batch_size)
+    epochs, rows = divmod(np.arange(step * batch_size, (step + 1) * batch_size), num_rows)
     orders = {
         epoch: np.random.default_rng((seed, epoch)).permutation(num_rows)
-        for epoch in {position // num_rows for position in positions}
+        for epoch in np.unique(epochs)
     }
-    return [int(orders[p // num_rows][p % num_rows]) for p in positions]
+    return [int(orders[epoch][row]) for epoch, row in zip(epochs, rows, strict=True)]
 
 
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
@@ -504,46 +526,50 @@ def parse_args(argv: list[str] | None = None) -> Args:
         return args
     path = Path(args.resume) / "args.json"
     require(path.is_file(), f"--resume {args.resume}: not the folder of a run: no args.json in it")
-    saved = json.loads(path.read_text())
+    saved = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in json.loads(path.read_text()).items()
+    }
     known = {field.name for field in fields(Args)}
     require(set(saved) == known, f"--resume: {path} is of another script or version")
-    saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-    saved = replace(saved, resume=args.resume)
-    # Parsed again with the saved flags as defaults: what differs now was typed, and would be ignored.
-    args = tyro.cli(Args, args=argv, default=saved)
-    changed = [
-        f"--{k.replace('_', '-')}" for k, v in asdict(args).items() if v != getattr(saved, k)
-    ]
-    require(not changed, f"--resume takes all flags from {path}; leave out {', '.join(changed)}")
-    return args
+    saved = replace(Args(**saved), resume=args.resume)
+    # Parsed again with the saved flags as defaults: what differs now was typed, and must not be
+    # ignored without a word.
+    typed = asdict(tyro.cli(Args, args=argv, default=saved))
+    changed = [name for name, value in asdict(saved).items() if typed[name] != value]
+    require(not changed, f"--resume takes all flags from {path}, so {changed} cannot be changed")
+    return saved
 
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    attempt = 1
-    while True:  # two runs may start within the same second
-        run_dir = Path(args.output_dir) / (name if attempt == 1 else f"{name}-{attempt}")
-        try:
-            run_dir.mkdir(parents=True)
-            break
-        except FileExistsError:
-            attempt += 1
+    run_dir, number = Path(args.output_dir) / name, 1
+    while run_dir.exists():  # another run started within the same second
+        number += 1
+        run_dir = Path(args.output_dir) / f"{name}-{number}"
+    run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        (run_dir / log).touch()
     return run_dir
 
 
+def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, **metrics}) + "\n")
+    with open(run_dir / "samples.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+    if tracker:
+        tracker.log(metrics, step=step)
+
+
 def save_checkpoint(run_dir: Path, state: dict) -> None:
-    """Replace checkpoint/state.pt; a kill at any moment leaves the old file or the new one whole."""
-    state = state | {
-        log: (run_dir / log).stat().st_size for log in ("metrics.jsonl", "samples.jsonl")
-    }
+    """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
     with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(state, file)
+        torch.save({**state, "logs": logs}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
@@ -554,36 +580,30 @@ def load_checkpoint(run_dir: Path) -> dict:
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        os.truncate(run_dir / log, state[log])
+    for name, size in state["logs"].items():
+        os.truncate(run_dir / name, size)
     return state
 
 
-def log_rows(run_dir: Path, log: str, rows: list[dict]) -> None:
-    """Append rows to metrics.jsonl or samples.jsonl."""
-    with open(run_dir / log, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def start_tracking(args: Args, run_dir: Path) -> Any:
-    """The Weights & Biases run of --track, or None."""
-    if not args.track:
-        return None
-    import wandb  # only with --track: it is the one import that wants an account
-
-    return wandb.init(
-        project=args.wandb_project, id=run_dir.name, resume="allow", config=asdict(args)
+def print_summary(run_dir: Path) -> None:
+    """What the first and the last evaluation found, from the run's own logs."""
+    rows, samples = (
+        [json.loads(line) for line in (run_dir / log).read_text().splitlines()]
+        for log in ("metrics.jsonl", "samples.jsonl")
     )
-
-
-def check_finite(step: int, loss: float, grad_norm: float, run_dir: Path) -> None:
-    """End the run before anything is trained on NaN or infinity."""
-    require(
-        math.isfinite(loss) and math.isfinite(grad_norm),
-        f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; the weights were left "
-        f"as they were. Likely causes: --learning-rate too high, a broken --model, extreme rewards "
-        f"or labels. The last checkpoint, if any, is in {run_dir / 'checkpoint'}",
-    )
+    evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
+    first, last = evaluations[0], evaluations[-1]
+    for name in first:
+        if name.startswith("eval/"):
+            print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
+    before = [sample for sample in samples if sample["step"] == first["step"]]
+    after = [sample for sample in samples if sample["step"] == last["step"]]
+    # The prompt whose reward rose most; without rewards, the first.
+    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
+    best = gains.index(max(gains))
+    print(f"before: {before[best]['prompt']!r} -> {before[best]['completion']!r}")
+    print(f"after:  {after[best]['prompt']!r} -> {after[best]['completion']!r}")
+    print(f"model: {run_dir / 'model'}")
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -598,19 +618,23 @@ def check_args(args: Args) -> None:
     ).split():
         value = getattr(args, name)
         require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
-    for name in ("beta", "warmup_steps", "weight_decay", "eval_temperature"):
+    for name in ("beta", "warmup_steps", "eval_temperature"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
     require(args.group_size >= 2, f"--group-size must be at least 2, found {args.group_size}")
-    require(0 < args.clip_coef < 1, f"--clip-coef must lie in (0, 1), found {args.clip_coef}")
     completions = args.prompts_per_rollout * args.group_size
     require(
         args.num_minibatches <= completions,
         f"--num-minibatches {args.num_minibatches} is more than the {completions} completions of a "
         "rollout (--prompts-per-rollout x --group-size)",
     )
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    require(world_size == 1, f"started as {world_size} processes, but this script runs as one")
+    rewards = max(1, len(args.reward_fn) + bool(args.reward_model))
+    require(
+        len(args.reward_weights) in (0, rewards),
+        f"--reward-weights: {len(args.reward_weights)} weights for {rewards} rewards",
+    )
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -620,14 +644,18 @@ def autocast(device: torch.device) -> torch.autocast:
 
 @dataclass
 class Rollout:
-    """Completions of B prompts, L columns: the prompt padded on the left, then the completion."""
+    """B completions; the L columns hold the prompt, padded on the left, and the completion."""
 
-    prompts: list[Prompt]
-    sequences: torch.Tensor  # (B, L) token ids
+    rows: list[dict]  # B rows of the dataset
+    ids: torch.Tensor  # (B, L) tokens
     attention_mask: torch.Tensor  # (B, L) bool, prompt and completion
     completion_mask: torch.Tensor  # (B, L) bool, sampled tokens, the stop token included
     finished: torch.Tensor  # (B,) bool, ended at a stop id
-    texts: list[str]  # completions, decoded
+    completions: list[str]  # decoded
+
+    def at(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index of some of the rows (b,), without the columns that are padding in all of them."""
+        return numbers[:, None], self.attention_mask[numbers].any(dim=0).nonzero().squeeze(1)
 
 
 def roll_out(
@@ -635,322 +663,292 @@ def roll_out(
     policy: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: list[int],
-    prompts: list[Prompt],
+    rows: list[dict],
     temperature: float,
     generator: torch.Generator,
 ) -> Rollout:
-    """Sample one completion for each prompt."""
+    """Sample one completion for each row."""
     device = policy.device
     # Any id will do for padding: the masks come from lengths.
     pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    ids, mask = pad_rows([prompt.ids for prompt in prompts], pad_id, "left", device)
+    prompt_ids, prompt_mask = pad_rows([row["ids"] for row in rows], pad_id, "left", device)
     with autocast(device):
-        sequences, completion_mask, finished = generate(
-            policy, ids, mask, args.max_new_tokens, temperature, stop_ids, pad_id, generator
+        ids, completion_mask, finished = generate(
+            policy,
+            prompt_ids,
+            prompt_mask,
+            args.max_new_tokens,
+            temperature,
+            stop_ids,
+            pad_id,
+            generator,
         )
     attention_mask = completion_mask.clone()
-    attention_mask[:, : mask.shape[1]] = mask
-    tokens = [row[real] for row, real in zip(sequences, completion_mask, strict=True)]
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return Rollout(prompts, sequences, attention_mask, completion_mask, finished, texts)
+    attention_mask[:, : prompt_mask.shape[1]] = prompt_mask
+    sampled = [tokens[mask] for tokens, mask in zip(ids, completion_mask, strict=True)]
+    completions = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+    return Rollout(rows, ids, attention_mask, completion_mask, finished, completions)
 
 
 def score(
     args: Args,
     rollout: Rollout,
     functions: dict[str, Callable],
-    reward_model: torch.nn.Module | None = None,
-    weights: tuple[float, ...] = (),
+    reward_model: torch.nn.Module | None,
+    weights: tuple[float, ...],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of all rewards (B,), and each of them by name (B,), before weighting."""
-    device = rollout.sequences.device
-    rows = [prompt.row for prompt in rollout.prompts]
-    components = {
-        name: apply_reward_fn(name, function, rows, rollout.texts).to(device)
+    device = rollout.ids.device
+    parts = {
+        name: apply_reward_fn(name, function, rollout.rows, rollout.completions).to(device)
         for name, function in functions.items()
     }
     if reward_model is not None:
-        sequences = rollout.sequences.split(args.micro_batch_size)
+        ids = rollout.ids.split(args.micro_batch_size)
         masks = rollout.attention_mask.split(args.micro_batch_size)
         with autocast(device):
-            scores = [reward_model_scores(reward_model, *batch) for batch in zip(sequences, masks)]
-        components["reward_model"] = torch.cat(scores)
-    stacked = torch.stack(list(components.values()))  # (rewards, B)
-    weights = torch.tensor(weights or [1.0] * len(components), device=device)
-    return weights @ stacked, components
+            scores = map(reward_model_scores, itertools.repeat(reward_model), ids, masks)
+            parts["reward_model"] = torch.cat(list(scores))
+    weights = torch.tensor(weights or [1.0] * len(parts), device=device)
+    return weights @ torch.stack(list(parts.values())), parts
 
 
-def evaluate(
-    args: Args,
-    policy: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: list[int],
-    prompts: list[Prompt],
-    reward: Callable[[Rollout], tuple[torch.Tensor, dict]],
-    is_rule: bool,
-) -> tuple[dict, list[dict]]:
-    """Metrics and samples of one completion for each held-out prompt."""
-    # A generator of its own, so that every evaluation draws with the same random numbers.
-    generator = torch.Generator(policy.device).manual_seed(args.seed)
-    samples, lengths = [], []
-    size = args.prompts_per_rollout * args.group_size
-    for start in range(0, len(prompts), size):
-        chunk = prompts[start : start + size]
-        rollout = roll_out(
-            args, policy, tokenizer, stop_ids, chunk, args.eval_temperature, generator
+def rollout_logprobs(
+    model: torch.nn.Module, rollout: Rollout, at: tuple, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (b, l) of the sampled tokens at an index from `Rollout.at`."""
+    with autocast(rollout.ids.device):
+        return completion_logprobs(
+            model,
+            rollout.ids[at],
+            rollout.attention_mask[at],
+            rollout.completion_mask[at],
+            temperature,
+            return_entropy=True,
         )
-        rewards = reward(rollout)[0].tolist()
-        lengths += rollout.completion_mask.sum(dim=1).tolist()
-        for prompt, text, r in zip(chunk, rollout.texts, rewards, strict=True):
-            samples.append({"prompt": prompt.row["prompt"], "completion": text, "reward": r})
-    rewards = [sample["reward"] for sample in samples]
-    metrics = {"eval/reward": sum(rewards) / len(rewards)}
-    if is_rule:
-        metrics["eval/accuracy"] = sum(r >= 1 for r in rewards) / len(rewards)
-    return metrics | {"eval/completion_length": sum(lengths) / len(lengths)}, samples
+
+
+def plan_pass(
+    lengths: torch.Tensor, num_minibatches: int, micro_batch_size: int, generator: torch.Generator
+) -> list[list[torch.Tensor]]:
+    """Row numbers of a pass over a rollout in random order: minibatches of micro-batches."""
+    order = torch.randperm(len(lengths), generator=generator, device=lengths.device)
+    return [
+        [numbers[rows] for rows in micro_batches(lengths[numbers].tolist(), micro_batch_size)]
+        for numbers in order.tensor_split(num_minibatches)
+    ]
+
+
+def completion_metrics(
+    rewards: torch.Tensor, parts: dict[str, torch.Tensor], rollout: Rollout, group_size: int
+) -> dict[str, float]:
+    """What is logged of a rollout itself."""
+    groups = rewards.view(-1, group_size)
+    lengths = rollout.completion_mask.sum(dim=1).float()
+    return {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": groups.std(dim=1).mean().item(),
+        "reward/zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
+        **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
+        "completions/length_mean": lengths.mean().item(),
+        "completions/length_min": lengths.min().item(),
+        "completions/length_max": lengths.max().item(),
+        "completions/truncated_fraction": 1 - rollout.finished.float().mean().item(),
+    }
 
 
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
     transformers_logging.disable_progress_bar()
-    specs = args.reward_fn if args.reward_fn or args.reward_model else ("last_number",)
-    functions = {spec.rpartition(":")[2]: load_reward_fn("--reward-fn", spec) for spec in specs}
-    eval_functions = functions
-    if args.eval_reward_fn:
-        name = args.eval_reward_fn.rpartition(":")[2]
-        eval_functions = {name: load_reward_fn("--eval-reward-fn", args.eval_reward_fn)}
-    require(len(functions) == len(specs), f"--reward-fn: two functions of one name in {specs}")
-    rewards_expected = len(specs) + bool(args.reward_model)
-    require(
-        len(args.reward_weights) in (0, rewards_expected),
-        f"--reward-weights: {len(args.reward_weights)} weights for {rewards_expected} rewards",
-    )
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = find_stop_ids(tokenizer, args.model)
-    prompts = load_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
-    for name, function in (functions | eval_functions).items():
-        check_reward_fn(name, function, prompts[0].row)
+    require(stop_ids, f"--model {args.model}: neither tokenizer nor generation config has an EOS")
+    train_rows = load_prompts(args, args.train_split, tokenizer)
+    eval_rows = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
+    specs = args.reward_fn if args.reward_fn or args.reward_model else ("last_number",)
+    functions = load_reward_fns("--reward-fn", specs, train_rows[0])
+    eval_functions = functions
+    if args.eval_reward_fn:
+        specs = (args.eval_reward_fn,)
+        eval_functions = load_reward_fns("--eval-reward-fn", specs, eval_rows[0])
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def load_causal_lm() -> torch.nn.Module:
-        loader = AutoModelForCausalLM.from_pretrained
-        model = load("--model", args.model, loader, dtype=torch.float32)
-        return model.to(device).eval()  # eval: dropout is off, while sampling and while training
-
-    policy = load_causal_lm()
-    reference = load_causal_lm().requires_grad_(False) if args.beta > 0 else None
-    reward_model = None
-    if args.reward_model:
-        reward_model = load_reward_model(args, tokenizer).to(device)
+    policy = load_model("--model", args.model, AutoModelForCausalLM, device)
     positions = getattr(policy.config, "max_position_embeddings", math.inf)
     require(
         args.max_prompt_length + args.max_new_tokens <= positions,
         f"--max-prompt-length {args.max_prompt_length} + --max-new-tokens {args.max_new_tokens} is "
         f"more than the {positions} positions of --model",
     )
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
-    )
+    reference = reward_model = None
+    if args.beta > 0:
+        reference = load_model("--model", args.model, AutoModelForCausalLM, device)
+        reference.requires_grad_(False)
+    if args.reward_model:
+        reward_model = load_reward_model(args.reward_model, tokenizer, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, weight_decay=0.0)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, args.warmup_steps, args.total_rollouts)
     generator = torch.Generator(device).manual_seed(args.seed)
+    optimizer_steps = args.update_epochs * args.num_minibatches  # a rollout
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
 
-    def reward(rollout: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return score(args, rollout, functions, reward_model, args.reward_weights)
+    def evaluate() -> tuple[dict, list[dict]]:
+        """Metrics and samples of one completion for each held-out prompt."""
+        # A generator of its own, so that every evaluation draws with the same random numbers.
+        draws = torch.Generator(device).manual_seed(args.seed)
+        samples, size = [], args.prompts_per_rollout * args.group_size
+        for start in range(0, len(eval_rows), size):
+            rows = eval_rows[start : start + size]
+            rollout = roll_out(
+                args, policy, tokenizer, stop_ids, rows, args.eval_temperature, draws
+            )
+            if args.eval_reward_fn:
+                rewards, _ = score(args, rollout, eval_functions, None, ())
+            else:
+                rewards, _ = score(args, rollout, functions, reward_model, args.reward_weights)
+            lengths = rollout.completion_mask.sum(dim=1)
+            samples += [
+                {"prompt": row["prompt"], "completion": text, "reward": reward, "length": length}
+                for row, text, reward, length in zip(
+                    rows, rollout.completions, rewards.tolist(), lengths.tolist(), strict=True
+                )
+            ]
+        rewards = [sample["reward"] for sample in samples]
+        metrics = {"eval/reward": np.mean(rewards)}
+        if args.eval_reward_fn or (len(functions) == 1 and reward_model is None):
+            metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])
+        metrics["eval/length_mean"] = np.mean([sample["length"] for sample in samples])
+        return metrics, samples
 
-    def eval_reward(rollout: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return score(args, rollout, eval_functions) if args.eval_reward_fn else reward(rollout)
-
-    is_rule = bool(args.eval_reward_fn) or rewards_expected == len(functions) == 1
-
+    first_step = 0
     if args.resume:
         run_dir = Path(args.resume)
         state = load_checkpoint(run_dir)
         policy.load_state_dict(state["policy"])
         optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
         generator.set_state(state["generator"])
-        first_step, before = state["step"], state["before"]
+        first_step = state["step"]
     else:
         run_dir = make_run_dir(args)
-        first_step, before = 0, None
-    tracker = start_tracking(args, run_dir)
-    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
-    print(f"{run_dir}: {num_parameters:,} parameters on {device}, {args.total_rollouts} rollouts")
+    tracker = None
+    if args.track:
+        import wandb  # only here: nobody else needs an account
 
-    def log(step: int, metrics: dict, samples: list[dict]) -> None:
-        log_rows(run_dir, "metrics.jsonl", [{"step": step, **metrics}])
-        log_rows(run_dir, "samples.jsonl", [{"step": step, **sample} for sample in samples])
-        if tracker:
-            tracker.log(metrics, step=step)
-
-    def evaluate_now() -> tuple[dict, list[dict]]:
-        return evaluate(args, policy, tokenizer, stop_ids, eval_prompts, eval_reward, is_rule)
-
-    if before is None:
-        metrics, samples = evaluate_now()
-        before = {"metrics": metrics, "sample": samples[0]}
-        log(0, metrics, samples)
+        tracker = wandb.init(
+            project=args.wandb_project, id=run_dir.name, resume="allow", config=asdict(args)
+        )
+    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
+    if not args.resume:
+        log(run_dir, tracker, 0, *evaluate())
 
     progress = tqdm(
         range(first_step, args.total_rollouts), initial=first_step, total=args.total_rollouts
     )
     for step in progress:
-        # 1. roll out: G completions of each prompt, from the policy as it is now
         started = time.perf_counter()
-        numbers = batch_rows(step, args.prompts_per_rollout, len(prompts), args.seed)
-        batch = [prompts[i] for i in numbers for _ in range(args.group_size)]
-        rollout = roll_out(args, policy, tokenizer, stop_ids, batch, args.temperature, generator)
-        lengths = rollout.completion_mask.sum(dim=1)  # (B,)
+
+        # 1. roll out: G completions of each prompt, from the policy as it is now
+        picked = batch_rows(step, args.prompts_per_rollout, len(train_rows), args.seed)
+        rows = [train_rows[i] for i in picked for _ in range(args.group_size)]  # B = prompts x G
+        rollout = roll_out(args, policy, tokenizer, stop_ids, rows, args.temperature, generator)
         rolled_out = time.perf_counter()
 
         # 2. score
-        rewards, components = reward(rollout)  # (B,)
+        rewards, parts = score(args, rollout, functions, reward_model, args.reward_weights)  # (B,)
         scored = time.perf_counter()
 
-        # 3. advantages: against the mean of the group, the same for every token of a completion
+        # 3. advantages against the group's mean, the same for every token of a completion
         advantages = group_advantages(rewards, args.group_size, args.scale_rewards)  # (B,)
+
+        # 4. log-probs that stay fixed during the update: under the old policy and the reference
+        lengths = rollout.completion_mask.sum(dim=1)  # (B,)
+        plan = (lengths, args.num_minibatches, args.micro_batch_size, generator)
+        passes = [plan_pass(*plan) for _ in range(args.update_epochs)]
+        old_logprobs, ref_logprobs = torch.zeros(2, *rollout.ids.shape, device=device)  # (B, L)
+        with torch.no_grad():
+            # Over the micro-batches of the first pass: the first ratio is then exactly 1.
+            for at in map(rollout.at, itertools.chain(*passes[0])):
+                if optimizer_steps > 1:  # with one, the old policy is the current one
+                    old_logprobs[at], _ = rollout_logprobs(policy, rollout, at, args.temperature)
+                if reference is not None:
+                    ref_logprobs[at], _ = rollout_logprobs(reference, rollout, at, args.temperature)
+
+        # 5. optimise: an optimiser step a minibatch, its gradient summed over micro-batches
         loss_mask = rollout.completion_mask  # (B, L)
         if args.mask_truncated:
             loss_mask = loss_mask & rollout.finished[:, None]
-
-        # 4. log-probs that stay fixed during the update: of the old policy and of the reference
-        def plan_epoch() -> list[list[torch.Tensor]]:
-            """A pass over the rollout: minibatches of micro-batches of row numbers."""
-            order = torch.randperm(len(batch), generator=generator, device=device)
-            return [
-                [rows[i] for i in micro_batches(lengths[rows].tolist(), args.micro_batch_size)]
-                for rows in order.chunk(args.num_minibatches)
-            ]
-
-        def view(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """Index of some rows of the rollout, without columns that are padding in all."""
-            return rows[:, None], rollout.attention_mask[rows].any(dim=0).nonzero().squeeze(1)
-
-        def logprobs_of(model: torch.nn.Module, at: tuple, **options: Any) -> Any:
-            """Log-probs of the completions at an index of the rollout, as they were sampled."""
-            with autocast(device):
-                return completion_logprobs(
-                    model,
-                    rollout.sequences[at],
-                    rollout.attention_mask[at],
-                    rollout.completion_mask[at],
-                    args.temperature,
-                    **options,
-                )
-
-        epochs = [plan_epoch() for _ in range(args.update_epochs)]
-        several_steps = args.update_epochs * args.num_minibatches > 1
-        old_logprobs = torch.zeros(rollout.sequences.shape, device=device)  # (B, L)
-        ref_logprobs = torch.zeros_like(old_logprobs)
-        with torch.no_grad():
-            # Over the first pass's own micro-batches: its first ratio is then exactly 1.
-            for at in (view(rows) for minibatch in epochs[0] for rows in minibatch):
-                if several_steps:
-                    old_logprobs[at] = logprobs_of(policy, at)
-                if reference is not None:
-                    ref_logprobs[at] = logprobs_of(reference, at)
-
-        # 5. optimise the clipped surrogate
-        sums: dict[str, Any] = defaultdict(float)
-        for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
-            step_rows = torch.cat(minibatch)
-            weights = torch.zeros_like(old_logprobs)  # (B, L)
-            weights[step_rows] = token_weights(
-                loss_mask[step_rows], args.loss_norm, args.max_new_tokens
-            )
+        sums = Counter()
+        for minibatch in itertools.chain(*passes):
+            step_mask = torch.zeros_like(loss_mask)  # (B, L), the minibatch's part of it
+            step_mask[torch.cat(minibatch)] = loss_mask[torch.cat(minibatch)]
+            weights = token_weights(step_mask, args.loss_norm, args.max_new_tokens)  # (B, L)
             loss = 0.0
-            for rows in minibatch:
-                at = view(rows)
-                mask = rollout.completion_mask[at]  # (b, l)
-                logprobs, entropy = logprobs_of(policy, at, return_entropy=True)
-                old = old_logprobs[at] if several_steps else logprobs.detach()
-                log_ratio = (logprobs - old).masked_fill(~mask, 0.0)
-                a = advantages[rows, None]  # (b, 1)
-                objective = clipped_surrogate(log_ratio, a, args.clip_coef, clip_high)
-                if reference is not None:
-                    kl = k3_kl(logprobs, ref_logprobs[at])  # (b, l), 0 where both are 0
-                    objective = objective - args.beta * kl
-                    sums["objective/kl"] += kl.detach().sum()
-                micro_loss = -(weights[at] * objective).sum()
+            for numbers in minibatch:
+                at = rollout.at(numbers)
+                logprobs, entropy = rollout_logprobs(policy, rollout, at, args.temperature)
+                micro_loss, micro_sums = grpo_loss(
+                    logprobs,
+                    old_logprobs[at] if optimizer_steps > 1 else logprobs.detach(),
+                    ref_logprobs[at],
+                    advantages[numbers],
+                    rollout.completion_mask[at],
+                    weights[at],
+                    args.clip_coef,
+                    clip_high,
+                    args.beta,
+                )
                 micro_loss.backward()
-                loss += micro_loss.detach()
-
-                ratio = log_ratio.detach().exp()
-                sums["policy/entropy"] += entropy.detach().sum()
-                sums["policy/approx_kl"] += (ratio - 1 - log_ratio.detach()).sum()
-                sums["policy/clip_fraction_low"] += ((ratio < 1 - args.clip_coef) & (a < 0)).sum()
-                sums["policy/clip_fraction_high"] += ((ratio > 1 + clip_high) & (a > 0)).sum()
-
+                loss += micro_loss.item()
+                sums.update(micro_sums | {"policy/entropy": entropy.detach().sum()})
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            check_finite(step, float(loss), float(grad_norm), run_dir)
-            learning_rate = scheduled_learning_rate(
-                step, args.total_rollouts, args.learning_rate, args.lr_schedule, args.warmup_steps
+            require(
+                math.isfinite(loss) and grad_norm.isfinite(),
+                f"rollout {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. "
+                "Likely causes: --learning-rate too high, extreme rewards, a broken --model. The "
+                f"last checkpoint, if any, is in {run_dir / 'checkpoint'}",
             )
-            optimizer.param_groups[0]["lr"] = learning_rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            sums["objective/loss"] += float(loss)
-            sums["policy/grad_norm"] += float(grad_norm)
+            sums.update({"objective/loss": loss, "policy/grad_norm": grad_norm.item()})
         updated = time.perf_counter()
 
         # 6. log, evaluate, save
-        steps = args.update_epochs * args.num_minibatches
-        tokens = int(lengths.sum())
-        groups = rewards.view(-1, args.group_size)
-        metrics = {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/zero_variance_groups": float((groups.amax(1) == groups.amin(1)).float().mean()),
-            **{f"reward/{name}": float(values.mean()) for name, values in components.items()},
-            "objective/loss": sums["objective/loss"] / steps,
-            "policy/entropy": float(sums["policy/entropy"]) / (tokens * args.update_epochs),
-            "policy/approx_kl": float(sums["policy/approx_kl"]) / (tokens * args.update_epochs),
+        tokens = lengths.sum().item()
+        counts = {  # what each sum is a mean over; all others over the tokens of all passes
+            "objective/loss": optimizer_steps,
+            "policy/grad_norm": optimizer_steps,
+            "objective/kl": len(rows) * args.update_epochs,
         }
-        for name in ("clip_fraction_low", "clip_fraction_high"):
-            metrics[f"policy/{name}"] = float(sums[f"policy/{name}"]) / (
-                tokens * args.update_epochs
-            )
-        if reference is not None:
-            metrics["objective/kl"] = float(sums["objective/kl"]) / (
-                len(batch) * args.update_epochs
-            )
+        metrics = completion_metrics(rewards, parts, rollout, args.group_size)
+        for name, total in sums.items():
+            metrics[name] = float(total) / counts.get(name, tokens * args.update_epochs)
         metrics |= {
-            "policy/grad_norm": sums["policy/grad_norm"] / steps,
-            "policy/learning_rate": learning_rate,
-            "completions/length_mean": float(lengths.float().mean()),
-            "completions/length_min": int(lengths.min()),
-            "completions/length_max": int(lengths.max()),
-            "completions/truncated_fraction": float((~rollout.finished).float().mean()),
+            "policy/learning_rate": scheduler.get_last_lr()[0],
             "time/rollout_seconds": rolled_out - started,
             "time/score_seconds": scored - rolled_out,
             "time/update_seconds": updated - scored,
             "time/tokens_per_second": tokens / (updated - started),
         }
+        scheduler.step()
         done, last = step + 1, step + 1 == args.total_rollouts
         samples = []
         if done % args.eval_every == 0 or last:
-            eval_metrics, samples = evaluate_now()
+            eval_metrics, samples = evaluate()
             metrics |= eval_metrics
-        log(done, metrics, samples)
-        progress.set_postfix(
-            reward=f"{metrics['reward/mean']:.2f}",
-            length=f"{metrics['completions/length_mean']:.1f}",
-        )
+        log(run_dir, tracker, done, metrics, samples)
+        shown = ("reward/mean", "completions/length_mean", "policy/entropy")
+        progress.set_postfix({name: f"{metrics[name]:.2f}" for name in shown})
         if done % args.save_every == 0 or last:
-            state = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"generator": generator.get_state(), "step": done, "before": before}
-            save_checkpoint(run_dir, state)
+            state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
+            state = {name: part.state_dict() for name, part in state.items()}
+            save_checkpoint(run_dir, state | {"generator": generator.get_state(), "step": done})
 
-    metrics, samples = evaluate_now()
-    policy.to(getattr(torch, args.save_dtype)).save_pretrained(run_dir / "model")
+    policy.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
-    for name, value in metrics.items():
-        print(f"held-out {name}: {before['metrics'][name]:.3f} -> {value:.3f}")
-    for when, sample in (("before", before["sample"]), ("after", samples[0])):
-        print(f"{when}: {sample['prompt']!r} -> {sample['completion']!r}")
-    print(f"model: {run_dir / 'model'}")
+    print_summary(run_dir)
+    print(f"next: generate with it, or train on from it with --model {run_dir / 'model'}")
     return run_dir
 
 

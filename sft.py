@@ -20,15 +20,17 @@ Run it:
         --max-length 2048 --micro-batch-size 4             # one GPU, a model and chats from the hub
     python sft.py --resume runs/sft__1__...                # go on after a crash, bit for bit
 
-A healthy run: `eval/loss` falls with `objective/loss` and ends close to it; the gradient norm settles
-after the warm-up; the samples end by themselves. If `eval/loss` turns up again, train for fewer epochs.
+A healthy run: `eval/loss` falls with `objective/loss` and ends close to it; the gradient norm
+settles after the warm-up; the samples end by themselves. If `eval/loss` turns up again, train for
+fewer epochs.
 """
 
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,12 +44,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedTokenizerBase,
+    get_scheduler,
 )
 from transformers.utils import logging as transformers_logging
 
-from common.generation import generate
+from common.generation import find_stop_ids, generate, pad_rows
 from common.logprobs import completion_logprobs
 
 
@@ -107,8 +109,8 @@ class Args:
     """Rows a forward pass: memory and speed, never the result."""
     learning_rate: float = 2e-3
     """AdamW's peak learning rate."""
-    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls to 0 after the warm-up."""
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    """How the learning rate falls to 0 after the warm-up, or stays."""
     warmup_steps: int = 10
     """Optimiser steps over which the learning rate rises from 0."""
     weight_decay: float = 0.0
@@ -146,20 +148,6 @@ def negative_log_likelihood(
     return -logprobs.masked_fill(~loss_mask, 0.0).sum() / num_tokens
 
 
-def scheduled_learning_rate(
-    step: int, total_steps: int, peak: float, schedule: str, warmup_steps: int
-) -> float:
-    """Rise linearly over the warm-up to `peak`, then fall to 0 at `total_steps`, or stay."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)  # in [0, 1)
-    if schedule == "linear":
-        return peak * (1 - progress)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * progress))
-    return peak
-
-
 # --- data --------------------------------------------------------------------------------------
 
 
@@ -169,44 +157,42 @@ def require(condition: Any, message: str) -> None:
         raise SystemExit(f"error: {message}")
 
 
-def check_source(flag: str, name: str) -> None:
-    """A name must be a folder here, or look like `owner/name` on the hub."""
-    is_hub_name = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and name
+def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
+    """`loader(source, **options)`, from a folder or the hub; failures name the flag."""
     require(
-        Path(name).is_dir() or is_hub_name,
-        f"{flag} {name}: there is no such folder here, and it is not a hub name (owner/name)",
+        Path(source).is_dir() or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source),
+        f"{flag} {source}: there is no such folder here, and it is not a hub name (owner/name)",
     )
-
-
-def load_rows(args: Args, split: str, flag: str) -> list[dict]:
-    """Rows of a split of --dataset, from a folder or from the hub."""
-    check_source("--dataset", args.dataset)
     try:
-        return load_dataset(args.dataset, name=args.dataset_config, split=split).to_list()
+        return loader(source, **options)
     except Exception as error:  # whatever is wrong with it, it is the user's input
-        cause = error.__cause__ or error
-        raise SystemExit(f"error: --dataset {args.dataset}, {flag} {split}: {cause}") from None
+        raise SystemExit(f"error: {flag} {source}: {error.__cause__ or error}") from None
 
 
-def load_tokenizer(args: Args) -> PreTrainedTokenizerBase:
-    check_source("--model", args.model)
+def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:
+    """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, report = load(flag, source, auto_class.from_pretrained, **options)
+    missing = sorted(report["missing_keys"])
+    require(
+        not missing,
+        f"{flag} {source}: weights that {type(model).__name__} needs are not in it: {missing}",
+    )
+    return model.to(device).eval()
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], where: str, **options: Any
+) -> list[int]:
+    """Token ids of chat messages."""
+    require(
+        tokenizer.chat_template,
+        f"{where}: chat messages, but the tokenizer of --model has no chat template",
+    )
     try:
-        return AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: --model {args.model}: no tokenizer: {error}") from None
-
-
-def find_stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> list[int]:
-    """Ids that end a completion: the tokenizer's EOS and those of the generation config."""
-    stop_ids = {tokenizer.eos_token_id}
-    try:
-        more = GenerationConfig.from_pretrained(model_name).eos_token_id
-        stop_ids.update(more if isinstance(more, list) else [more])
-    except OSError:  # many checkpoints have none
-        pass
-    stop_ids.discard(None)
-    require(stop_ids, f"--model {model_name}: neither tokenizer nor generation config has an EOS")
-    return sorted(stop_ids)
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    except Exception as error:  # a template raises what it likes at messages it does not accept
+        raise SystemExit(f"error: {where}: the chat template refuses it: {error}") from None
 
 
 def encode_prompt(
@@ -216,11 +202,7 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = tokenizer(prompt).input_ids
     else:
-        require(
-            tokenizer.chat_template,
-            f"{where}: chat messages, but the tokenizer of --model has no chat template",
-        )
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        ids = apply_chat_template(tokenizer, prompt, where, add_generation_prompt=True)
     bos = tokenizer.bos_token_id
     require(
         bos is None or ids[:2] != [bos, bos],
@@ -247,7 +229,7 @@ def encode_pair(
     if isinstance(prompt, str):
         ids = tokenizer(prompt + completion).input_ids
     else:
-        ids = tokenizer.apply_chat_template(prompt + completion, return_dict=False)
+        ids = apply_chat_template(tokenizer, prompt + completion, where)
     require(
         ids[: len(prompt_ids)] == prompt_ids,
         f"{where}: the tokenizer merges the end of the prompt with the start of the completion, so "
@@ -263,85 +245,70 @@ def encode_pair(
 
 
 def to_pairs(args: Args, row: dict, where: str) -> list[tuple[Any, Any]]:
-    """The (prompt, completion) pairs of a row: one, or one for each assistant turn of `messages`."""
+    """The (prompt, completion) pairs of a row: one, or one an assistant turn of `messages`."""
     if "messages" in row and args.prompt_column not in row:
         turns = row["messages"] or []
-        return [(turns[:i], [m]) for i, m in enumerate(turns) if m["role"] == "assistant" and i]
-    for flag, column in (
-        ("--prompt-column", args.prompt_column),
-        ("--completion-column", args.completion_column),
-    ):
-        require(column in row, f"{flag} {column}: {where} has only the columns {sorted(row)}")
+        return [
+            (turns[:i], turns[i : i + 1])
+            for i in range(1, len(turns))
+            if turns[i].get("role") == "assistant"
+        ]
+    for flag in ("prompt_column", "completion_column"):
+        require(
+            getattr(args, flag) in row,
+            f"{where}: no --{flag.replace('_', '-')} {getattr(args, flag)}, only {sorted(row)}",
+        )
     prompt, completion = row[args.prompt_column], row[args.completion_column]
-    if not prompt or not completion:
-        return [(prompt, completion)]  # counted as empty by the caller
     require(
-        type(prompt) is type(completion),
+        not prompt or not completion or type(prompt) is type(completion),
         f"{where}: the prompt is a {type(prompt).__name__} and the completion a "
         f"{type(completion).__name__}; both must be strings or both lists of chat messages",
     )
-    if args.chat and isinstance(prompt, str):
+    if args.chat and prompt and completion and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
         completion = [{"role": "assistant", "content": completion}]
     return [(prompt, completion)]
 
 
-def encode_rows(
-    args: Args,
-    rows: list[dict],
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: list[int],
+def load_pairs(
+    args: Args, split: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of all usable (prompt, completion) pairs; says how many were dropped and why."""
+    """Token ids of prompts and completions; says what was dropped and why."""
+    dataset = load(
+        "--dataset", args.dataset, load_dataset, name=args.dataset_config, split=split
+    ).to_list()
     pairs, empty, too_long = [], 0, 0
-    for index, row in enumerate(rows):
-        where = f"row {index} of --dataset {args.dataset} ({split})"
+    for index, row in enumerate(dataset):
+        where = f"--dataset {args.dataset}, row {index} of {split}"
         for prompt, completion in to_pairs(args, row, where):
             if not prompt or not completion:
                 empty += 1
                 continue
-            prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids, where)
-            if not prompt_ids:
-                empty += 1
-            elif len(prompt_ids) + len(completion_ids) > args.max_length:
+            pair = encode_pair(tokenizer, prompt, completion, stop_ids, where)
+            if len(pair[0]) + len(pair[1]) > args.max_length:
                 too_long += 1
             else:
-                pairs.append((prompt_ids, completion_ids))
-    dropped = f"dropped {empty} empty and {too_long} longer than --max-length {args.max_length}"
-    print(f"{split}: {len(pairs)} pairs from {len(rows)} rows, {dropped}")
-    require(pairs, f"--dataset {args.dataset}: no row of {split} is left ({dropped})")
+                pairs.append(pair)
+    found = (
+        f"{split}: {len(pairs)} pairs of {len(dataset)} rows; dropped {empty} empty and {too_long} "
+        f"longer than --max-length {args.max_length}"
+    )
+    print(found)
+    require(pairs, f"--dataset {args.dataset}: nothing is left of {found}")
     return pairs
 
 
-def pad_rows(
-    rows: list[list[int]], pad_id: int, side: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack token ids of different lengths: ids (B, L) int64, and a bool mask of the real ones.
-
-    The mask comes from the lengths, so that a real EOS is never taken for padding where the
-    tokenizer has one id for both.
-    """
-    ids = torch.full((len(rows), max(map(len, rows))), pad_id)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        columns = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
-        ids[i, columns] = torch.tensor(row)
-        mask[i, columns] = True
-    return ids.to(device), mask.to(device)
-
-
 def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int]:
-    """Row numbers of optimiser step `step`: the epochs, each shuffled anew, one after the other.
+    """Row numbers of batch `step` in an endless row of epochs, each shuffled anew.
 
     It is a function of the step alone, so a resumed run repeats no row and skips none.
     """
-    positions = range(step * batch_size, (step + 1) * batch_size)
+    epochs, rows = divmod(np.arange(step * batch_size, (step + 1) * batch_size), num_rows)
     orders = {
         epoch: np.random.default_rng((seed, epoch)).permutation(num_rows)
-        for epoch in {position // num_rows for position in positions}
+        for epoch in np.unique(epochs)
     }
-    return [int(orders[p // num_rows][p % num_rows]) for p in positions]
+    return [int(orders[epoch][row]) for epoch, row in zip(epochs, rows, strict=True)]
 
 
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
@@ -364,46 +331,50 @@ def parse_args(argv: list[str] | None = None) -> Args:
         return args
     path = Path(args.resume) / "args.json"
     require(path.is_file(), f"--resume {args.resume}: not the folder of a run: no args.json in it")
-    saved = json.loads(path.read_text())
+    saved = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in json.loads(path.read_text()).items()
+    }
     known = {field.name for field in fields(Args)}
     require(set(saved) == known, f"--resume: {path} is of another script or version")
-    saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-    saved = replace(saved, resume=args.resume)
-    # Parsed again with the saved flags as defaults: what differs now was typed, and would be ignored.
-    args = tyro.cli(Args, args=argv, default=saved)
-    changed = [
-        f"--{k.replace('_', '-')}" for k, v in asdict(args).items() if v != getattr(saved, k)
-    ]
-    require(not changed, f"--resume takes all flags from {path}; leave out {', '.join(changed)}")
-    return args
+    saved = replace(Args(**saved), resume=args.resume)
+    # Parsed again with the saved flags as defaults: what differs now was typed, and must not be
+    # ignored without a word.
+    typed = asdict(tyro.cli(Args, args=argv, default=saved))
+    changed = [name for name, value in asdict(saved).items() if typed[name] != value]
+    require(not changed, f"--resume takes all flags from {path}, so {changed} cannot be changed")
+    return saved
 
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    attempt = 1
-    while True:  # two runs may start within the same second
-        run_dir = Path(args.output_dir) / (name if attempt == 1 else f"{name}-{attempt}")
-        try:
-            run_dir.mkdir(parents=True)
-            break
-        except FileExistsError:
-            attempt += 1
+    run_dir, number = Path(args.output_dir) / name, 1
+    while run_dir.exists():  # another run started within the same second
+        number += 1
+        run_dir = Path(args.output_dir) / f"{name}-{number}"
+    run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        (run_dir / log).touch()
     return run_dir
 
 
+def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, **metrics}) + "\n")
+    with open(run_dir / "samples.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+    if tracker:
+        tracker.log(metrics, step=step)
+
+
 def save_checkpoint(run_dir: Path, state: dict) -> None:
-    """Replace checkpoint/state.pt; a kill at any moment leaves the old file or the new one whole."""
-    state = state | {
-        log: (run_dir / log).stat().st_size for log in ("metrics.jsonl", "samples.jsonl")
-    }
+    """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
     with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(state, file)
+        torch.save({**state, "logs": logs}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
@@ -414,36 +385,30 @@ def load_checkpoint(run_dir: Path) -> dict:
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        os.truncate(run_dir / log, state[log])
+    for name, size in state["logs"].items():
+        os.truncate(run_dir / name, size)
     return state
 
 
-def log_rows(run_dir: Path, log: str, rows: list[dict]) -> None:
-    """Append rows to metrics.jsonl or samples.jsonl."""
-    with open(run_dir / log, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def start_tracking(args: Args, run_dir: Path) -> Any:
-    """The Weights & Biases run of --track, or None."""
-    if not args.track:
-        return None
-    import wandb  # only with --track: it is the one import that wants an account
-
-    return wandb.init(
-        project=args.wandb_project, id=run_dir.name, resume="allow", config=asdict(args)
+def print_summary(run_dir: Path) -> None:
+    """What the first and the last evaluation found, from the run's own logs."""
+    rows, samples = (
+        [json.loads(line) for line in (run_dir / log).read_text().splitlines()]
+        for log in ("metrics.jsonl", "samples.jsonl")
     )
-
-
-def check_finite(step: int, loss: float, grad_norm: float, run_dir: Path) -> None:
-    """End the run before anything is trained on NaN or infinity."""
-    require(
-        math.isfinite(loss) and math.isfinite(grad_norm),
-        f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; the weights were left "
-        f"as they were. Likely causes: --learning-rate too high, a broken --model, extreme rewards "
-        f"or labels. The last checkpoint, if any, is in {run_dir / 'checkpoint'}",
-    )
+    evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
+    first, last = evaluations[0], evaluations[-1]
+    for name in first:
+        if name.startswith("eval/"):
+            print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
+    before = [sample for sample in samples if sample["step"] == first["step"]]
+    after = [sample for sample in samples if sample["step"] == last["step"]]
+    # The prompt whose reward rose most; without rewards, the first.
+    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
+    best = gains.index(max(gains))
+    print(f"before: {before[best]['prompt']!r} -> {before[best]['completion']!r}")
+    print(f"after:  {after[best]['prompt']!r} -> {after[best]['completion']!r}")
+    print(f"model: {run_dir / 'model'}")
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -460,22 +425,8 @@ def check_args(args: Args) -> None:
     for name in ("warmup_steps", "temperature", "weight_decay"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    require(world_size == 1, f"started as {world_size} processes, but this script runs as one")
-
-
-def load_model(args: Args, device: torch.device) -> torch.nn.Module:
-    """The causal language model of --model in float32, without dropout."""
-    try:
-        if args.from_scratch:
-            torch.manual_seed(args.seed)
-            config = AutoConfig.from_pretrained(args.model)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: --model {args.model}: {error}") from None
-    return model.to(device).eval()  # eval: dropout is off, while sampling and while training
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -496,157 +447,145 @@ def make_batch(
     return ids, mask, mask & (columns >= torch.tensor(first, device=device)[:, None])
 
 
-@torch.no_grad()
-def evaluate(
-    args: Args,
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: list[int],
-    pad_id: int,
-    pairs: list[tuple[list[int], list[int]]],
-) -> tuple[dict, list[dict]]:
-    """Held-out loss, and sampled completions of the first held-out prompts."""
-    total, count = 0.0, 0
-    for start in range(0, len(pairs), args.micro_batch_size):
-        chunk = pairs[start : start + args.micro_batch_size]
-        ids, mask, loss_mask = make_batch(args, chunk, pad_id, model.device)
-        with autocast(model.device):
-            logprobs = completion_logprobs(model, ids, mask, loss_mask)
-        total += negative_log_likelihood(logprobs, loss_mask, 1).item()
-        count += int(loss_mask.sum())
-
-    prompts = [prompt for prompt, _ in pairs[: args.eval_samples]]
-    ids, mask = pad_rows(prompts, pad_id, "left", model.device)
-    # A generator of its own, so that every evaluation draws with the same random numbers.
-    generator = torch.Generator(model.device).manual_seed(args.seed)
-    with autocast(model.device):
-        sequences, completion_mask, finished = generate(
-            model, ids, mask, args.max_new_tokens, args.temperature, stop_ids, pad_id, generator
-        )
-    completions = [ids[mask] for ids, mask in zip(sequences, completion_mask, strict=True)]
-    samples = [
-        {
-            "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-            "completion": tokenizer.decode(completion, skip_special_tokens=True),
-            "finished": bool(end),
-        }
-        for prompt, completion, end in zip(prompts, completions, finished, strict=True)
-    ]
-    metrics = {
-        "eval/loss": total / count,
-        "eval/completion_length": float(completion_mask.sum(dim=1).float().mean()),
-        "eval/truncated_fraction": float((~finished).float().mean()),
-    }
-    return metrics, samples
-
-
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
     transformers_logging.disable_progress_bar()
-    tokenizer = load_tokenizer(args)
+    tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = find_stop_ids(tokenizer, args.model)
+    require(stop_ids, f"--model {args.model}: neither tokenizer nor generation config has an EOS")
     # Any id will do for padding: the masks come from lengths.
     pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    rows = load_rows(args, args.train_split, "--train-split")
-    eval_rows = load_rows(args, args.eval_split, "--eval-split")[: args.eval_rows]
-    pairs = encode_rows(args, rows, args.train_split, tokenizer, stop_ids)
-    eval_pairs = encode_rows(args, eval_rows, args.eval_split, tokenizer, stop_ids)
+    train_pairs = load_pairs(args, args.train_split, tokenizer, stop_ids)
+    eval_pairs = load_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(args, device)
+    if args.from_scratch:
+        config = load("--model", args.model, AutoConfig.from_pretrained)
+        torch.manual_seed(args.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).eval()
+    else:
+        model = load_model("--model", args.model, AutoModelForCausalLM, device)
     positions = getattr(model.config, "max_position_embeddings", math.inf)
+    longest = max(len(prompt) for prompt, _ in eval_pairs[: args.eval_samples])
     require(
-        args.max_length <= positions,
-        f"--max-length {args.max_length} is more than the {positions} positions of --model",
+        max(args.max_length, longest + args.max_new_tokens) <= positions,
+        f"--max-length {args.max_length}, or a prompt of {longest} tokens and --max-new-tokens "
+        f"{args.max_new_tokens}, is more than the {positions} positions of --model",
     )
     optimizer = torch.optim.AdamW(
         model.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay
     )
-    total_steps = math.ceil(args.epochs * len(pairs) / args.batch_size)
+    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, args.warmup_steps, total_steps)
 
+    @torch.no_grad()
+    def evaluate() -> tuple[dict, list[dict]]:
+        """Held-out loss, and sampled completions of the first held-out prompts."""
+        total = count = 0
+        for start in range(0, len(eval_pairs), args.micro_batch_size):
+            pairs = eval_pairs[start : start + args.micro_batch_size]
+            ids, mask, loss_mask = make_batch(args, pairs, pad_id, device)
+            with autocast(device):
+                logprobs = completion_logprobs(model, ids, mask, loss_mask)
+            total += negative_log_likelihood(logprobs, loss_mask, 1).item()
+            count += loss_mask.sum().item()
+        prompts = [prompt for prompt, _ in eval_pairs[: args.eval_samples]]
+        ids, mask = pad_rows(prompts, pad_id, "left", device)
+        # A generator of its own, so that every evaluation draws with the same random numbers.
+        draws = torch.Generator(device).manual_seed(args.seed)
+        limits = (args.max_new_tokens, args.temperature, stop_ids, pad_id, draws)
+        with autocast(device):
+            ids, mask, finished = generate(model, ids, mask, *limits)
+        completions = [row[sampled] for row, sampled in zip(ids, mask, strict=True)]
+        texts = (
+            tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, completions)
+        )
+        samples = [{"prompt": p, "completion": c} for p, c in zip(*texts, strict=True)]
+        metrics = {
+            "eval/loss": total / count,
+            "eval/length_mean": mask.sum(dim=1).float().mean().item(),
+            "eval/truncated_fraction": 1 - finished.float().mean().item(),
+        }
+        return metrics, samples
+
+    first_step = 0
     if args.resume:
         run_dir = Path(args.resume)
         state = load_checkpoint(run_dir)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first_step, before = state["step"], state["before"]
+        scheduler.load_state_dict(state["scheduler"])
+        first_step = state["step"]
     else:
         run_dir = make_run_dir(args)
-        first_step, before = 0, None
-    tracker = start_tracking(args, run_dir)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{run_dir}: {num_parameters:,} parameters on {device}, {total_steps} steps")
+    tracker = None
+    if args.track:
+        import wandb  # only here: nobody else needs an account
 
-    def log(step: int, metrics: dict, samples: list[dict]) -> None:
-        log_rows(run_dir, "metrics.jsonl", [{"step": step, **metrics}])
-        log_rows(run_dir, "samples.jsonl", [{"step": step, **sample} for sample in samples])
-        if tracker:
-            tracker.log(metrics, step=step)
-
-    if before is None:
-        metrics, samples = evaluate(args, model, tokenizer, stop_ids, pad_id, eval_pairs)
-        before = {"loss": metrics["eval/loss"], "sample": samples[0]}
-        log(0, metrics, samples)
+        tracker = wandb.init(
+            project=args.wandb_project, id=run_dir.name, resume="allow", config=asdict(args)
+        )
+    print(f"{run_dir}: {model.num_parameters():,} parameters on {device}, {total_steps} steps")
+    if not args.resume:
+        log(run_dir, tracker, 0, *evaluate())
 
     progress = tqdm(range(first_step, total_steps), initial=first_step, total=total_steps)
     for step in progress:
-        start_time = time.perf_counter()
+        started = time.perf_counter()
 
         # 1. draw the rows of this step
-        batch = [pairs[i] for i in batch_rows(step, args.batch_size, len(pairs), args.seed)]
-        lengths = [len(prompt) + len(completion) for prompt, completion in batch]
-        num_tokens = sum(
-            lengths[i] - 1 if args.train_on_prompt else len(completion)
-            for i, (_, completion) in enumerate(batch)
-        )
+        picked = batch_rows(step, args.batch_size, len(train_pairs), args.seed)
+        lengths = [len(train_pairs[i][0]) + len(train_pairs[i][1]) for i in picked]
+        batches = [
+            make_batch(args, [train_pairs[picked[i]] for i in rows], pad_id, device)
+            for rows in micro_batches(lengths, args.micro_batch_size)
+        ]
+        num_tokens = sum(loss_mask.sum().item() for _, _, loss_mask in batches)
 
-        # 2. gradient of the loss, one micro-batch at a time
+        # 2. optimise: one step, its gradient summed over micro-batches
         loss = 0.0
-        for indices in micro_batches(lengths, args.micro_batch_size):
-            ids, mask, loss_mask = make_batch(args, [batch[i] for i in indices], pad_id, device)
+        for ids, mask, loss_mask in batches:
             with autocast(device):
                 logprobs = completion_logprobs(model, ids, mask, loss_mask)
             micro_loss = negative_log_likelihood(logprobs, loss_mask, num_tokens)
             micro_loss.backward()
             loss += micro_loss.item()
-
-        # 3. optimiser step
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
-        check_finite(step, loss, grad_norm, run_dir)
-        learning_rate = scheduled_learning_rate(
-            step, total_steps, args.learning_rate, args.lr_schedule, args.warmup_steps
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        require(
+            math.isfinite(loss) and grad_norm.isfinite(),
+            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. Likely "
+            "causes: --learning-rate too high, a broken --model. The last checkpoint, if any, is in "
+            f"{run_dir / 'checkpoint'}",
         )
-        optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-        # 4. log, evaluate, save
+        # 3. log, evaluate, save
         done, last = step + 1, step + 1 == total_steps
-        metrics, samples = {}, []
-        if done % args.eval_every == 0 or last:
-            metrics, samples = evaluate(args, model, tokenizer, stop_ids, pad_id, eval_pairs)
-        metrics |= {
+        metrics = {
             "objective/loss": loss,
-            "policy/grad_norm": grad_norm,
-            "policy/learning_rate": learning_rate,
-            "time/epoch": done * args.batch_size / len(pairs),
-            "time/tokens_per_second": sum(lengths) / (time.perf_counter() - start_time),
+            "policy/grad_norm": grad_norm.item(),
+            "policy/learning_rate": scheduler.get_last_lr()[0],
+            "time/epoch": done * args.batch_size / len(train_pairs),
+            "time/tokens_per_second": sum(lengths) / (time.perf_counter() - started),
         }
-        log(done, metrics, samples)
+        scheduler.step()
+        samples = []
+        if done % args.eval_every == 0 or last:
+            eval_metrics, samples = evaluate()
+            metrics |= eval_metrics
+        log(run_dir, tracker, done, metrics, samples)
         progress.set_postfix(loss=f"{loss:.3f}", grad_norm=f"{grad_norm:.2f}")
         if done % args.save_every == 0 or last:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save_checkpoint(run_dir, state | {"step": done, "before": before})
+            state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+            state = {name: part.state_dict() for name, part in state.items()}
+            save_checkpoint(run_dir, state | {"step": done})
 
-    metrics, samples = evaluate(args, model, tokenizer, stop_ids, pad_id, eval_pairs)
     model.to(getattr(torch, args.save_dtype)).save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
-    print(f"held-out loss: {before['loss']:.3f} -> {metrics['eval/loss']:.3f} nats a token")
-    for when, sample in (("before", before["sample"]), ("after", samples[0])):
-        print(f"{when}: {sample['prompt']!r} -> {sample['completion']!r}")
-    print(f"model: {run_dir / 'model'}")
-    print(f"next: python grpo.py --model {run_dir / 'model'}")
+    print_summary(run_dir)
+    print(f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)")
     return run_dir
 
 

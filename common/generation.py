@@ -7,7 +7,41 @@ gradient is on-policy by construction.
 """
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
+
+
+def find_stop_ids(tokenizer: PreTrainedTokenizerBase, source: str) -> list[int]:
+    """Ids that end a completion: the tokenizer's EOS and all of the generation config's.
+
+    Chat models often end a turn with an id that is not the tokenizer's EOS.
+
+    Args:
+        source: folder or hub name that the generation config is loaded from, if it has one.
+    """
+    stop_ids = [tokenizer.eos_token_id]
+    try:
+        more = GenerationConfig.from_pretrained(source).eos_token_id
+        stop_ids += more if isinstance(more, list) else [more]
+    except OSError:  # many checkpoints have none
+        pass
+    return sorted({token for token in stop_ids if token is not None})
+
+
+def pad_rows(
+    rows: list[list[int]], pad_id: int, side: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack token ids of different lengths: ids (B, L) int64, and a bool mask of the real ones.
+
+    The mask comes from the lengths, so that a real EOS is never taken for padding where the
+    tokenizer has one id for both.
+    """
+    ids = torch.full((len(rows), max(map(len, rows))), pad_id)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        columns = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
+        ids[i, columns] = torch.tensor(row)
+        mask[i, columns] = True
+    return ids.to(device), mask.to(device)
 
 
 def sample_tokens(

@@ -52,7 +52,7 @@ def _score_chunk(
     temperature: float,
     return_entropy: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability (N,), and entropy (N,), of `targets` (N,) at hidden states (N, d), in nats."""
+    """Log-probability, and entropy, (N,) of targets (N,) at hidden states (N, d), in nats."""
     logits = project(model, hidden).float()  # (N, V)
     if temperature != 1.0:
         logits = logits / temperature

@@ -137,7 +137,7 @@ OPENINGS = (
 
 
 def write_review(rng: random.Random) -> str:
-    """Two to four different sentences; each slot agrees with the review's polarity 8 times in 10."""
+    """Two to four different sentences; each slot agrees with the polarity 8 times in 10."""
     kind = rng.random() < 0.5
 
     def fill(slot: re.Match) -> str:
@@ -184,7 +184,15 @@ def make_reviews() -> None:
     words = words.union(*gold.SLOTS.values())
     with tempfile.TemporaryDirectory() as base:
         make_config(Path(base), make_tokenizer(sorted(words), characters=False))
-        flags = ["--from-scratch", "--learning-rate", "3e-3", "--epochs", "3", "--max-new-tokens", "40"]
+        flags = [
+            "--from-scratch",
+            "--learning-rate",
+            "3e-3",
+            "--epochs",
+            "3",
+            "--max-new-tokens",
+            "40",
+        ]
         train_policy("reviews", Path(base), *flags)
 
 

@@ -1,7 +1,7 @@
 """The grammar of the tiny film reviews, and the gold reward: what the reviews are really worth.
 
 A reward model only ever sees this reward through sampled preferences. The gold reward itself is
-for drawing those preferences and for evaluation (`--eval-reward-fn tiny/reviews/gold.py:sentiment`),
+for drawing those preferences and for evaluation, `--eval-reward-fn tiny/reviews/gold.py:sentiment`,
 so that a reader can watch a policy climb the learned reward and leave the gold one behind.
 """
 
@@ -26,7 +26,7 @@ WHO = "everyone nobody critics friends mum".split()
 NOUNS = "film movie".split()
 DAYS = "monday tuesday wednesday thursday friday saturday sunday".split()
 
-SENTIMENT = {word: +1 for word in POSITIVE + LIKED} | {word: -1 for word in NEGATIVE + HATED}
+SENTIMENT = dict.fromkeys(POSITIVE + LIKED, 1) | dict.fromkeys(NEGATIVE + HATED, -1)
 
 # Each sentence is one of these; {adjective} and {verb} carry the sentiment.
 TEMPLATES = (
