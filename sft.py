@@ -64,7 +64,7 @@ class Args:
     """Where the run's folder is made."""
     resume: str | None = None
     """Folder of a run to go on with from its last checkpoint; its flags are taken from there."""
-    save_every: int = 100
+    save_every: int = 200
     """Optimiser steps between checkpoints; there is always one at the end."""
     track: bool = False
     """Also log to Weights & Biases."""
@@ -103,11 +103,11 @@ class Args:
     # --- optimisation ---
     epochs: float = 4.0
     """Passes over the training rows."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Rows an optimiser step."""
-    micro_batch_size: int = 64
+    micro_batch_size: int = 32
     """Rows a forward pass: memory and speed, never the result."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """AdamW's peak learning rate."""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """How the learning rate falls to 0 after the warm-up, or stays."""
@@ -119,7 +119,7 @@ class Args:
     """Gradients with a larger norm are scaled down to it."""
 
     # --- evaluation ---
-    eval_every: int = 100
+    eval_every: int = 200
     """Optimiser steps between evaluations; there is always one at the start and one at the end."""
     eval_rows: int = 500
     """Held-out rows for eval/loss, at most."""
