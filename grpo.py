@@ -74,7 +74,7 @@ class Args:
     """Where the run's folder is made."""
     resume: str | None = None
     """Folder of a run to go on with from its last checkpoint; its flags are taken from there."""
-    save_every: int = 25
+    save_every: int = 20
     """Rollouts between checkpoints; there is always one at the end."""
     track: bool = False
     """Also log to Weights & Biases."""
@@ -114,7 +114,7 @@ class Args:
     """Rule for eval/reward and eval/accuracy; the training reward if left out."""
 
     # --- GRPO ---
-    total_rollouts: int = 50
+    total_rollouts: int = 60
     """Rollouts, each followed by its optimiser steps."""
     prompts_per_rollout: int = 32
     """Different prompts a rollout."""
@@ -155,7 +155,7 @@ class Args:
     """Gradients with a larger norm are scaled down to it."""
 
     # --- evaluation ---
-    eval_every: int = 25
+    eval_every: int = 20
     """Rollouts between evaluations; there is always one at the start and one at the end."""
     eval_rows: int = 500
     """Held-out prompts, at most; one completion each."""

@@ -1,0 +1,440 @@
+"""The mathematics of grpo.py against derivations of its own, and the wiring of a real run."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import LlamaForSequenceClassification as Classifier
+
+import grpo
+from grpo import (
+    Args,
+    clipped_surrogate,
+    group_advantages,
+    grpo_loss,
+    k3_kl,
+    last_number,
+    reward_model_scores,
+    token_weights,
+)
+
+SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4, num_minibatches=1, eval_rows=4)
+POLICY = "tiny/arithmetic/policy"
+
+
+def run(tmp_path, **flags):
+    """A real run in a few seconds; returns its folder."""
+    return grpo.main(Args(output_dir=str(tmp_path), **{**SMALL, **flags}))
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def spy_on_loss(monkeypatch):
+    """Record the arguments and the result of each call of grpo_loss."""
+    calls = []
+
+    def spy(*args):
+        loss, sums = grpo_loss(*args)
+        names = "logprobs old ref advantages mask weights clip_low clip_high beta".split()
+        detached = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
+        calls.append(dict(zip(names, detached, strict=True)) | {"sums": sums})
+        return loss, sums
+
+    monkeypatch.setattr(grpo, "grpo_loss", spy)
+    return calls
+
+
+# --- advantages ---------------------------------------------------------------------------------
+
+
+def test_group_advantages_by_hand():
+    # Group 1: mean 1/2, squared deviations 4 x 1/4, sample variance 1/3. Group 2: mean 2, variance
+    # (4 + 0 + 0 + 4) / 3 = 8/3.
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 2.0, 2.0, 4.0])
+    a = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    b = 2 / (math.sqrt(8 / 3) + 1e-4)
+    expected = torch.tensor([a, -a, -a, a, -b, 0, 0, b])
+    torch.testing.assert_close(group_advantages(rewards, 4), expected)
+    unscaled = torch.tensor([0.5, -0.5, -0.5, 0.5, -2, 0, 0, 2])
+    torch.testing.assert_close(group_advantages(rewards, 4, scale=False), unscaled)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -0.7, 1 / 3, 123456.789])
+@pytest.mark.parametrize("group_size", [2, 3, 7, 8, 49])
+def test_equal_rewards_give_exactly_zero(value, group_size):
+    advantages = group_advantages(torch.full((2 * group_size,), value), group_size)
+    assert (advantages == 0).all()
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (1.5, 2.0, 1.28 * 2, 0.0),  # above, to be raised: clipped, no gradient
+        (1.5, -2.0, 1.5 * -2, 1.5 * -2),  # above, to be lowered: free
+        (0.5, 2.0, 0.5 * 2, 0.5 * 2),  # below, to be raised: free
+        (0.5, -2.0, 0.8 * -2, 0.0),  # below, to be lowered: clipped, no gradient
+        (1.1, 2.0, 1.1 * 2, 1.1 * 2),  # inside
+        (1.25, 2.0, 1.25 * 2, 1.25 * 2),  # above 1 + clip_low, inside 1 + clip_high
+    ],
+)
+def test_clipping_in_each_sign_and_side(ratio, advantage, value, gradient):
+    log_ratio = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    result = clipped_surrogate(log_ratio, torch.tensor([[advantage]]), 0.2, 0.28)
+    assert result.item() == pytest.approx(value)
+    result.backward()
+    assert log_ratio.grad.item() == pytest.approx(gradient)  # d(rho A)/d(log rho) = rho A
+
+
+# --- k3 -----------------------------------------------------------------------------------------
+
+
+def test_k3_value_sign_and_gradient_by_enumeration():
+    torch.manual_seed(0)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    logp, ref = logits.log_softmax(0), torch.randn(7, dtype=torch.float64).log_softmax(0)
+    p, q = logp.detach().exp(), ref.exp()
+
+    per_token = k3_kl(logp, ref)
+    assert (per_token > 0).all()  # never negative, whichever token is drawn
+    kl = (p * (p / q).log()).sum()  # KL(pi || pi_ref)
+    torch.testing.assert_close((p * per_token).sum().detach(), kl)
+    assert (k3_kl(ref, ref) == 0).all()
+
+    # Gradient of the expectation over tokens drawn from pi: that of KL(pi_ref || pi), whose
+    # derivative with respect to the logits is pi - pi_ref.
+    (p * per_token).sum().backward()
+    torch.testing.assert_close(logits.grad, p - q)
+
+
+# --- the whole loss -----------------------------------------------------------------------------
+
+
+def brute_force_loss(c, norm, max_new_tokens):
+    """-J by plain loops over completions and tokens, from the papers' formulas."""
+    lengths = c["mask"].sum(dim=1).tolist()
+    total = 0.0
+    for i, length in enumerate(lengths):
+        for t in range(c["mask"].shape[1]):
+            if not c["mask"][i, t]:
+                continue
+            ratio = math.exp(c["logprobs"][i, t] - c["old"][i, t])
+            a = c["advantages"][i].item()
+            term = min(ratio * a, max(min(ratio, 1 + c["clip_high"]), 1 - c["clip_low"]) * a)
+            u = math.exp(c["ref"][i, t] - c["logprobs"][i, t])
+            term -= c["beta"] * (u - math.log(u) - 1)
+            if norm == "sequence":
+                total += term / length / len(lengths)
+            elif norm == "token":
+                total += term / sum(lengths)
+            else:
+                total += term / max_new_tokens / len(lengths)
+    return -total
+
+
+@pytest.mark.parametrize("norm", ["sequence", "token", "constant"])
+def test_loss_equals_plain_loops_and_ignores_padding(norm):
+    torch.manual_seed(1)
+    mask = torch.arange(6) < torch.tensor([6, 1, 3, 4])[:, None]
+    c = dict(
+        logprobs=-torch.rand(4, 6) * 3,
+        old=-torch.rand(4, 6) * 3,
+        ref=-torch.rand(4, 6) * 3,
+        advantages=torch.tensor([1.0, -0.5, 2.0, -1.5]),
+        mask=mask,
+        weights=token_weights(mask, norm, 10),
+        clip_low=0.2,
+        clip_high=0.28,
+        beta=0.1,
+    )
+    loss, sums = grpo_loss(*c.values())
+    assert loss.item() == pytest.approx(brute_force_loss(c, norm, 10), rel=1e-5)
+
+    for garbage in (1e6, -1e6, math.inf, math.nan):
+        d = c | {k: c[k].masked_fill(~mask, garbage) for k in ("logprobs", "old", "ref")}
+        d["logprobs"].requires_grad_()
+        dirty_loss, dirty_sums = grpo_loss(*d.values())
+        assert dirty_loss.item() == loss.item()
+        assert all(dirty_sums[name] == sums[name] for name in sums)
+        dirty_loss.backward()
+        assert d["logprobs"].grad.isfinite().all()
+        assert (d["logprobs"].grad[~mask] == 0).all()
+
+
+def test_loss_metrics_by_hand():
+    ratio = torch.tensor([[1.5, 0.5, 1.0], [1.5, 0.5, 9.0]])  # the last is padding
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    zeros = torch.zeros(2, 3)
+    _, sums = grpo_loss(
+        ratio.log(), zeros, zeros, torch.tensor([1.0, -1.0]), mask, zeros, 0.2, 0.2, 0.0
+    )
+    assert sums["policy/clip_fraction_high"] == 1  # row 0, token 0
+    assert sums["policy/clip_fraction_low"] == 1  # row 1, token 1
+    # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
+    expected = 2 * (0.5 - math.log(1.5)) + 2 * (-0.5 - math.log(0.5))
+    assert sums["policy/approx_kl"].item() == pytest.approx(expected, rel=1e-5)
+    assert "objective/kl" not in sums
+
+
+def test_token_weights_by_hand():
+    mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
+    # Row 2 was masked out: two completions and four tokens count.
+    torch.testing.assert_close(
+        token_weights(mask, "sequence", 5), mask * torch.tensor([[1 / 2], [1 / 6], [0.0]])
+    )
+    torch.testing.assert_close(token_weights(mask, "token", 5), mask / 4)
+    torch.testing.assert_close(token_weights(mask, "constant", 5), mask / 10)
+    assert (token_weights(torch.zeros_like(mask), "sequence", 5) == 0).all()
+
+
+# --- the reward ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("6,6,0,8,5#5", "5", 1),
+        ("#5", "5", 1),
+        ("5#4", "5", 0),
+        ("", "5", 0),
+        ("no number", "5", 0),
+        ("so he has 1,234 apples.", "... <<2*617=1234>>1234\n#### 1,234", 1),
+        ("That is $72.00.", "#### 72", 1),
+        ("-3", "#### -3", 1),
+        ("3", "#### -3", 0),
+        ("10-3", "3", 1),  # minus here is an operator
+        ("x = -3", "-3", 1),
+        ("about +7", "7", 1),
+        ("0.5", ".5", 1),
+        ("1,234,567.80", "1234567.8", 1),
+        ("1,23", "23", 1),  # no thousands separator
+        ("12,345 and 6", 6, 1),  # answers may be numbers
+        ("-$5", "-5", 1),
+    ],
+)
+def test_last_number(completion, answer, reward):
+    assert last_number(["?"], [completion], [answer]) == [reward]
+
+
+def test_last_number_cannot_judge_an_answer_without_a_number():
+    assert last_number(["?"], ["5"], ["five"]) == [None]
+
+
+def tiny_classifier(pad_token_id):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=18,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_labels=1,
+        pad_token_id=pad_token_id,
+        initializer_range=0.3,
+    )
+    return Classifier(config).eval()
+
+
+def test_reward_model_scores_the_last_real_token_on_either_side_and_with_pad_equal_to_eos():
+    eos = 2
+    model = tiny_classifier(pad_token_id=eos)
+    row = torch.tensor([1, 7, 9, 5, eos])
+    alone = model.score(model.model(row[None]).last_hidden_state)[0, -1, 0]
+    pads = torch.full((3,), eos)
+    ids = torch.stack([torch.cat([pads, row]), torch.cat([row, pads])])
+    mask = torch.tensor([[0] * 3 + [1] * 5, [1] * 5 + [0] * 3])
+    torch.testing.assert_close(
+        reward_model_scores(model, ids, mask), alone.detach().expand(2), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_reward_model_scores_a_run(tmp_path):
+    model = tiny_classifier(pad_token_id=0)
+    model.save_pretrained(tmp_path / "rm")
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "rm")
+    run_dir = run(tmp_path, reward_model=str(tmp_path / "rm"), eval_reward_fn="last_number")
+    first, last = metrics_of(run_dir)
+    assert last["reward/reward_model"] == last["reward/mean"]
+    assert "reward/last_number" not in last
+    assert {"eval/reward", "eval/accuracy"} <= set(first)
+
+
+def test_several_rewards_with_weights_and_columns(tmp_path):
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "def brevity(prompts, completions, **columns):\n"
+        "    assert all(p.endswith('=') for p in prompts) and set(columns) == {'answer'}\n"
+        "    return [-len(c) for c in completions]\n"
+    )
+    flags = dict(reward_fn=("last_number", f"{rules}:brevity"), reward_weights=(2.0, 0.5))
+    first, last = metrics_of(run(tmp_path, **flags))
+    expected = 2 * last["reward/last_number"] + 0.5 * last["reward/brevity"]
+    assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
+    assert last["reward/brevity"] < -2
+    assert "eval/accuracy" not in first  # a sum of rewards has no full mark
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
+    tmp_path, monkeypatch, temperature
+):
+    rollouts, calls = [], spy_on_loss(monkeypatch)
+    roll_out = grpo.roll_out
+    monkeypatch.setattr(grpo, "roll_out", lambda *a: rollouts.append(roll_out(*a)) or rollouts[-1])
+    flags = dict(num_minibatches=2, prompts_per_rollout=8, micro_batch_size=8)
+    run(tmp_path, temperature=temperature, **flags)
+    assert len(calls) == 4  # two micro-batches in each of two minibatches
+    for number, call in enumerate(calls):
+        same = torch.equal(call["logprobs"], call["old"])
+        assert same == (number < 2), "exactly 1 before the first step, and never again"
+    assert calls[0]["sums"]["policy/approx_kl"] == 0
+    assert all((call["old"][call["mask"]] < 0).any() for call in calls)
+
+    # All old log-probs, by a plain forward pass of the untouched policy.
+    policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+    expected = []
+    _, rollout, *_ = rollouts  # evaluation, rollout, evaluation
+    for ids, real, sampled in zip(
+        rollout.ids, rollout.attention_mask, rollout.completion_mask, strict=True
+    ):
+        logits = policy(ids[real][None]).logits[0] / temperature
+        scores = logits.log_softmax(-1)[:-1].gather(1, ids[real][1:, None]).squeeze(1)
+        expected += scores[-int(sampled.sum()) :].tolist()
+    found = [x for call in calls for x in call["old"][call["mask"]].tolist()]
+    assert sorted(found) == pytest.approx(sorted(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [
+        (dict(num_minibatches=1, beta=0.0), 1),  # new log-probs only
+        (dict(num_minibatches=2, beta=0.0), 2),  # old and new
+        (dict(num_minibatches=1, update_epochs=2, beta=0.0), 3),  # old, and new twice
+        (dict(num_minibatches=1, beta=0.1), 2),  # reference and new
+    ],
+)
+def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
+    rows = []
+    original = grpo.completion_logprobs
+    monkeypatch.setattr(
+        grpo, "completion_logprobs", lambda *a, **k: rows.append(len(a[1])) or original(*a, **k)
+    )
+    run(tmp_path, **flags)
+    assert sum(rows) == passes * 16
+
+
+def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
+    loaded = []
+    original = grpo.load_model
+    monkeypatch.setattr(grpo, "load_model", lambda *a: loaded.append(a[0]) or original(*a))
+    run(tmp_path, beta=0.0)
+    assert len(loaded) == 1
+    run(tmp_path, beta=0.1)
+    assert len(loaded) == 3
+
+
+def test_the_reference_never_moves(tmp_path, monkeypatch):
+    models = []
+    original = grpo.load_model
+    monkeypatch.setattr(grpo, "load_model", lambda *a: models.append(original(*a)) or models[-1])
+    run_dir = run(tmp_path, total_rollouts=2, num_minibatches=4, beta=0.1)
+    policy, reference = models
+    start = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(tensor, start[name])
+    assert any(not torch.equal(t, start[n]) for n, t in policy.state_dict().items())
+    assert metrics_of(run_dir)[-1]["objective/kl"] > 0
+
+
+@pytest.mark.parametrize("loss_norm", ["sequence", "token", "constant"])
+def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch, loss_norm):
+    gradients = []
+
+    def capture(parameters, max_norm):
+        gradients[-1].append([p.grad.clone() for p in parameters])
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    calls = spy_on_loss(monkeypatch)
+    for size in (16, 1, 2, 4, 8):
+        gradients.append([])
+        flags = dict(temperature=1.5, max_new_tokens=14, mask_truncated=True, beta=0.1)
+        run(tmp_path, micro_batch_size=size, loss_norm=loss_norm, **flags)
+    lengths = calls[0]["mask"].sum(dim=1)
+    assert len(lengths) == 16
+    assert len(lengths.unique()) > 2, "the test needs ragged lengths"
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0][0], other[0], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in gradients[0][0]) > 1e-3
+
+
+def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monkeypatch):
+    calls = spy_on_loss(monkeypatch)
+    flags = dict(max_new_tokens=6, micro_batch_size=16)  # enough for `#5`, not for the working
+    _, last = metrics_of(run(tmp_path, mask_truncated=True, **flags))
+    (call,) = calls
+    in_loss = (call["weights"] > 0).any(dim=1)
+    truncated = call["mask"].sum(dim=1) == 6
+    assert torch.equal(in_loss, ~truncated)
+    assert last["completions/truncated_fraction"] == pytest.approx(truncated.float().mean().item())
+    assert 0 < last["completions/truncated_fraction"] < 1
+    assert last["completions/length_max"] == 6
+    calls.clear()
+    run(tmp_path, mask_truncated=False, **flags)
+    assert (calls[0]["weights"] > 0).any(dim=1).all()
+
+
+def test_default_clipping_is_symmetric_and_clip_higher_is_read(tmp_path, monkeypatch):
+    calls = spy_on_loss(monkeypatch)
+    run(tmp_path)
+    run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, scale_rewards=False)
+    assert (calls[0]["clip_low"], calls[0]["clip_high"]) == (0.2, 0.2)
+    assert (calls[1]["clip_low"], calls[1]["clip_high"]) == (0.1, 0.28)
+    assert calls[1]["advantages"].abs().max() <= 1  # rewards are 0 and 1, not divided
+
+
+def test_prompts_are_completed_in_groups_of_one_prompt(tmp_path, monkeypatch):
+    rollouts = []
+    original = grpo.roll_out
+    monkeypatch.setattr(grpo, "roll_out", lambda *a: rollouts.append(original(*a)) or rollouts[-1])
+    run(tmp_path)
+    prompts = [row["prompt"] for row in rollouts[1].rows]
+    assert len(set(prompts)) == 4
+    assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
+
+
+def test_what_was_logged_and_saved(tmp_path):
+    run_dir = run(tmp_path, total_rollouts=2, eval_every=1, num_minibatches=2)
+    rows = metrics_of(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all("eval/accuracy" in row for row in rows)
+    last = rows[-1]
+    assert last["completions/length_min"] <= last["completions/length_mean"]
+    assert last["completions/length_mean"] <= last["completions/length_max"] <= 24
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 3 * 4
+    assert json.loads((run_dir / "args.json").read_text())["group_size"] == 4
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state["policy"][name])
+    assert AutoTokenizer.from_pretrained(run_dir / "model").vocab_size == 18
+
+
+def test_data_order_visits_every_row_once_an_epoch():
+    picked = [i for step in range(10) for i in grpo.batch_rows(step, 3, 10, seed=1)]
+    for epoch in range(3):
+        assert sorted(picked[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert picked[:10] != picked[10:20]
+    assert picked[:10] != [i for s in range(4) for i in grpo.batch_rows(s, 3, 10, seed=2)][:10]
