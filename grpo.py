@@ -622,6 +622,11 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
     require(args.group_size >= 2, f"--group-size must be at least 2, found {args.group_size}")
+    require(0 < args.clip_coef < 1, f"--clip-coef must lie between 0 and 1, found {args.clip_coef}")
+    require(
+        args.clip_coef_high is None or args.clip_coef_high > 0,
+        f"--clip-coef-high must be more than 0, found {args.clip_coef_high}",
+    )
     completions = args.prompts_per_rollout * args.group_size
     require(
         args.num_minibatches <= completions,

@@ -1,0 +1,436 @@
+"""Sampling: the distribution, the masks, and that a row knows nothing of the others."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import VOCAB, tiny_config, tiny_model
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from common.generation import find_stop_ids, generate, pad_rows, sample_tokens
+
+CPU = torch.device("cpu")
+PAD = 0
+LAST_UNIFORM = 1 - 2**-53  # the largest float64 below 1
+every_architecture = pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def ragged_rows(lengths=(7, 2, 5, 1), seed=3):
+    return [torch.randint(1, VOCAB, (n,), generator=seeded(seed + n)).tolist() for n in lengths]
+
+
+def left_padded(rows, pad_id=PAD):
+    return pad_rows(rows, pad_id, "left", CPU)
+
+
+def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), pad_id=PAD, seed=0):
+    prompts = left_padded(rows, pad_id)
+    settings = (max_new_tokens, temperature, list(stop_ids), pad_id)
+    return generate(model, *prompts, *settings, generator=seeded(seed))
+
+
+def completions(rows, sequences, completion_mask):
+    """The sampled tokens of each row, as lists."""
+    assert len(rows) == len(sequences) == len(completion_mask)
+    return [ids[mask].tolist() for ids, mask in zip(sequences, completion_mask, strict=True)]
+
+
+def cut(tokens, stop_ids):
+    """Tokens up to the first stop id, which is included."""
+    ends = [i for i, token in enumerate(tokens) if token in stop_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def a_stop_id(tokens_of_rows):
+    """A token that ends some row in its first half and leaves another row to go on longer."""
+    longest = len(tokens_of_rows[0])
+    for token in sorted({token for tokens in tokens_of_rows for token in tokens}):
+        lengths = [len(cut(tokens, [token])) for tokens in tokens_of_rows]
+        if min(lengths) <= longest // 2 and max(lengths) == longest:
+            return token
+    raise AssertionError("no token ends a row early and spares another")
+
+
+class CountingModel(LlamaForCausalLM):
+    """After token n comes n + 1, always, so that completions can be worked out by hand."""
+
+    def forward(self, input_ids, **inputs):
+        self.batch_sizes.append(len(input_ids))
+        output = super().forward(input_ids, **inputs)
+        output.logits = 100.0 * torch.nn.functional.one_hot(input_ids[:, -1:] + 1, VOCAB)
+        return output
+
+
+@pytest.fixture
+def counting():
+    model = CountingModel(tiny_config("llama")).eval()
+    model.batch_sizes = []
+    return model
+
+
+# --- against transformers -----------------------------------------------------------------------
+
+
+@every_architecture
+def test_greedy_equals_transformers(architecture):
+    model, rows = tiny_model(architecture), ragged_rows()
+    ids, mask = left_padded(rows)
+    free, completion_mask, _ = generate(model, ids, mask, 12, 0.0, [], PAD)
+    made = completions(rows, free, completion_mask)
+    assert len({token for tokens in made for token in tokens}) > 10  # far from constant
+    first, second = a_stop_id(made), made[1][5]
+    for stop_ids in ([], [first], [first, second]):
+        found, _, finished = generate(model, ids, mask, 12, 0.0, stop_ids, PAD)
+        expected = model.generate(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=stop_ids or None,
+            pad_token_id=PAD,
+        )
+        assert found.tolist() == expected.tolist()
+        assert finished.any() == bool(stop_ids)
+
+
+@every_architecture
+def test_left_padded_batch_gives_what_each_row_gives_alone(architecture):
+    model, rows = tiny_model(architecture), ragged_rows()
+    free = completions(rows, *sample(model, rows, temperature=0)[:2])
+    stop_ids = [a_stop_id(free)]
+    together = completions(rows, *sample(model, rows, temperature=0, stop_ids=stop_ids)[:2])
+    for row, tokens in zip(rows, together, strict=True):
+        sequence, _, _ = sample(model, [row], temperature=0, stop_ids=stop_ids)
+        assert sequence[0].tolist() == row + tokens  # alone there is no padding at all
+
+
+@every_architecture
+def test_cached_greedy_tokens_are_the_argmax_of_a_forward_without_cache(architecture):
+    model, rows = tiny_model(architecture), ragged_rows()
+    made = completions(rows, *sample(model, rows, 6, temperature=0)[:2])
+    for row, tokens in zip(rows, made, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row + tokens])).logits[0]
+        assert logits[len(row) - 1 : -1].argmax(dim=-1).tolist() == tokens
+
+
+def test_sliding_window_attention_equals_transformers():
+    rows = ragged_rows()
+    narrow, wide = (
+        tiny_model("gemma2", sliding_window=window, tie_word_embeddings=False) for window in (3, 64)
+    )
+    model, free = narrow, completions(rows, *sample(narrow, rows, temperature=0)[:2])
+    assert free != completions(rows, *sample(wide, rows, temperature=0)[:2])  # the window matters
+    ids, mask = left_padded(rows)
+    stop_ids = [a_stop_id(free)]
+    found, _, finished = generate(model, ids, mask, 12, 0.0, stop_ids, PAD)
+    settings = dict(do_sample=False, max_new_tokens=12, eos_token_id=stop_ids, pad_token_id=PAD)
+    expected = model.generate(input_ids=ids, attention_mask=mask.long(), **settings)
+    assert found.tolist() == expected.tolist()
+    assert finished.any() and not finished.all()
+
+
+def test_generation_config_of_the_checkpoint_is_ignored():
+    model, rows = tiny_model("llama"), ragged_rows()
+    before = sample(model, rows)
+    settings = dict(
+        do_sample=True,
+        top_k=1,
+        top_p=0.1,
+        temperature=0.01,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        min_new_tokens=12,
+        max_new_tokens=2,
+        suppress_tokens=list(range(25)),
+        eos_token_id=list(range(25, 50)),
+    )
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    after = sample(model, rows)
+    assert before[0].tolist() == after[0].tolist()
+    assert not after[2].any()
+
+
+# --- the distribution ---------------------------------------------------------------------------
+
+
+def chi_square_is_plausible(counts, probabilities):
+    """Pearson's statistic within 5 standard deviations of its mean, over bins that expect 5."""
+    expected = probabilities.double() * counts.sum()
+    kept = expected >= 5
+    statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = int(kept.sum()) - 1
+    return bool(abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5)
+
+
+def test_sample_tokens_draws_from_the_softmax_at_the_temperature():
+    draws = 20_000
+    logits = 2 * torch.randn(40, generator=seeded(0))
+    uniform = torch.rand(draws, dtype=torch.float64, generator=seeded(1))
+    tokens = sample_tokens(logits.expand(draws, -1), 0.7, uniform)
+    counts = tokens.bincount(minlength=40)
+    assert chi_square_is_plausible(counts, torch.softmax(logits / 0.7, dim=0))
+    assert not chi_square_is_plausible(counts, torch.softmax(logits, dim=0))  # the test can fail
+
+
+def test_generate_draws_from_the_softmax_at_the_temperature():
+    model, prompt = tiny_model("llama", initializer_range=0.3), [5, 17, 30]
+    sequences, _, _ = sample(model, [prompt] * 8000, max_new_tokens=1, temperature=0.7)
+    counts = sequences[:, -1].bincount(minlength=VOCAB)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+    assert chi_square_is_plausible(counts, torch.softmax(logits / 0.7, dim=0))
+    assert not chi_square_is_plausible(counts, torch.softmax(logits, dim=0))
+
+
+def test_flat_distribution_reaches_every_one_of_133_tokens():
+    draws = 4000
+    uniform = torch.rand(draws, dtype=torch.float64, generator=seeded(0))
+    tokens = sample_tokens(torch.zeros(draws, 133), 1.0, uniform)
+    assert sorted(set(tokens.tolist())) == list(range(133))
+
+
+def test_generate_reaches_more_than_50_tokens():
+    model = tiny_model("llama", vocab_size=133, initializer_range=1e-4)  # nearly flat
+    model.generation_config.top_k = 50
+    sequences, _, _ = sample(model, [[5, 17, 30]] * 2000, max_new_tokens=1)
+    assert len(set(sequences[:, -1].tolist())) == 133
+
+
+def test_zero_probability_tokens_are_never_drawn():
+    rows, vocab = 2000, 60
+    logits = 3 * torch.randn(rows, vocab, generator=seeded(0))
+    forbidden = torch.rand(rows, vocab, generator=seeded(1)) < 0.5
+    forbidden[:, [0, 1, 30, 31, vocab - 2, vocab - 1]] = True
+    forbidden[:, 40] = False
+    logits[forbidden] = -torch.inf
+    random = torch.rand(rows, dtype=torch.float64, generator=seeded(2))
+    for uniform in (random, torch.zeros_like(random), torch.full_like(random, LAST_UNIFORM)):
+        tokens = sample_tokens(logits, 0.7, uniform)
+        assert not forbidden.gather(1, tokens[:, None]).any()
+
+
+def test_extreme_uniform_numbers_give_the_first_and_the_last_possible_token():
+    logits = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.2, -0.5, -torch.inf]]).expand(2, -1)
+    uniform = torch.tensor([0.0, LAST_UNIFORM], dtype=torch.float64)
+    assert sample_tokens(logits, 1.0, uniform).tolist() == [1, 4]
+    assert sample_tokens(torch.zeros(2, 6), 1.0, uniform).tolist() == [0, 5]
+
+
+@pytest.mark.parametrize(
+    "temperature, uniform, expected",
+    [
+        # Sums 1/2, 3/4, 7/8, 1.
+        (1.0, [0.0, 0.499, 0.501, 0.749, 0.751, 0.874, 0.876, 0.999], [0, 0, 1, 1, 2, 2, 3, 3]),
+        # Probabilities squared, 16 : 4 : 1 : 1, so sums 16/22 = 0.727, 20/22 = 0.909, 0.955, 1.
+        (0.5, [0.0, 0.726, 0.728, 0.908, 0.910, 0.954, 0.956, 0.999], [0, 0, 1, 1, 2, 2, 3, 3]),
+    ],
+)
+def test_inverse_cumulative_sum_worked_by_hand(temperature, uniform, expected):
+    # Unnormalised on purpose: only differences of logits count.
+    logits = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8]).log() + 3.0
+    uniform = torch.tensor(uniform, dtype=torch.float64)
+    found = sample_tokens(logits.expand(len(uniform), -1), temperature, uniform)
+    assert found.tolist() == expected
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_reachable():
+    """150,000 tokens of 1e-9 behind one likely token: a float32 sum would stand still."""
+    rare = 150_000
+    logits = torch.full((1, rare + 1), 1e-9).log()
+    logits[0, 0] = 0.0
+    mass = rare * 1e-9 / (1 + rare * 1e-9)
+    for part in (0.25, 0.5, 0.75):
+        uniform = torch.tensor([1 - mass * (1 - part)], dtype=torch.float64)
+        assert sample_tokens(logits, 1.0, uniform).item() == pytest.approx(part * rare, rel=0.01)
+
+
+def test_temperature_zero_takes_the_most_probable_token():
+    logits = torch.tensor([[0.1, 2.0, 1.9], [-1.0, -3.0, -2.0]])
+    assert sample_tokens(logits, 0.0, None).tolist() == [1, 0]
+
+
+# --- random numbers -----------------------------------------------------------------------------
+
+
+def test_same_seed_same_tokens_and_other_seed_other_tokens():
+    model, rows = tiny_model("llama"), ragged_rows()
+    first, again, other = (sample(model, rows, seed=seed)[0].tolist() for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_global_random_state_is_neither_read_nor_moved():
+    model, rows = tiny_model("llama"), ragged_rows()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = sample(model, rows)[0].tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert sample(model, rows)[0].tolist() == first
+
+
+def test_rows_with_the_same_prompt_are_drawn_independently():
+    sequences, _, _ = sample(tiny_model("llama"), [[5, 17, 30]] * 4)
+    assert len({tuple(row) for row in sequences.tolist()}) == 4
+
+
+@every_architecture
+def test_tokens_do_not_depend_on_when_other_rows_finish(architecture):
+    model, rows = tiny_model(architecture), ragged_rows((7, 2, 5, 1, 4, 3))
+    free = completions(rows, *sample(model, rows)[:2])
+    stop_ids = [a_stop_id(free)]
+    stopped = completions(rows, *sample(model, rows, stop_ids=stop_ids)[:2])
+    assert stopped == [cut(tokens, stop_ids) for tokens in free]
+
+
+# --- ends, masks and padding --------------------------------------------------------------------
+
+
+def test_layout_worked_by_hand(counting):
+    rows = [[7, 8], [3], [20, 10, 9]]
+    sequences, completion_mask, finished = sample(counting, rows, 4, 0, stop_ids=[11])
+    assert sequences.tolist() == [
+        [0, 7, 8, 9, 10, 11, 0],
+        [0, 0, 3, 4, 5, 6, 7],
+        [20, 10, 9, 10, 11, 0, 0],
+    ]
+    assert completion_mask.int().tolist() == [
+        [0, 0, 0, 1, 1, 1, 0],  # the stop token included, prompt and padding not
+        [0, 0, 0, 1, 1, 1, 1],
+        [0, 0, 0, 1, 1, 0, 0],
+    ]
+    assert finished.tolist() == [True, False, True]  # the second was cut off
+    assert completion_mask.dtype == finished.dtype == torch.bool
+    assert sequences.dtype == torch.long
+
+
+def test_real_eos_stays_in_the_mask_where_padding_has_its_id(counting):
+    rows = [[7, 8], [3]]
+    sequences, completion_mask, finished = sample(counting, rows, 4, 0, stop_ids=[10], pad_id=10)
+    assert sequences.tolist() == [[7, 8, 9, 10, 10, 10], [10, 3, 4, 5, 6, 7]]
+    assert completion_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert finished.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("stop_ids", [[6, 10], [10, 6]])
+def test_any_of_several_stop_ids_ends_a_row(counting, stop_ids):
+    rows = [[7, 8], [3], [20]]
+    sequences, completion_mask, finished = sample(counting, rows, 4, 0, stop_ids=stop_ids)
+    assert completions(rows, sequences, completion_mask) == [[9, 10], [4, 5, 6], [21, 22, 23, 24]]
+    assert finished.tolist() == [True, True, False]
+
+
+def test_stop_id_in_the_prompt_does_not_end_a_row(counting):
+    sequences, _, finished = sample(counting, [[11, 3], [11]], 3, 0, stop_ids=[11])
+    assert sequences[:, 2:].tolist() == [[4, 5, 6], [12, 13, 14]]
+    assert not finished.any()
+
+
+def test_stop_id_at_the_last_token_allowed_counts_as_finished(counting):
+    _, completion_mask, finished = sample(counting, [[7]], 3, 0, stop_ids=[10])
+    assert completion_mask.sum() == 3
+    assert finished.tolist() == [True]
+
+
+def test_width_is_that_of_the_longest_completion(counting):
+    sequences, completion_mask, finished = sample(counting, [[7, 8], [9]], 30, 0, stop_ids=[11])
+    assert sequences.shape == completion_mask.shape == (2, 2 + 3)
+    assert len(counting.batch_sizes) == 3  # and no forward pass more than that
+    assert finished.all()
+
+
+def test_finished_rows_leave_the_batch(counting):
+    # They draw the stop id 11 as their first, third and second token, and never.
+    sample(counting, [[10], [8], [9], [20]], 5, 0, stop_ids=[11])
+    assert counting.batch_sizes == [4, 3, 2, 1, 1]
+
+
+def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
+    model, shapes = tiny_model("llama"), []
+    forward = model.forward
+
+    def spy(**inputs):
+        shapes.append(tuple(inputs["input_ids"].shape))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", spy)
+    sample(model, ragged_rows(), 3)
+    assert shapes == [(4, 7), (4, 1), (4, 1)]
+
+
+def test_inputs_are_left_as_they_were(counting):
+    ids, mask = left_padded([[7, 8], [3]])
+    ids_before, mask_before = ids.clone(), mask.clone()
+    generate(counting, ids, mask, 4, 0.0, [10], PAD)
+    assert torch.equal(ids, ids_before) and torch.equal(mask, mask_before)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def test_training_mode_is_refused():
+    with pytest.raises(ValueError, match="training mode"):
+        sample(tiny_model("llama").train(), [[1, 2]])
+
+
+def test_negative_temperature_is_refused():
+    with pytest.raises(ValueError, match="temperature"):
+        sample(tiny_model("llama"), [[1, 2]], temperature=-0.1)
+
+
+def test_right_padded_prompts_are_refused():
+    prompts = pad_rows([[1, 2, 3], [4]], PAD, "right", CPU)
+    with pytest.raises(ValueError, match="left"):
+        generate(tiny_model("llama"), *prompts, 4, 1.0, [], PAD)
+
+
+def test_empty_prompt_is_refused():
+    ids, mask = left_padded([[1, 2, 3], [4]])
+    mask[1] = False
+    with pytest.raises(ValueError, match="empty"):
+        generate(tiny_model("llama"), ids, mask, 4, 1.0, [], PAD)
+
+
+# --- find_stop_ids and pad_rows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "eos, of_config, expected",
+    [
+        (7, [9, 3], [3, 7, 9]),
+        (7, [7, 3], [3, 7]),
+        (7, 9, [7, 9]),
+        (7, None, [7]),
+        (None, [9, 3], [3, 9]),
+        (0, [2], [0, 2]),  # id 0 is an id
+        (None, None, []),
+    ],
+)
+def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of_config, expected):
+    GenerationConfig(eos_token_id=of_config).save_pretrained(tmp_path)
+    assert find_stop_ids(SimpleNamespace(eos_token_id=eos), str(tmp_path)) == expected
+
+
+def test_stop_ids_without_a_generation_config(tmp_path):
+    assert find_stop_ids(SimpleNamespace(eos_token_id=7), str(tmp_path)) == [7]
+    assert find_stop_ids(SimpleNamespace(eos_token_id=None), str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "side, expected_ids, expected_mask",
+    [
+        ("left", [[5, 6, 7], [9, 9, 9], [9, 8, 9]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
+        ("right", [[5, 6, 7], [9, 9, 9], [8, 9, 9]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+    ],
+)
+def test_pad_rows_masks_by_length_not_by_id(side, expected_ids, expected_mask):
+    ids, mask = pad_rows([[5, 6, 7], [9], [8, 9]], 9, side, CPU)  # 9 is padding and real
+    assert ids.tolist() == expected_ids
+    assert mask.int().tolist() == expected_mask
+    assert ids.dtype == torch.long and mask.dtype == torch.bool

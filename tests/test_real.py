@@ -1,0 +1,95 @@
+"""Real models, tokenizers and data through the same code; skipped where they are not at hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import grpo
+import sft
+
+REAL = Path(__file__).parents[2] / "shared" / "real"
+pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"no real models and data in {REAL}")
+STORIES_MODEL = str(REAL / "models" / "stories260K")
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_pretrained_model_fine_tunes_on_real_stories(tmp_path):
+    args = sft.Args(
+        model=STORIES_MODEL,
+        dataset=str(REAL / "data" / "stories"),
+        train_split="train[:90%]",
+        eval_split="train[90%:]",
+        max_length=440,
+        batch_size=16,
+        micro_batch_size=8,
+        epochs=1.0,
+        learning_rate=5e-4,
+        warmup_steps=2,
+        max_new_tokens=64,
+        eval_rows=32,
+        eval_samples=4,
+        output_dir=str(tmp_path),
+    )
+    first, *_, last = metrics_of(sft.main(args))
+    assert first["eval/loss"] < 2  # it is a storyteller already: log 512 is 6.2
+    assert last["eval/loss"] < first["eval/loss"]
+
+
+def test_grpo_runs_on_real_gsm8k_rows(tmp_path):
+    args = grpo.Args(
+        model=STORIES_MODEL,
+        dataset=str(REAL / "data" / "gsm8k"),
+        prompt_column="question",
+        max_prompt_length=200,
+        max_new_tokens=24,
+        total_rollouts=2,
+        prompts_per_rollout=4,
+        group_size=4,
+        num_minibatches=2,
+        micro_batch_size=4,
+        eval_rows=8,
+        mask_truncated=True,
+        output_dir=str(tmp_path),
+    )
+    run_dir = grpo.main(args)
+    rows = metrics_of(run_dir)
+    assert len(rows) == 3
+    assert all("eval/accuracy" in row for row in (rows[0], rows[-1]))
+
+
+def test_gsm8k_answers_reward_themselves():
+    lines = (REAL / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["answer"] for line in lines]
+    finals = [f"The answer is {answer.split('####')[1].strip()}." for answer in answers]
+    assert set(grpo.last_number([], finals, answers)) == {1.0}
+    wrong = [f"The answer is {answer.split('####')[1].strip()}1." for answer in answers]
+    assert set(grpo.last_number([], wrong, answers)) == {0.0}
+
+
+def test_phi3_chat_ends_a_turn_at_its_end_token():
+    tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "phi-3-mini")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    stop_ids = [tokenizer.eos_token_id, end]
+    prompt, completion = sft.encode_pair(tokenizer, turns[:1], turns[1:], stop_ids, "row 0")
+    assert tokenizer.decode(prompt).endswith("<|assistant|>")
+    assert completion[-1] == end
+    assert completion.count(end) == 1
+    assert tokenizer.decode(completion[:-1]).strip() == "Hello."
+
+
+def test_gpt2_has_no_pad_and_no_bos():
+    tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "gpt2")
+    eos = tokenizer.eos_token_id
+    assert tokenizer.pad_token_id is None
+    prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos], "row 0")
+    assert prompt == tokenizer("2 + 2 =").input_ids
+    assert completion == [*tokenizer(" 4").input_ids, eos]
+    with pytest.raises(SystemExit, match="row 0: the tokenizer merges"):
+        sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos], "row 0")

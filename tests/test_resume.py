@@ -1,0 +1,135 @@
+"""A run that is killed and resumed ends with the same bits as one that was never stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo
+import sft
+
+RUNS = {
+    "sft": dict(epochs=0.06, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
+    "grpo": dict(
+        total_rollouts=12,
+        prompts_per_rollout=4,
+        group_size=4,
+        num_minibatches=2,
+        update_epochs=2,
+        eval_rows=8,
+        eval_every=3,
+        save_every=2,
+    ),
+}
+STEPS = 12
+SCRIPTS = {"sft": sft, "grpo": grpo}
+
+
+def flags(name, output_dir):
+    return [
+        word
+        for flag, value in (RUNS[name] | {"output_dir": output_dir}).items()
+        for word in (f"--{flag.replace('_', '-')}", str(value))
+    ]
+
+
+def contents(run_dir):
+    """All that a run leaves, but for what a clock says."""
+    logs = []
+    for log in ("metrics.jsonl", "samples.jsonl"):
+        for line in (run_dir / log).read_text().splitlines():
+            row = json.loads(line)
+            logs.append({k: v for k, v in row.items() if not k.startswith("time/")})
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    state.pop("logs")  # sizes of files with times in them
+    return logs, state, (run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+@pytest.fixture(scope="module", params=["sft", "grpo"])
+def whole(request, tmp_path_factory):
+    """A script's name, and the folder of its uninterrupted run."""
+    os.chdir(Path(__file__).parent.parent)
+    script = SCRIPTS[request.param]
+    out = tmp_path_factory.mktemp("whole")
+    return request.param, script.main(script.parse_args(flags(request.param, out)))
+
+
+def test_kill_at_a_random_step_and_resume(whole, tmp_path):
+    name, run_dir = whole
+    kill_after = random.randint(3, STEPS - 1)  # logged lines; the first checkpoint is at step 2
+    print("killed after", kill_after, "lines")
+    process = subprocess.Popen(
+        [sys.executable, f"{name}.py", *flags(name, tmp_path)], stdout=subprocess.DEVNULL
+    )
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        logs = list(tmp_path.glob("*/metrics.jsonl"))
+        if logs and len(logs[0].read_text().splitlines()) > kill_after:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+
+    (killed,) = tmp_path.iterdir()
+    assert not (killed / "model").exists()
+    script = SCRIPTS[name]
+    script.main(script.parse_args(["--resume", str(killed)]))
+    for found, expected in zip(contents(killed), contents(run_dir), strict=True):
+        assert same(found, expected)
+
+
+def test_resuming_a_finished_run_writes_the_same_model(whole, capsys):
+    name, run_dir = whole
+    before = contents(run_dir)
+    script = SCRIPTS[name]
+    script.main(script.parse_args(["--resume", str(run_dir)]))
+    assert all(map(same, contents(run_dir), before))
+    assert "held-out" in capsys.readouterr().out
+
+
+def test_a_save_that_dies_leaves_the_last_checkpoint(whole, monkeypatch):
+    name, run_dir = whole
+    path = run_dir / "checkpoint" / "state.pt"
+    before = path.read_bytes()
+
+    def die(state, file):
+        file.write(b"half a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", die)
+    with pytest.raises(KeyboardInterrupt):
+        SCRIPTS[name].save_checkpoint(run_dir, {"step": 99})
+    assert path.read_bytes() == before
+
+
+def test_resume_refuses_flags_that_would_change_the_run(whole):
+    name, run_dir = whole
+    parse = SCRIPTS[name].parse_args
+    saved = json.loads((run_dir / "args.json").read_text())
+    assert saved["save_every"] == 2
+    with pytest.raises(SystemExit, match="save_every"):
+        # the script's default, but not what the run was started with
+        parse(["--resume", str(run_dir), "--save-every", "20" if name == "grpo" else "200"])
+    assert parse(["--resume", str(run_dir), "--save-every", "2"]).save_every == 2
+
+
+def test_runs_never_share_a_folder(tmp_path):
+    for script in SCRIPTS.values():
+        args = script.Args(output_dir=str(tmp_path), exp_name="x")
+        folders = {script.make_run_dir(args) for _ in range(3)}
+        assert len(folders) == 3

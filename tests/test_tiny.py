@@ -1,0 +1,101 @@
+"""The embedded tasks: the data is what tiny/README.md says, and the gold reward is right."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import grpo
+from tiny.reviews.gold import grammatical, score, sentiment
+
+
+def rows(path):
+    return [json.loads(line) for line in (Path("tiny") / path).read_text().splitlines()]
+
+
+def test_arithmetic_answers_are_right_and_held_out_prompts_are_new():
+    train, test = rows("arithmetic/prompts/train.jsonl"), rows("arithmetic/prompts/test.jsonl")
+    for row in train + test:
+        assert int(row["answer"]) == sum(map(int, re.findall(r"\d", row["prompt"]))) % 10
+    seen = {row["prompt"] for row in train + rows("arithmetic/sft/train.jsonl")}
+    held_out = test + rows("arithmetic/sft/test.jsonl")
+    assert not seen & {row["prompt"] for row in held_out}
+    assert len({row["prompt"] for row in held_out}) == len(held_out) == 1000
+
+
+def test_arithmetic_demonstrations_are_half_guesses_and_slip_one_time_in_ten():
+    demonstrations = rows("arithmetic/sft/train.jsonl")
+    shown = [row for row in demonstrations if not row["completion"].startswith("#")]
+    assert len(shown) / len(demonstrations) == pytest.approx(0.5, abs=0.02)
+    sums = slips = 0
+    for row in shown:
+        working, answer = row["completion"].split("#")
+        assert answer == working[-1]
+        total = 0
+        for digit, found in zip(re.findall(r"\d", row["prompt"]), working.split(","), strict=True):
+            sums += 1
+            slips += int(found) != (total + int(digit)) % 10
+            total = int(found)
+    assert slips / sums == pytest.approx(0.1, abs=0.01)
+
+
+def test_review_titles_are_held_out_and_demonstrations_are_grammatical():
+    train, test = rows("reviews/prompts/train.jsonl"), rows("reviews/prompts/test.jsonl")
+    seen = {row["prompt"] for row in train + rows("reviews/sft/train.jsonl")}
+    assert not seen & {row["prompt"] for row in test + rows("reviews/sft/test.jsonl")}
+    reviews = [row["completion"] for row in rows("reviews/sft/train.jsonl")]
+    assert set(grammatical([], reviews)) == {1.0}
+    assert sum(sentiment([], reviews)) / len(reviews) == pytest.approx(0, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("review", "gold"),
+    [
+        ("the plot was moving .", 1),
+        ("the plot was really dull .", -1),
+        ("i loved the music . i hated the cast .", 0),
+        ("the plot was moving and the cast was dull .", 0),
+        ("it ran for two hours .", 0),
+        ("what a superb film . it ran for two hours .", 0.5),
+        ("the plot was moving . the plot was moving .", 0),  # the second is a repetition: -1
+        ("moving moving moving", -1),
+        ("the plot was moving . the cast", 0),  # unfinished: -1
+        ("", -1),
+        (".", -1),
+    ],
+)
+def test_gold_reward_by_hand(review, gold):
+    assert score(review) == pytest.approx(gold)
+
+
+def test_grammatical_by_hand():
+    reviews = ["the plot was moving .", "moving . the plot was moving .", "", "the plot was moving"]
+    assert grammatical([], reviews) == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "reviews"])
+def test_checkpoints_are_small(task):
+    policy = Path("tiny") / task / "policy"
+    assert sum(file.stat().st_size for file in policy.iterdir()) < 1e6
+    assert 4e5 < AutoModelForCausalLM.from_pretrained(policy).num_parameters() < 4.6e5
+
+
+@pytest.mark.parametrize(
+    ("rule", "low", "high"), [("sentiment", -0.15, 0.1), ("grammatical", 0.93, 1)]
+)
+def test_reviews_policy_is_grammatical_and_neither_kind_nor_unkind(rule, low, high, tmp_path):
+    args = grpo.Args(
+        model="tiny/reviews/policy",
+        dataset="tiny/reviews/prompts",
+        reward_fn=(f"tiny/reviews/gold.py:{rule}",),
+        max_new_tokens=40,
+        eval_split="train",
+        total_rollouts=1,
+        prompts_per_rollout=8,
+        output_dir=str(tmp_path),
+    )
+    run_dir = grpo.main(args)
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert low <= first["eval/reward"] <= high
