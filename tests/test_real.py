@@ -27,7 +27,7 @@ def test_a_pretrained_model_fine_tunes_on_real_stories(tmp_path):
         max_length=440,
         batch_size=16,
         micro_batch_size=8,
-        epochs=1.0,
+        epochs=0.4,
         learning_rate=5e-4,
         warmup_steps=2,
         max_new_tokens=64,
