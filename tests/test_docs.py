@@ -1,0 +1,80 @@
+"""What the pages name exists, and what the scripts log is explained."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import grpo
+import sft
+
+PAGES = [Path("README.md"), Path("tiny/README.md"), *Path("docs").glob("*.md")]
+SCRIPTS = {"sft": sft, "grpo": grpo}
+SOURCES = {
+    path: path.read_text() for pattern in ("*.py", "*/*.py") for path in Path().glob(pattern)
+}
+PROGRAM = "".join(text for path, text in SOURCES.items() if path.parts[0] != "tests")
+FLAGS = {
+    f"--{flag.replace('_', '-')}" for script in SCRIPTS.values() for flag in vars(script.Args())
+} | {"--help", "--out", "--no-scale-rewards"}
+NAMES = {
+    node.name
+    for text in SOURCES.values()
+    for node in ast.walk(ast.parse(text))
+    if isinstance(node, ast.FunctionDef)
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_flags_functions_tests_and_files_on_a_page_exist(page):
+    text = page.read_text()
+    outside_pip = re.sub(r"python -m .*", "", text)
+    for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", outside_pip):
+        assert flag in FLAGS, f"{page}: there is no flag {flag}"
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"test_\w+", quoted):
+            assert quoted in NAMES, f"{page}: there is no test {quoted}"
+        elif re.fullmatch(r"[a-z]\w*_\w+", quoted):
+            assert quoted in NAMES or quoted in PROGRAM, f"{page}: there is no {quoted}"
+        elif re.fullmatch(r"(reward|objective|policy|completions|eval|time)/\w+", quoted):
+            name = quoted.split("/")[1]
+            assert f'"{quoted}"' in PROGRAM or name in NAMES | {"reward_model"}, f"{page}: {quoted}"
+        elif re.fullmatch(r"(tests|common|docs|tiny)/[\w/.]+", quoted):
+            assert Path(quoted).exists(), f"{page}: there is no {quoted}"
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), f"{page}: {link}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_logged_metric_is_on_the_page(name, tmp_path):
+    small = {
+        "sft": dict(epochs=0.01, eval_rows=4, eval_samples=2),
+        "grpo": dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, eval_rows=4),
+    }
+    script = SCRIPTS[name]
+    run_dir = script.main(script.Args(output_dir=str(tmp_path), **small[name]))
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    logged = {metric for line in lines for metric in json.loads(line)} - {"step"}
+    page = Path(f"docs/{name}.md").read_text()
+    explained = set(re.findall(r"`((?:reward|objective|policy|completions|eval|time)/\w+)`", page))
+    explained.discard("reward/reward_model")  # only with a reward model
+    assert explained == logged
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_module_docstring_names_only_flags_that_exist(name):
+    doc = SCRIPTS[name].__doc__
+    assert f"python {name}.py" in doc
+    for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", doc):
+        assert flag in FLAGS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_has_help(name):
+    tree = ast.parse(SOURCES[Path(f"{name}.py")])
+    (args,) = [node for node in tree.body if getattr(node, "name", "") == "Args"]
+    for field, after in zip(args.body, [*args.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(after, ast.Expr), f"{name}.py: {field.target.id} has no docstring"
