@@ -25,18 +25,20 @@ def project(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _check_head(model: torch.nn.Module, input_ids: torch.Tensor) -> None:
-    """Compare `project` with the model's own logits, once a model, on one token.
+def _check_head(model: torch.nn.Module, token: torch.Tensor) -> None:
+    """Compare `project` with the model's own logits, once a model, on one real token (1, 1).
 
     Raises:
         ValueError: the architecture does something to its logits that `project` does not know.
     """
     if model in _head_is_known:
         return
-    token = input_ids[:1, :1]
+    training = model.training
+    model.eval()  # the two passes must not differ by dropout
     hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state[0]
     found = project(model, hidden).float()
     expected = model(input_ids=token, use_cache=False).logits[0].float()
+    model.train(training)
     if found.shape != expected.shape or (found - expected).norm() > 1e-3 * expected.norm():
         raise ValueError(
             f"completion_logprobs does not know the output head of {type(model).__name__}: its "
@@ -98,7 +100,8 @@ def completion_logprobs(
     Raises:
         ValueError: the model's output head is none of the known kinds.
     """
-    _check_head(model, input_ids)
+    # A token of padding would prove nothing: its embedding may be zero.
+    _check_head(model, input_ids[attention_mask.bool()][:1, None])
     attention_mask = attention_mask.long()
     hidden = model.base_model(
         input_ids=input_ids,

@@ -350,6 +350,20 @@ def test_an_unknown_head_is_refused_by_name():
             completion_logprobs(model, *batch(rows, masks))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_unknown_head_is_refused_where_the_first_token_is_padding(side):
+    # With pad_token_id the embedding of padding is zero, and so are both logits compared.
+    model = DoubledLlama(tiny_config("llama", pad_token_id=0)).eval()
+    with pytest.raises(ValueError, match="DoubledLlama"):
+        completion_logprobs(model, *batch(*rows_and_masks(((1, 2), (3, 4))), side))
+
+
+def test_a_known_head_is_not_refused_for_dropout():
+    model = tiny_model("gpt2").train()
+    completion_logprobs(model, *batch(*rows_and_masks()))
+    assert model.training
+
+
 def record_projections(model):
     """Shapes of what the output embedding returns from now on."""
     shapes = []
