@@ -23,7 +23,7 @@ Run it:
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 \
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6
-    python grpo.py --resume runs/grpo__1__...            # go on after a crash, bit for bit
+    python grpo.py --resume runs/grpo__1__...            # go on after a crash
 
 A healthy run: `reward/mean` and `eval/accuracy` rise together; `policy/entropy` falls slowly, not
 to 0 at once; `reward/zero_variance_groups` rises as prompts are solved; clip fractions stay below a
@@ -38,7 +38,7 @@ import math
 import os
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from decimal import Decimal
@@ -54,6 +54,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
     get_scheduler,
 )
@@ -117,7 +118,7 @@ class Args:
     total_rollouts: int = 60
     """Rollouts, each followed by its optimiser steps."""
     prompts_per_rollout: int = 32
-    """Different prompts a rollout."""
+    """Prompts a rollout."""
     group_size: int = 8
     """G, completions a prompt (DeepSeekMath: 64)."""
     max_new_tokens: int = 24
@@ -149,8 +150,8 @@ class Args:
     """AdamW's peak learning rate."""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """How the learning rate falls to 0 after the warm-up, or stays."""
-    warmup_steps: int = 0
-    """Rollouts over which the learning rate rises from 0."""
+    warmup_ratio: float = 0.0
+    """Part of the run over which the learning rate rises from 0."""
     max_grad_norm: float = 1.0
     """Gradients with a larger norm are scaled down to it."""
 
@@ -298,8 +299,10 @@ def last_number(
     """
 
     def find(text: Any) -> Decimal | None:
-        *_, last = None, *NUMBER.finditer(str(text))
-        return last and Decimal(last["sign"] + last["digits"].replace(",", ""))
+        numbers = list(NUMBER.finditer(str(text)))
+        if not numbers:
+            return None
+        return Decimal(numbers[-1]["sign"] + numbers[-1]["digits"].replace(",", ""))
 
     return [
         None if find(right) is None else float(find(completion) == find(right))
@@ -307,30 +310,40 @@ def last_number(
     ]
 
 
+def import_reward_fn(flag: str, spec: str) -> Callable:
+    """A rule of this file by its name, or a function from path/to/file.py:function."""
+    if spec == "last_number":
+        return last_number
+    path, _, name = spec.rpartition(":")
+    known = path.endswith(".py") and Path(path).is_file()
+    require(known, f"{flag} {spec}: neither last_number nor path/to/file.py:function")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise SystemExit(f"error: {flag} {spec}: {type(error).__name__}: {error}") from None
+    function = getattr(module, name, None)
+    require(callable(function), f"{flag} {spec}: there is no function {name} in {path}")
+    return function
+
+
 def load_reward_fns(flag: str, specs: tuple[str, ...], row: dict) -> dict[str, Callable]:
-    """Rules of this file or of path/to/file.py:function, by name; they must accept `row`."""
+    """Reward functions by name; each must accept the columns of a row of the dataset."""
     functions = {}
     for spec in specs:
-        path, _, name = spec.rpartition(":")
-        if spec == "last_number":
-            function = last_number
-        else:
-            known = Path(path).is_file()
-            require(known, f"{flag} {spec}: neither last_number nor path/to/file.py:function")
-            module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-            module = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(module)
-            function = getattr(module, name, None)
-            require(callable(function), f"{flag} {spec}: there is no function {name} in {path}")
+        name = spec.rpartition(":")[2]
+        taken = {*functions, "mean", "std", "zero_variance_groups", "reward_model"}
+        require(name not in taken, f"{flag} {spec}: reward/{name} is the name of another metric")
+        functions[name] = import_reward_fn(flag, spec)
         try:
-            inspect.signature(function).bind(prompts=[], completions=[], **row["columns"])
+            signature = inspect.signature(functions[name])
+            signature.bind(prompts=[], completions=[], **row["columns"])
         except TypeError as error:
             raise SystemExit(
                 f"error: {flag} {spec}: {error}; it is called with prompts, completions and the "
                 f"columns {sorted(row['columns'])} (see --answer-column)"
             ) from None
-        require(name not in functions, f"{flag} {spec}: there are two functions of this name")
-        functions[name] = function
     return functions
 
 
@@ -342,7 +355,9 @@ def apply_reward_fn(
     columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
     rewards = function(prompts=prompts, completions=completions, **columns)
     require(
-        hasattr(rewards, "__len__") and len(rewards) == len(completions),
+        hasattr(rewards, "__len__")
+        and len(rewards) == len(completions)
+        and not isinstance(rewards, str | dict),
         f"reward function {name} must return a list of {len(completions)} numbers, one for each "
         f"completion; it returned {rewards!r:.200}",
     )
@@ -379,7 +394,8 @@ def reward_model_scores(
     ).last_hidden_state
     last = (positions * attention_mask).argmax(dim=1)
     rows = torch.arange(len(last), device=last.device)
-    return model.score(hidden[rows, last]).squeeze(1).float()
+    with torch.autocast(last.device.type, enabled=False):  # bfloat16 would make near rewards equal
+        return model.score(hidden[rows, last].float()).squeeze(1)
 
 
 def load_reward_model(
@@ -439,6 +455,10 @@ def apply_chat_template(
         tokenizer.chat_template,
         f"{where}: chat messages, but the tokenizer of --model has no chat template",
     )
+    require(
+        all(isinstance(message, dict) and message.get("role") for message in messages),
+        f"{where}: every chat message needs a role and a content, found {messages!r:.200}",
+    )
     try:
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except Exception as error:  # a template raises what it likes at messages it does not accept
@@ -477,7 +497,7 @@ def load_prompts(args: Args, split: str, tokenizer: PreTrainedTokenizerBase) -> 
         prompt = columns.pop(args.prompt_column)
         if args.answer_column in columns:
             columns["answer"] = columns.pop(args.answer_column)
-        if args.chat and isinstance(prompt, str):
+        if args.chat and prompt and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         ids = encode_prompt(tokenizer, prompt, where) if prompt else []
         empty += not ids
@@ -581,8 +601,25 @@ def load_checkpoint(run_dir: Path) -> dict:
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, size in state["logs"].items():
-        os.truncate(run_dir / name, size)
+        log = run_dir / name
+        whole = log.is_file() and log.stat().st_size >= size
+        require(whole, f"--resume {run_dir}: {name} is shorter than the checkpoint says")
+        os.truncate(log, size)
     return state
+
+
+def save_model(
+    run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
+) -> None:
+    """Write model/ for `from_pretrained`."""
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=stop_ids,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(run_dir / "model")
+    tokenizer.save_pretrained(run_dir / "model")
 
 
 def print_summary(run_dir: Path) -> None:
@@ -618,7 +655,7 @@ def check_args(args: Args) -> None:
     ).split():
         value = getattr(args, name)
         require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
-    for name in ("beta", "warmup_steps", "eval_temperature"):
+    for name in ("seed", "beta", "warmup_ratio", "eval_temperature"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
     require(args.group_size >= 2, f"--group-size must be at least 2, found {args.group_size}")
@@ -638,12 +675,17 @@ def check_args(args: Args) -> None:
         len(args.reward_weights) in (0, rewards),
         f"--reward-weights: {len(args.reward_weights)} weights for {rewards} rewards",
     )
+    require(
+        not Path(args.output_dir).is_file(),
+        f"--output-dir {args.output_dir} is a file, not a folder",
+    )
+    require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 matrix products on a GPU; the weights, and all of the mathematics, are float32."""
+    """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -658,9 +700,12 @@ class Rollout:
     finished: torch.Tensor  # (B,) bool, ended at a stop id
     completions: list[str]  # decoded
 
-    def at(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index of some of the rows (b,), without the columns that are padding in all of them."""
-        return numbers[:, None], self.attention_mask[numbers].any(dim=0).nonzero().squeeze(1)
+    def index(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows (b, 1) and columns (l,): `x[rows, columns]` is the (b, l) part of an x (B, L).
+
+        Columns that are padding in all of the rows (b,) are left out.
+        """
+        return rows[:, None], self.attention_mask[rows].any(dim=0).nonzero().squeeze(1)
 
 
 def roll_out(
@@ -721,7 +766,7 @@ def score(
 def rollout_logprobs(
     model: torch.nn.Module, rollout: Rollout, at: tuple, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (b, l) of the sampled tokens at an index from `Rollout.at`."""
+    """Log-probs and entropies (b, l) of the sampled tokens at an index of the rollout."""
     with autocast(rollout.ids.device):
         return completion_logprobs(
             model,
@@ -739,8 +784,8 @@ def plan_pass(
     """Row numbers of a pass over a rollout in random order: minibatches of micro-batches."""
     order = torch.randperm(len(lengths), generator=generator, device=lengths.device)
     return [
-        [numbers[rows] for rows in micro_batches(lengths[numbers].tolist(), micro_batch_size)]
-        for numbers in order.tensor_split(num_minibatches)
+        [rows[some] for some in micro_batches(lengths[rows].tolist(), micro_batch_size)]
+        for rows in order.tensor_split(num_minibatches)
     ]
 
 
@@ -767,7 +812,7 @@ def main(args: Args) -> Path:
     check_args(args)
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
-    stop_ids = find_stop_ids(tokenizer, args.model)
+    stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
     require(stop_ids, f"--model {args.model}: neither tokenizer nor generation config has an EOS")
     train_rows = load_prompts(args, args.train_split, tokenizer)
     eval_rows = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -780,20 +825,26 @@ def main(args: Args) -> Path:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_model("--model", args.model, AutoModelForCausalLM, device)
-    positions = getattr(policy.config, "max_position_embeddings", math.inf)
-    require(
-        args.max_prompt_length + args.max_new_tokens <= positions,
-        f"--max-prompt-length {args.max_prompt_length} + --max-new-tokens {args.max_new_tokens} is "
-        f"more than the {positions} positions of --model",
-    )
     reference = reward_model = None
     if args.beta > 0:
         reference = load_model("--model", args.model, AutoModelForCausalLM, device)
         reference.requires_grad_(False)
     if args.reward_model:
         reward_model = load_reward_model(args.reward_model, tokenizer, device)
+        require(
+            reward_model.config.vocab_size >= policy.config.vocab_size,
+            f"--reward-model {args.reward_model} has fewer embeddings than the policy may sample",
+        )
+    for flag, model in (("--model", policy), ("--reward-model", reward_model or policy)):
+        positions = getattr(model.config, "max_position_embeddings", math.inf)
+        require(
+            args.max_prompt_length + args.max_new_tokens <= positions,
+            f"--max-prompt-length {args.max_prompt_length} + --max-new-tokens "
+            f"{args.max_new_tokens} is more than the {positions} positions of {flag}",
+        )
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, weight_decay=0.0)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, args.warmup_steps, args.total_rollouts)
+    warmup = int(args.warmup_ratio * args.total_rollouts)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup, args.total_rollouts)
     generator = torch.Generator(device).manual_seed(args.seed)
     optimizer_steps = args.update_epochs * args.num_minibatches  # a rollout
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
@@ -802,16 +853,18 @@ def main(args: Args) -> Path:
         """Metrics and samples of one completion for each held-out prompt."""
         # A generator of its own, so that every evaluation draws with the same random numbers.
         draws = torch.Generator(device).manual_seed(args.seed)
-        samples, size = [], args.prompts_per_rollout * args.group_size
+        samples, right, size = [], [], args.prompts_per_rollout * args.group_size
         for start in range(0, len(eval_rows), size):
             rows = eval_rows[start : start + size]
             rollout = roll_out(
                 args, policy, tokenizer, stop_ids, rows, args.eval_temperature, draws
             )
             if args.eval_reward_fn:
-                rewards, _ = score(args, rollout, eval_functions, None, ())
+                rewards, parts = score(args, rollout, eval_functions, None, ())
             else:
-                rewards, _ = score(args, rollout, functions, reward_model, args.reward_weights)
+                rewards, parts = score(args, rollout, functions, reward_model, args.reward_weights)
+            if len(parts) == 1 and "reward_model" not in parts:  # a single rule: full marks are 1
+                right += (next(iter(parts.values())) >= 1).tolist()
             lengths = rollout.completion_mask.sum(dim=1)
             samples += [
                 {"prompt": row["prompt"], "completion": text, "reward": reward, "length": length}
@@ -819,10 +872,9 @@ def main(args: Args) -> Path:
                     rows, rollout.completions, rewards.tolist(), lengths.tolist(), strict=True
                 )
             ]
-        rewards = [sample["reward"] for sample in samples]
-        metrics = {"eval/reward": np.mean(rewards)}
-        if args.eval_reward_fn or (len(functions) == 1 and reward_model is None):
-            metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])
+        metrics = {"eval/reward": np.mean([sample["reward"] for sample in samples])}
+        if right:
+            metrics["eval/accuracy"] = np.mean(right)
         metrics["eval/length_mean"] = np.mean([sample["length"] for sample in samples])
         return metrics, samples
 
@@ -873,9 +925,11 @@ def main(args: Args) -> Path:
         passes = [plan_pass(*plan) for _ in range(args.update_epochs)]
         old_logprobs, ref_logprobs = torch.zeros(2, *rollout.ids.shape, device=device)  # (B, L)
         with torch.no_grad():
-            # Over the micro-batches of the first pass: the first ratio is then exactly 1.
-            for at in map(rollout.at, itertools.chain(*passes[0])):
-                if optimizer_steps > 1:  # with one, the old policy is the current one
+            # Over the micro-batches of the first pass: the first ratio is then exactly 1. With one
+            # optimiser step a rollout the old policy is the current one, and needs no pass.
+            for rows in itertools.chain(*passes[0]):
+                at = rollout.index(rows)
+                if optimizer_steps > 1:
                     old_logprobs[at], _ = rollout_logprobs(policy, rollout, at, args.temperature)
                 if reference is not None:
                     ref_logprobs[at], _ = rollout_logprobs(reference, rollout, at, args.temperature)
@@ -884,58 +938,60 @@ def main(args: Args) -> Path:
         loss_mask = rollout.completion_mask  # (B, L)
         if args.mask_truncated:
             loss_mask = loss_mask & rollout.finished[:, None]
-        sums = Counter()
+        losses, grad_norms, sums = [], [], defaultdict(float)
         for minibatch in itertools.chain(*passes):
-            step_mask = torch.zeros_like(loss_mask)  # (B, L), the minibatch's part of it
-            step_mask[torch.cat(minibatch)] = loss_mask[torch.cat(minibatch)]
-            weights = token_weights(step_mask, args.loss_norm, args.max_new_tokens)  # (B, L)
-            loss = 0.0
-            for numbers in minibatch:
-                at = rollout.at(numbers)
+            step_mask = loss_mask[torch.cat(minibatch)]  # (rows of the step, L)
+            weights = token_weights(step_mask, args.loss_norm, args.max_new_tokens)
+            losses.append(0.0)
+            for rows, row_weights in zip(
+                minibatch, weights.split(args.micro_batch_size), strict=True
+            ):
+                at = rollout.index(rows)
                 logprobs, entropy = rollout_logprobs(policy, rollout, at, args.temperature)
-                micro_loss, micro_sums = grpo_loss(
+                loss, loss_sums = grpo_loss(
                     logprobs,
                     old_logprobs[at] if optimizer_steps > 1 else logprobs.detach(),
                     ref_logprobs[at],
-                    advantages[numbers],
+                    advantages[rows],
                     rollout.completion_mask[at],
-                    weights[at],
+                    row_weights[:, at[1]],
                     args.clip_coef,
                     clip_high,
                     args.beta,
                 )
-                micro_loss.backward()
-                loss += micro_loss.item()
-                sums.update(micro_sums | {"policy/entropy": entropy.detach().sum()})
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                loss.backward()
+                losses[-1] += loss.item()
+                sums["policy/entropy"] += entropy.detach().sum()
+                for name, value in loss_sums.items():
+                    sums[name] += value
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            grad_norms.append(norm.item())
             require(
-                math.isfinite(loss) and grad_norm.isfinite(),
-                f"rollout {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. "
-                "Likely causes: --learning-rate too high, extreme rewards, a broken --model. The "
-                f"last checkpoint, if any, is in {run_dir / 'checkpoint'}",
+                math.isfinite(losses[-1]) and math.isfinite(grad_norms[-1]),
+                f"rollout {step + 1}: loss {losses[-1]}, gradient norm {grad_norms[-1]}; no step "
+                "was taken. Likely causes: --learning-rate too high, extreme rewards, a broken "
+                f"--model. The last checkpoint, if any, is in {run_dir / 'checkpoint'}",
             )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            sums.update({"objective/loss": loss, "policy/grad_norm": grad_norm.item()})
         updated = time.perf_counter()
 
         # 6. log, evaluate, save
         tokens = lengths.sum().item()
-        counts = {  # what each sum is a mean over; all others over the tokens of all passes
-            "objective/loss": optimizer_steps,
-            "policy/grad_norm": optimizer_steps,
-            "objective/kl": len(rows) * args.update_epochs,
-        }
-        metrics = completion_metrics(rewards, parts, rollout, args.group_size)
-        for name, total in sums.items():
-            metrics[name] = float(total) / counts.get(name, tokens * args.update_epochs)
-        metrics |= {
+        metrics = completion_metrics(rewards, parts, rollout, args.group_size) | {
+            "objective/loss": np.mean(losses),
+            "policy/grad_norm": np.mean(grad_norms),
             "policy/learning_rate": scheduler.get_last_lr()[0],
             "time/rollout_seconds": rolled_out - started,
             "time/score_seconds": scored - rolled_out,
             "time/update_seconds": updated - scored,
             "time/tokens_per_second": tokens / (updated - started),
         }
+        if reference is not None:  # a completion; the others are means a token
+            kl = sums.pop("objective/kl").item()
+            metrics["objective/kl"] = kl / (len(lengths) * args.update_epochs)
+        for name, total in sums.items():
+            metrics[name] = total.item() / (tokens * args.update_epochs)
         scheduler.step()
         done, last = step + 1, step + 1 == args.total_rollouts
         samples = []
@@ -950,8 +1006,7 @@ def main(args: Args) -> Path:
             state = {name: part.state_dict() for name, part in state.items()}
             save_checkpoint(run_dir, state | {"generator": generator.get_state(), "step": done})
 
-    policy.save_pretrained(run_dir / "model")
-    tokenizer.save_pretrained(run_dir / "model")
+    save_model(run_dir, policy, tokenizer, stop_ids)
     print_summary(run_dir)
     print(f"next: generate with it, or train on from it with --model {run_dir / 'model'}")
     return run_dir

@@ -18,7 +18,7 @@ Run it:
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
         --max-length 2048 --micro-batch-size 4             # one GPU, a model and chats from the hub
-    python sft.py --resume runs/sft__1__...                # go on after a crash, bit for bit
+    python sft.py --resume runs/sft__1__...                # go on after a crash
 
 A healthy run: `eval/loss` falls with `objective/loss` and ends close to it; the gradient norm
 settles after the warm-up; the samples end by themselves. If `eval/loss` turns up again, train for
@@ -44,6 +44,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
     get_scheduler,
 )
@@ -111,8 +112,8 @@ class Args:
     """AdamW's peak learning rate."""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """How the learning rate falls to 0 after the warm-up, or stays."""
-    warmup_steps: int = 10
-    """Optimiser steps over which the learning rate rises from 0."""
+    warmup_ratio: float = 0.03
+    """Part of the run over which the learning rate rises from 0."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
     max_grad_norm: float = 1.0
@@ -189,6 +190,10 @@ def apply_chat_template(
         tokenizer.chat_template,
         f"{where}: chat messages, but the tokenizer of --model has no chat template",
     )
+    require(
+        all(isinstance(message, dict) and message.get("role") for message in messages),
+        f"{where}: every chat message needs a role and a content, found {messages!r:.200}",
+    )
     try:
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except Exception as error:  # a template raises what it likes at messages it does not accept
@@ -232,9 +237,10 @@ def encode_pair(
         ids = apply_chat_template(tokenizer, prompt + completion, where)
     require(
         ids[: len(prompt_ids)] == prompt_ids,
-        f"{where}: the tokenizer merges the end of the prompt with the start of the completion, so "
-        "the tokens of the prompt are not a prefix of the whole; move white space from the end of "
-        "the prompt to the start of the completion",
+        f"{where}: the tokens of the prompt are not a prefix of those of the whole. Either the "
+        "tokenizer merges the end of the prompt with the start of the completion: move white space "
+        "from the one to the other; or the chat template writes a prompt differently once it is "
+        "answered",
     )
     completion_ids = ids[len(prompt_ids) :]
     ends = [index for index, token in enumerate(completion_ids) if token in stop_ids]
@@ -248,6 +254,7 @@ def to_pairs(args: Args, row: dict, where: str) -> list[tuple[Any, Any]]:
     """The (prompt, completion) pairs of a row: one, or one an assistant turn of `messages`."""
     if "messages" in row and args.prompt_column not in row:
         turns = row["messages"] or []
+        require(isinstance(turns, list), f"{where}: messages must be a list, found {turns!r:.200}")
         return [
             (turns[:i], turns[i : i + 1])
             for i in range(1, len(turns))
@@ -386,8 +393,25 @@ def load_checkpoint(run_dir: Path) -> dict:
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, size in state["logs"].items():
-        os.truncate(run_dir / name, size)
+        log = run_dir / name
+        whole = log.is_file() and log.stat().st_size >= size
+        require(whole, f"--resume {run_dir}: {name} is shorter than the checkpoint says")
+        os.truncate(log, size)
     return state
+
+
+def save_model(
+    run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
+) -> None:
+    """Write model/ for `from_pretrained`."""
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=stop_ids,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(run_dir / "model")
+    tokenizer.save_pretrained(run_dir / "model")
 
 
 def print_summary(run_dir: Path) -> None:
@@ -422,15 +446,20 @@ def check_args(args: Args) -> None:
     ).split():
         value = getattr(args, name)
         require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
-    for name in ("warmup_steps", "temperature", "weight_decay"):
+    for name in ("seed", "warmup_ratio", "temperature", "weight_decay"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
+    require(
+        not Path(args.output_dir).is_file(),
+        f"--output-dir {args.output_dir} is a file, not a folder",
+    )
+    require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 matrix products on a GPU; the weights, and all of the mathematics, are float32."""
+    """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -452,7 +481,7 @@ def main(args: Args) -> Path:
     check_args(args)
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
-    stop_ids = find_stop_ids(tokenizer, args.model)
+    stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
     require(stop_ids, f"--model {args.model}: neither tokenizer nor generation config has an EOS")
     # Any id will do for padding: the masks come from lengths.
     pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -477,7 +506,8 @@ def main(args: Args) -> Path:
         model.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay
     )
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, args.warmup_steps, total_steps)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
 
     @torch.no_grad()
     def evaluate() -> tuple[dict, list[dict]]:
@@ -498,10 +528,12 @@ def main(args: Args) -> Path:
         with autocast(device):
             ids, mask, finished = generate(model, ids, mask, *limits)
         completions = [row[sampled] for row, sampled in zip(ids, mask, strict=True)]
-        texts = (
-            tokenizer.batch_decode(x, skip_special_tokens=True) for x in (prompts, completions)
-        )
-        samples = [{"prompt": p, "completion": c} for p, c in zip(*texts, strict=True)]
+        prompts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+        completions = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        samples = [
+            {"prompt": prompt, "completion": completion}
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         metrics = {
             "eval/loss": total / count,
             "eval/length_mean": mask.sum(dim=1).float().mean().item(),
@@ -555,8 +587,8 @@ def main(args: Args) -> Path:
         require(
             math.isfinite(loss) and grad_norm.isfinite(),
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. Likely "
-            "causes: --learning-rate too high, a broken --model. The last checkpoint, if any, is in "
-            f"{run_dir / 'checkpoint'}",
+            "causes: --learning-rate too high, a broken --model. The last checkpoint, if any, is "
+            f"in {run_dir / 'checkpoint'}",
         )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -582,8 +614,7 @@ def main(args: Args) -> Path:
             state = {name: part.state_dict() for name, part in state.items()}
             save_checkpoint(run_dir, state | {"step": done})
 
-    model.to(getattr(torch, args.save_dtype)).save_pretrained(run_dir / "model")
-    tokenizer.save_pretrained(run_dir / "model")
+    save_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
     print_summary(run_dir)
     print(f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)")
     return run_dir

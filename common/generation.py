@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 
 
-def find_stop_ids(tokenizer: PreTrainedTokenizerBase, source: str) -> list[int]:
-    """Ids that end a completion: the tokenizer's EOS and all of the generation config's.
+def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a completion, sorted; none is an empty list.
 
-    Chat models often end a turn with an id that is not the tokenizer's EOS.
+    They are the tokenizer's EOS, all of the generation config's, and what the chat template writes
+    after an assistant's turn: a base model's EOS is often another one than its template's.
 
     Args:
         source: folder or hub name that the generation config is loaded from, if it has one.
@@ -24,6 +25,12 @@ def find_stop_ids(tokenizer: PreTrainedTokenizerBase, source: str) -> list[int]:
         stop_ids += more if isinstance(more, list) else [more]
     except OSError:  # many checkpoints have none
         pass
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "@@"}]
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("@@")[2]
+        ids = tokenizer(after, add_special_tokens=False).input_ids
+        added = tokenizer.added_tokens_decoder
+        stop_ids += [token for token in ids if token in added and added[token].special][:1]
     return sorted({token for token in stop_ids if token is not None})
 
 

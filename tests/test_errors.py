@@ -16,7 +16,9 @@ SCRIPTS = {"sft": sft, "grpo": grpo}
 BOTH = pytest.mark.parametrize("name", ["sft", "grpo"])
 TINY = {
     "sft": dict(epochs=0.01, batch_size=16, eval_rows=4, eval_samples=2),
-    "grpo": dict(total_rollouts=2, prompts_per_rollout=2, group_size=2, num_minibatches=1),
+    "grpo": dict(
+        total_rollouts=2, prompts_per_rollout=2, group_size=2, num_minibatches=1, eval_rows=4
+    ),
 }
 
 
@@ -81,7 +83,8 @@ def test_unknown_flag_and_bad_value(name, capsys):
         ("eval_every", 0),
         ("save_every", 0),
         ("max_grad_norm", -1.0),
-        ("warmup_steps", -1),
+        ("warmup_ratio", -0.1),
+        ("seed", -1),
     ],
 )
 def test_numbers_out_of_range(name, flag, value, tmp_path):
@@ -191,13 +194,47 @@ def test_chat_messages_without_a_template(name, tmp_path):
 
 
 @BOTH
+def test_chat_messages_without_a_role(name, tmp_path):
+    turns = [{"content": "1+2="}]
+    data = dataset(tmp_path, [{"prompt": turns, "completion": turns, "answer": "3"}])
+    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    flags = dict(dataset=data, model=str(tmp_path / "m"))
+    fails(name, tmp_path, "row 0 of train: every chat message needs a role", **flags)
+
+
+@BOTH
+def test_warmup_as_long_as_the_run(name, tmp_path):
+    fails(name, tmp_path, "--warmup-ratio must be less than 1", warmup_ratio=1.0)
+
+
+@BOTH
+def test_output_dir_that_is_a_file(name, tmp_path):
+    (tmp_path / "runs").touch()
+    fails(name, tmp_path, "is a file, not a folder")
+
+
+@BOTH
+def test_resume_with_a_log_that_was_cut(name, tmp_path):
+    script = SCRIPTS[name]
+    run_dir = script.main(script.Args(**{**TINY[name], "output_dir": str(tmp_path)}))
+    (run_dir / "metrics.jsonl").write_text("")
+    text = "metrics.jsonl is shorter than the checkpoint says"
+    fails(name, tmp_path, text, resume=str(run_dir))
+
+
+@BOTH
 def test_messages_that_the_template_refuses(name, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer.chat_template = (
+        "{% if '+' in messages[0]['content'] %}{{ raise_exception('no sums') }}{% endif %}"
+    )
     AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     flags = dict(chat=True, model=str(tmp_path / "m"))
-    fails(name, tmp_path, "row 0 of train: the chat template refuses it: roles must", **flags)
+    fails(name, tmp_path, "row 0 of train: the chat template refuses it: no sums", **flags)
 
 
 @BOTH
@@ -238,7 +275,12 @@ def test_reward_function_that_is_not_there(spec, message, tmp_path):
 
 def test_two_reward_functions_of_one_name(tmp_path):
     flags = dict(reward_fn=("last_number", "last_number"))
-    fails("grpo", tmp_path, "there are two functions of this name", **flags)
+    fails("grpo", tmp_path, "reward/last_number is the name of another metric", **flags)
+
+
+def test_reward_file_that_does_not_import(tmp_path):
+    spec = reward_file(tmp_path, "return (")
+    fails("grpo", tmp_path, f"--reward-fn {spec}: SyntaxError", reward_fn=(spec,))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +288,7 @@ def test_two_reward_functions_of_one_name(tmp_path):
     [
         ("return [1.0]", "rule must return a list of 4 numbers, one for each completion"),
         ("return None", "it returned None"),
+        ("return '1111'", "it returned '1111'"),
         ("return 1.0", "it returned 1.0"),
         ("return [1.0, None, 1.0, 1.0]", "reward function rule returned None for the completion"),
         ("return [1.0, float('nan'), 1.0, 1.0]", "reward function rule returned nan"),
@@ -255,7 +298,7 @@ def test_two_reward_functions_of_one_name(tmp_path):
 )
 def test_bad_rewards_name_the_function_and_the_row(body, message, tmp_path):
     spec = reward_file(tmp_path, body)
-    text = fails("grpo", tmp_path, message, reward_fn=(spec,), eval_rows=4)
+    text = fails("grpo", tmp_path, message, reward_fn=(spec,))
     if "for the completion" in text:
         assert "of the prompt '" in text
 
@@ -280,7 +323,7 @@ def test_answer_without_a_number(tmp_path):
 
 @BOTH
 def test_a_run_that_diverges_is_stopped(name, tmp_path):
-    flags = {"sft": dict(warmup_steps=0), "grpo": dict(prompts_per_rollout=8, group_size=8)}[name]
+    flags = {"sft": dict(warmup_ratio=0.0), "grpo": dict(prompts_per_rollout=8, group_size=8)}[name]
     text = fails(name, tmp_path, "no step was taken", learning_rate=1e30, **flags)
     assert "--learning-rate too high" in text
 

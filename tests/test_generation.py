@@ -416,12 +416,17 @@ def test_empty_prompt_is_refused():
 )
 def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of_config, expected):
     GenerationConfig(eos_token_id=of_config).save_pretrained(tmp_path)
-    assert find_stop_ids(SimpleNamespace(eos_token_id=eos), str(tmp_path)) == expected
+    assert (
+        find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=eos, chat_template=None))
+        == expected
+    )
 
 
 def test_stop_ids_without_a_generation_config(tmp_path):
-    assert find_stop_ids(SimpleNamespace(eos_token_id=7), str(tmp_path)) == [7]
-    assert find_stop_ids(SimpleNamespace(eos_token_id=None), str(tmp_path)) == []
+    assert find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=7, chat_template=None)) == [7]
+    assert (
+        find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=None, chat_template=None)) == []
+    )
 
 
 @pytest.mark.parametrize(

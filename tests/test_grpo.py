@@ -280,6 +280,12 @@ def test_several_rewards_with_weights_and_columns(tmp_path):
     assert "eval/accuracy" not in first  # a sum of rewards has no full mark
 
 
+def test_accuracy_counts_full_marks_before_weighting(tmp_path):
+    first, _ = metrics_of(run(tmp_path, reward_weights=(0.5,), eval_rows=64))
+    assert 0 < first["eval/accuracy"] < 1
+    assert first["eval/reward"] == pytest.approx(first["eval/accuracy"] / 2)
+
+
 # --- the loop -----------------------------------------------------------------------------------
 
 

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 import sft
+from common.generation import find_stop_ids
 from sft import Args, encode_pair, make_batch, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
@@ -142,6 +148,27 @@ def test_chat_pair_ends_at_its_first_stop_id():
     assert words[1] == ["c", "<eos>"]
 
 
+def test_what_a_template_writes_after_a_turn_is_a_stop_id(tmp_path):
+    """As in a base model, whose EOS is not the end of a turn of its chat template."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("<eos> nl", "<end> nl")
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    assert find_stop_ids(str(tmp_path), tokenizer) == sorted([2, end])
+    assert find_stop_ids(str(tmp_path), chat_tokenizer()) == [2]
+
+
+def test_saved_model_ends_at_its_stop_ids_and_brings_no_sampling_of_its_own(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    # Old versions of transformers refuse to save this, at the very end of a run.
+    model.generation_config = GenerationConfig(temperature=0.6, do_sample=False, top_k=3)
+    sft.save_model(tmp_path, model, AutoTokenizer.from_pretrained(BASE), [2, 5])
+    saved = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert saved.eos_token_id == [2, 5]
+    assert saved.top_k is None
+    assert saved.temperature is None
+
+
 def test_every_assistant_turn_of_messages_is_a_completion():
     turns = [
         {"role": "user", "content": "a"},
@@ -159,7 +186,7 @@ def test_a_merge_across_the_boundary_is_an_error_that_names_the_row():
     inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     assert encode_pair(tokenizer, "b", "a", [3], "row 7") == ([1], [0, 3])
-    with pytest.raises(SystemExit, match="row 7: the tokenizer merges the end of the prompt"):
+    with pytest.raises(SystemExit, match="row 7: the tokens of the prompt are not a prefix"):
         encode_pair(tokenizer, "a", "b", [3], "row 7")
 
 
