@@ -18,6 +18,9 @@ Deviations from the paper:
 4. Later papers' variants are flags: DAPO's (arXiv 2503.14476) clip-higher, token mean and masking
    of cut-off completions; Dr. GRPO's (arXiv 2503.20783) constant length and undivided advantages.
 
+To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
+between turns files into tensors and back, and has one source in all scripts.
+
 Run it:
     python grpo.py                                       # tiny/arithmetic, a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -779,13 +782,13 @@ def rollout_logprobs(
 
 
 def plan_pass(
-    lengths: torch.Tensor, num_minibatches: int, micro_batch_size: int, generator: torch.Generator
+    args: Args, lengths: torch.Tensor, generator: torch.Generator
 ) -> list[list[torch.Tensor]]:
     """Row numbers of a pass over a rollout in random order: minibatches of micro-batches."""
     order = torch.randperm(len(lengths), generator=generator, device=lengths.device)
     return [
-        [rows[some] for some in micro_batches(lengths[rows].tolist(), micro_batch_size)]
-        for rows in order.tensor_split(num_minibatches)
+        [rows[some] for some in micro_batches(lengths[rows].tolist(), args.micro_batch_size)]
+        for rows in order.tensor_split(args.num_minibatches)
     ]
 
 
@@ -921,8 +924,7 @@ def main(args: Args) -> Path:
 
         # 4. log-probs that stay fixed during the update: under the old policy and the reference
         lengths = rollout.completion_mask.sum(dim=1)  # (B,)
-        plan = (lengths, args.num_minibatches, args.micro_batch_size, generator)
-        passes = [plan_pass(*plan) for _ in range(args.update_epochs)]
+        passes = [plan_pass(args, lengths, generator) for _ in range(args.update_epochs)]
         old_logprobs, ref_logprobs = torch.zeros(2, *rollout.ids.shape, device=device)  # (B, L)
         with torch.no_grad():
             # Over the micro-batches of the first pass: the first ratio is then exactly 1. With one

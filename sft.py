@@ -14,6 +14,9 @@ Deviations from the paper:
    stages compare are those of one fixed distribution.
 3. The best model is not picked among epochs: the last one is kept, and the held-out loss is logged.
 
+To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
+between turns files into tensors and back, and has one source in all scripts.
+
 Run it:
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \

@@ -8,6 +8,7 @@ import matplotlib
 import tyro
 
 matplotlib.use("Agg")
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plainrlhf"})
 from matplotlib import pyplot as plt
 
 
