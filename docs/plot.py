@@ -7,8 +7,6 @@ from pathlib import Path
 import matplotlib
 import tyro
 
-matplotlib.use("Agg")
-matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plainrlhf"})
 from matplotlib import pyplot as plt
 
 
@@ -21,6 +19,8 @@ class Args:
 
 
 def main(args: Args) -> None:
+    matplotlib.use("Agg")  # no window
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plainrlhf"})
     panels = {
         "reward/mean": "fraction of right answers in the rollout",
         "completions/length_mean": "tokens a completion",

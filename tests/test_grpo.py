@@ -241,10 +241,11 @@ def tiny_classifier(pad_token_id):
     return Classifier(config).eval()
 
 
-def test_reward_model_scores_the_last_real_token_on_either_side_and_with_pad_equal_to_eos():
+@pytest.mark.parametrize("end", [2, 5])  # finished, or cut off
+def test_reward_model_scores_the_last_real_token_on_either_side_and_with_pad_equal_to_eos(end):
     eos = 2
     model = tiny_classifier(pad_token_id=eos)
-    row = torch.tensor([1, 7, 9, 5, eos])
+    row = torch.tensor([1, 7, 9, 5, end])
     alone = model.score(model.model(row[None]).last_hidden_state)[0, -1, 0]
     pads = torch.full((3,), eos)
     ids = torch.stack([torch.cat([pads, row]), torch.cat([row, pads])])

@@ -142,7 +142,8 @@ def test_chat_pair_ends_at_its_first_stop_id():
     tokenizer = chat_tokenizer()
     args = Args(chat=True)
     ((prompt, completion),) = to_pairs(args, {"prompt": "a b", "completion": "c"}, "row 0")
-    ids = encode_pair(tokenizer, prompt, completion, [2], "row 0")
+    stop_ids = [2, tokenizer.convert_tokens_to_ids("nl")]
+    ids = encode_pair(tokenizer, prompt, completion, stop_ids, "row 0")
     words = [tokenizer.convert_ids_to_tokens(part) for part in ids]
     assert words[0] == ["<bos>", "user:", "a", "b", "<eos>", "nl", "assistant:"]
     assert words[1] == ["c", "<eos>"]
