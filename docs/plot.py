@@ -6,7 +6,6 @@ from pathlib import Path
 
 import matplotlib
 import tyro
-
 from matplotlib import pyplot as plt
 
 
