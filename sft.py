@@ -261,7 +261,7 @@ def to_pairs(args: Args, row: dict, where: str) -> list[tuple[Any, Any]]:
         return [
             (turns[:i], turns[i : i + 1])
             for i in range(1, len(turns))
-            if turns[i].get("role") == "assistant"
+            if isinstance(turns[i], dict) and turns[i].get("role") == "assistant"
         ]
     for flag in ("prompt_column", "completion_column"):
         require(
@@ -290,8 +290,8 @@ def load_pairs(
     pairs, empty, too_long = [], 0, 0
     for index, row in enumerate(dataset):
         where = f"--dataset {args.dataset}, row {index} of {split}"
-        for prompt, completion in to_pairs(args, row, where):
-            if not prompt or not completion:
+        for prompt, completion in to_pairs(args, row, where) or [(None, None)]:
+            if not prompt or not completion:  # no assistant turn counts as empty too
                 empty += 1
                 continue
             pair = encode_pair(tokenizer, prompt, completion, stop_ids, where)

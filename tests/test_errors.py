@@ -251,6 +251,11 @@ def test_no_row_left(name, tmp_path):
     fails(name, tmp_path, "6400 longer" if name == "sft" else "4000 longer", **{flag: 4})
 
 
+@pytest.mark.parametrize("turns", [["hello", "hi"], [{"role": "user", "content": "hello"}], []])
+def test_messages_without_an_answer_are_counted(turns, tmp_path):
+    fails("sft", tmp_path, "dropped 1 empty", dataset=dataset(tmp_path, [{"messages": turns}]))
+
+
 def test_prompt_and_completion_of_different_kinds(tmp_path):
     data = dataset(tmp_path, [{"prompt": "1+2=", "completion": [{"role": "a", "content": "b"}]}])
     fails("sft", tmp_path, "row 0 of train: the prompt is a str and the completion a", dataset=data)
