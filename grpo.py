@@ -19,7 +19,7 @@ Deviations from the paper:
    of cut-off completions; Dr. GRPO's (arXiv 2503.20783) constant length and undivided advantages.
 
 To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
-between turns files into tensors and back, and has one source in all scripts.
+between turns files into tensors and back; most of it is the same in every script.
 
 Run it:
     python grpo.py                                       # tiny/arithmetic, a minute on a CPU
@@ -767,17 +767,17 @@ def score(
 
 
 def rollout_logprobs(
-    model: torch.nn.Module, rollout: Rollout, at: tuple, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (b, l) of the sampled tokens at an index of the rollout."""
+    args: Args, model: torch.nn.Module, rollout: Rollout, at: tuple, **options: bool
+) -> Any:
+    """What `completion_logprobs` gives (b, l) at an index of the rollout, as it was sampled."""
     with autocast(rollout.ids.device):
         return completion_logprobs(
             model,
             rollout.ids[at],
             rollout.attention_mask[at],
             rollout.completion_mask[at],
-            temperature,
-            return_entropy=True,
+            args.temperature,
+            **options,
         )
 
 
@@ -932,9 +932,9 @@ def main(args: Args) -> Path:
             for rows in itertools.chain(*passes[0]):
                 at = rollout.index(rows)
                 if optimizer_steps > 1:
-                    old_logprobs[at], _ = rollout_logprobs(policy, rollout, at, args.temperature)
+                    old_logprobs[at] = rollout_logprobs(args, policy, rollout, at)
                 if reference is not None:
-                    ref_logprobs[at], _ = rollout_logprobs(reference, rollout, at, args.temperature)
+                    ref_logprobs[at] = rollout_logprobs(args, reference, rollout, at)
 
         # 5. optimise: an optimiser step a minibatch, its gradient summed over micro-batches
         loss_mask = rollout.completion_mask  # (B, L)
@@ -949,7 +949,7 @@ def main(args: Args) -> Path:
                 minibatch, weights.split(args.micro_batch_size), strict=True
             ):
                 at = rollout.index(rows)
-                logprobs, entropy = rollout_logprobs(policy, rollout, at, args.temperature)
+                logprobs, entropy = rollout_logprobs(args, policy, rollout, at, return_entropy=True)
                 loss, loss_sums = grpo_loss(
                     logprobs,
                     old_logprobs[at] if optimizer_steps > 1 else logprobs.detach(),

@@ -15,7 +15,7 @@ Deviations from the paper:
 3. The best model is not picked among epochs: the last one is kept, and the held-out loss is logged.
 
 To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
-between turns files into tensors and back, and has one source in all scripts.
+between turns files into tensors and back; most of it is the same in every script.
 
 Run it:
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU

@@ -43,6 +43,15 @@ def dataset(tmp_path, rows, test_rows=None):
     return str(folder)
 
 
+def model_with_template(tmp_path, template):
+    """The tiny policy with a chat template, in a folder."""
+    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+    tokenizer.chat_template = template
+    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    return str(tmp_path / "m")
+
+
 def reward_file(tmp_path, body, signature="prompts, completions, **columns"):
     path = tmp_path / "rules.py"
     path.write_text(f"def rule({signature}):\n    {body}\n")
@@ -197,11 +206,8 @@ def test_chat_messages_without_a_template(name, tmp_path):
 def test_chat_messages_without_a_role(name, tmp_path):
     turns = [{"content": "1+2="}]
     data = dataset(tmp_path, [{"prompt": turns, "completion": turns, "answer": "3"}])
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(tmp_path / "m")
-    tokenizer.save_pretrained(tmp_path / "m")
-    flags = dict(dataset=data, model=str(tmp_path / "m"))
+    template = "{{ messages[0]['content'] }}"
+    flags = dict(dataset=data, model=model_with_template(tmp_path, template))
     fails(name, tmp_path, "row 0 of train: every chat message needs a role", **flags)
 
 
@@ -227,13 +233,8 @@ def test_resume_with_a_log_that_was_cut(name, tmp_path):
 
 @BOTH
 def test_messages_that_the_template_refuses(name, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
-    tokenizer.chat_template = (
-        "{% if '+' in messages[0]['content'] %}{{ raise_exception('no sums') }}{% endif %}"
-    )
-    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(tmp_path / "m")
-    tokenizer.save_pretrained(tmp_path / "m")
-    flags = dict(chat=True, model=str(tmp_path / "m"))
+    template = "{% if '+' in messages[0]['content'] %}{{ raise_exception('no sums') }}{% endif %}"
+    flags = dict(chat=True, model=model_with_template(tmp_path, template))
     fails(name, tmp_path, "row 0 of train: the chat template refuses it: no sums", **flags)
 
 
