@@ -821,7 +821,6 @@ def main(args: Args) -> Path:
     eval_rows = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     specs = args.reward_fn if args.reward_fn or args.reward_model else ("last_number",)
     functions = load_reward_fns("--reward-fn", specs, train_rows[0])
-    eval_functions = functions
     if args.eval_reward_fn:
         specs = (args.eval_reward_fn,)
         eval_functions = load_reward_fns("--eval-reward-fn", specs, eval_rows[0])
