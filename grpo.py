@@ -15,7 +15,10 @@ Deviations from the paper:
 2. The reference stays the starting policy; the paper may replace it between iterations.
 3. The standard deviation is that of a sample (divided by G - 1), with 1e-4 added; the paper says
    neither. Equal rewards give an advantage of exactly 0.
-4. Later papers' variants are flags: DAPO's (arXiv 2503.14476) clip-higher, token mean and masking
+4. `--kl-placement reward` subtracts beta times the summed log-ratio of the whole completion from
+   its reward instead, as PPO does. k3 in the loss sees each token by itself, and as a loss it has
+   the gradient of KL(pi_ref || pi); so placed, a learned reward is followed further from pi_ref.
+5. Later papers' variants are flags: DAPO's (arXiv 2503.14476) clip-higher, token mean and masking
    of cut-off completions; Dr. GRPO's (arXiv 2503.20783) constant length and undivided advantages.
 
 To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
@@ -130,6 +133,9 @@ class Args:
     """Sampling temperature; it divides the logits in all log-probabilities too."""
     beta: float = 0.04
     """Coefficient of the KL term (DeepSeekMath: 0.04); at 0 no reference model is loaded."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Where the KL term stands: k3 in the loss (GRPO), or k1 of the whole completion in its reward
+    (as in PPO). The latter pulls harder where it matters, see `shaped_rewards` and docs/grpo.md."""
     clip_coef: float = 0.2
     """eps: the ratio counts down to 1 - eps (PPO, arXiv 1707.06347)."""
     clip_coef_high: float | None = None
@@ -218,6 +224,32 @@ def k3_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
+def shaped_rewards(
+    scores: torch.Tensor,
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    beta: float,
+) -> torch.Tensor:
+    """r_t = - beta (log pi_old - log pi_ref)_t + 1[t = last] score (InstructGPT, equation 2).
+
+    The log-ratio is k1, the plain estimate of KL(pi_old || pi_ref). As part of the reward it needs
+    no gradient of its own.
+
+    Args:
+        scores: (B,), one for each completion, given at its last sampled token.
+        logprobs, ref_logprobs: (B, L) of the sampled tokens, in nats, as they were at sampling.
+        mask: (B, L) bool, the sampled tokens.
+
+    Returns:
+        (B, L), 0 outside the mask.
+    """
+    rewards = -beta * (logprobs - ref_logprobs).masked_fill(~mask, 0.0)
+    tokens = mask.cumsum(dim=1)
+    last = mask & (tokens == tokens[:, -1:])
+    return rewards + last * scores[:, None]
+
+
 def token_weights(loss_mask: torch.Tensor, loss_norm: str, max_new_tokens: int) -> torch.Tensor:
     """The weight of each token in the loss of one optimiser step, so that loss = sum(w * term).
 
@@ -243,7 +275,7 @@ def token_weights(loss_mask: torch.Tensor, loss_norm: str, max_new_tokens: int) 
 def grpo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
     advantages: torch.Tensor,
     mask: torch.Tensor,
     weights: torch.Tensor,
@@ -255,11 +287,12 @@ def grpo_loss(
 
     Args:
         logprobs, old_logprobs, ref_logprobs: (B, L) log pi_theta, log pi_old and log pi_ref of the
-            sampled tokens, in nats. Only the first carries a gradient; without beta the last is
-            not read.
+            sampled tokens, in nats. Only the first carries a gradient; without a reference the
+            last is None.
         advantages: (B,).
         mask: (B, L) bool, the sampled tokens; nothing outside it reaches the loss or a metric.
         weights: (B, L) from `token_weights`.
+        beta: coefficient of the KL term; 0 leaves it out.
 
     Returns:
         The loss, a scalar, and sums over the sampled tokens for the metrics: the k3 estimates of
@@ -276,10 +309,11 @@ def grpo_loss(
             "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
             "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
         }
-    if beta > 0:
+    if ref_logprobs is not None:
         kl = k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs.masked_fill(~mask, 0.0))
-        objective = objective - beta * kl
         sums["objective/kl"] = kl.detach().sum()
+        if beta > 0:
+            objective = objective - beta * kl
     return -(weights * objective).sum(), sums
 
 
@@ -378,14 +412,14 @@ def apply_reward_fn(
     return torch.tensor(values)
 
 
-@torch.no_grad()
 def reward_model_scores(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Scores (B,) of rows of tokens (B, L): the head's output at the last real token.
+    """Scores (B,) float32 of rows of tokens (B, L): the head's output at the last real token.
 
-    That token is found from the mask. transformers looks for the last id that is not the padding
-    id, which misses a real EOS where the tokenizer has one id for both.
+    That token is found from the mask, so that the side and the amount of padding do not matter.
+    transformers looks for the last id that is not the padding id, which misses a real EOS where
+    the tokenizer has one id for both.
     """
     attention_mask = attention_mask.long()
     positions = attention_mask.cumsum(dim=1)
@@ -404,9 +438,9 @@ def reward_model_scores(
 def load_reward_model(
     source: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> torch.nn.Module:
-    """A classifier with one label over the policy's own tokens: it scores the sampled ids."""
+    """A frozen classifier with one label that knows the policy's tokens: it scores their ids."""
     own = load("--reward-model", source, AutoTokenizer.from_pretrained)
-    same = own.get_vocab() == tokenizer.get_vocab()
+    same = tokenizer.get_vocab().items() <= own.get_vocab().items()  # it may have one for padding
     require(same, f"--reward-model {source}: its tokenizer is not that of --model")
     model = load_model("--reward-model", source, AutoModelForSequenceClassification, device)
     require(
@@ -447,6 +481,8 @@ def load_model(flag: str, source: str, auto_class: Any, device: torch.device) ->
         not missing,
         f"{flag} {source}: weights that {type(model).__name__} needs are not in it: {missing}",
     )
+    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
+    model.get_input_embeddings().padding_idx = None
     return model.to(device).eval()
 
 
@@ -625,25 +661,26 @@ def save_model(
     tokenizer.save_pretrained(run_dir / "model")
 
 
-def print_summary(run_dir: Path) -> None:
-    """What the first and the last evaluation found, from the run's own logs."""
-    rows, samples = (
-        [json.loads(line) for line in (run_dir / log).read_text().splitlines()]
-        for log in ("metrics.jsonl", "samples.jsonl")
-    )
+def print_evaluations(run_dir: Path) -> None:
+    """What the first and the last evaluation measured, from the run's own log."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     first, last = evaluations[0], evaluations[-1]
     for name in first:
         if name.startswith("eval/"):
             print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
-    before = [sample for sample in samples if sample["step"] == first["step"]]
-    after = [sample for sample in samples if sample["step"] == last["step"]]
+
+
+def print_example(run_dir: Path) -> None:
+    """A completion of the first and of the last evaluation, from the run's own log."""
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    before = [sample for sample in samples if sample["step"] == samples[0]["step"]]
+    after = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
     # The prompt whose reward rose most; without rewards, the first.
     gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
     best = gains.index(max(gains))
     print(f"before: {before[best]['prompt']!r} -> {before[best]['completion']!r}")
     print(f"after:  {after[best]['prompt']!r} -> {after[best]['completion']!r}")
-    print(f"model: {run_dir / 'model'}")
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -750,7 +787,11 @@ def score(
     reward_model: torch.nn.Module | None,
     weights: tuple[float, ...],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The weighted sum of all rewards (B,), and each of them by name (B,), before weighting."""
+    """The weighted sum of all rewards (B,), and each of them by name (B,), before weighting.
+
+    `rm_bradley_terry.py` leaves with its models the mean score of good completions; it is
+    subtracted, so that such a completion scores 0 (InstructGPT, section 3.5).
+    """
     device = rollout.ids.device
     parts = {
         name: apply_reward_fn(name, function, rollout.rows, rollout.completions).to(device)
@@ -761,7 +802,8 @@ def score(
         masks = rollout.attention_mask.split(args.micro_batch_size)
         with autocast(device):
             scores = map(reward_model_scores, itertools.repeat(reward_model), ids, masks)
-            parts["reward_model"] = torch.cat(list(scores))
+            scores = torch.cat(list(scores))
+        parts["reward_model"] = scores - getattr(reward_model.config, "score_mean", 0.0)
     weights = torch.tensor(weights or [1.0] * len(parts), device=device)
     return weights @ torch.stack(list(parts.values())), parts
 
@@ -793,15 +835,12 @@ def plan_pass(
 
 
 def completion_metrics(
-    rewards: torch.Tensor, parts: dict[str, torch.Tensor], rollout: Rollout, group_size: int
+    rewards: torch.Tensor, parts: dict[str, torch.Tensor], rollout: Rollout
 ) -> dict[str, float]:
     """What is logged of a rollout itself."""
-    groups = rewards.view(-1, group_size)
     lengths = rollout.completion_mask.sum(dim=1).float()
     return {
         "reward/mean": rewards.mean().item(),
-        "reward/std": groups.std(dim=1).mean().item(),
-        "reward/zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
         "completions/length_mean": lengths.mean().item(),
         "completions/length_min": lengths.min().item(),
@@ -848,7 +887,8 @@ def main(args: Args) -> Path:
     warmup = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup, args.total_rollouts)
     generator = torch.Generator(device).manual_seed(args.seed)
-    optimizer_steps = args.update_epochs * args.num_minibatches  # a rollout
+    kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
+    needs_old = kl_in_reward or args.update_epochs * args.num_minibatches > 1
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
 
     def evaluate() -> tuple[dict, list[dict]]:
@@ -918,10 +958,7 @@ def main(args: Args) -> Path:
         rewards, parts = score(args, rollout, functions, reward_model, args.reward_weights)  # (B,)
         scored = time.perf_counter()
 
-        # 3. advantages against the group's mean, the same for every token of a completion
-        advantages = group_advantages(rewards, args.group_size, args.scale_rewards)  # (B,)
-
-        # 4. log-probs that stay fixed during the update: under the old policy and the reference
+        # 3. log-probs that stay fixed during the update: under the old policy and the reference
         lengths = rollout.completion_mask.sum(dim=1)  # (B,)
         passes = [plan_pass(args, lengths, generator) for _ in range(args.update_epochs)]
         old_logprobs, ref_logprobs = torch.zeros(2, *rollout.ids.shape, device=device)  # (B, L)
@@ -930,10 +967,17 @@ def main(args: Args) -> Path:
             # optimiser step a rollout the old policy is the current one, and needs no pass.
             for rows in itertools.chain(*passes[0]):
                 at = rollout.index(rows)
-                if optimizer_steps > 1:
+                if needs_old:
                     old_logprobs[at] = rollout_logprobs(args, policy, rollout, at)
                 if reference is not None:
                     ref_logprobs[at] = rollout_logprobs(args, reference, rollout, at)
+
+        # 4. advantages against the group's mean, the same for every token of a completion
+        returns = rewards  # (B,)
+        if kl_in_reward:
+            logprobs = (old_logprobs, ref_logprobs, rollout.completion_mask)
+            returns = shaped_rewards(rewards, *logprobs, args.beta).sum(dim=1)
+        advantages = group_advantages(returns, args.group_size, args.scale_rewards)  # (B,)
 
         # 5. optimise: an optimiser step a minibatch, its gradient summed over micro-batches
         loss_mask = rollout.completion_mask  # (B, L)
@@ -951,14 +995,14 @@ def main(args: Args) -> Path:
                 logprobs, entropy = rollout_logprobs(args, policy, rollout, at, return_entropy=True)
                 loss, loss_sums = grpo_loss(
                     logprobs,
-                    old_logprobs[at] if optimizer_steps > 1 else logprobs.detach(),
-                    ref_logprobs[at],
+                    old_logprobs[at] if needs_old else logprobs.detach(),
+                    ref_logprobs[at] if reference is not None else None,
                     advantages[rows],
                     rollout.completion_mask[at],
                     row_weights[:, at[1]],
                     args.clip_coef,
                     clip_high,
-                    args.beta,
+                    0.0 if kl_in_reward else args.beta,
                 )
                 loss.backward()
                 losses[-1] += loss.item()
@@ -979,7 +1023,11 @@ def main(args: Args) -> Path:
 
         # 6. log, evaluate, save
         tokens = lengths.sum().item()
-        metrics = completion_metrics(rewards, parts, rollout, args.group_size) | {
+        groups = rewards.view(-1, args.group_size)
+        equal = (groups == groups[:, :1]).all(dim=1)
+        metrics = completion_metrics(rewards, parts, rollout) | {
+            "reward/std": groups.std(dim=1).mean().item(),
+            "reward/zero_variance_groups": equal.float().mean().item(),
             "objective/loss": np.mean(losses),
             "policy/grad_norm": np.mean(grad_norms),
             "policy/learning_rate": scheduler.get_last_lr()[0],
@@ -1008,7 +1056,9 @@ def main(args: Args) -> Path:
             save_checkpoint(run_dir, state | {"generator": generator.get_state(), "step": done})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
-    print_summary(run_dir)
+    print_evaluations(run_dir)
+    print_example(run_dir)
+    print(f"model: {run_dir / 'model'}")
     print(f"next: generate with it, or train on from it with --model {run_dir / 'model'}")
     return run_dir
 

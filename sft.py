@@ -182,6 +182,8 @@ def load_model(flag: str, source: str, auto_class: Any, device: torch.device) ->
         not missing,
         f"{flag} {source}: weights that {type(model).__name__} needs are not in it: {missing}",
     )
+    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
+    model.get_input_embeddings().padding_idx = None
     return model.to(device).eval()
 
 
@@ -417,25 +419,26 @@ def save_model(
     tokenizer.save_pretrained(run_dir / "model")
 
 
-def print_summary(run_dir: Path) -> None:
-    """What the first and the last evaluation found, from the run's own logs."""
-    rows, samples = (
-        [json.loads(line) for line in (run_dir / log).read_text().splitlines()]
-        for log in ("metrics.jsonl", "samples.jsonl")
-    )
+def print_evaluations(run_dir: Path) -> None:
+    """What the first and the last evaluation measured, from the run's own log."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     first, last = evaluations[0], evaluations[-1]
     for name in first:
         if name.startswith("eval/"):
             print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
-    before = [sample for sample in samples if sample["step"] == first["step"]]
-    after = [sample for sample in samples if sample["step"] == last["step"]]
+
+
+def print_example(run_dir: Path) -> None:
+    """A completion of the first and of the last evaluation, from the run's own log."""
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    before = [sample for sample in samples if sample["step"] == samples[0]["step"]]
+    after = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
     # The prompt whose reward rose most; without rewards, the first.
     gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
     best = gains.index(max(gains))
     print(f"before: {before[best]['prompt']!r} -> {before[best]['completion']!r}")
     print(f"after:  {after[best]['prompt']!r} -> {after[best]['completion']!r}")
-    print(f"model: {run_dir / 'model'}")
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -618,7 +621,9 @@ def main(args: Args) -> Path:
             save_checkpoint(run_dir, state | {"step": done})
 
     save_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print_summary(run_dir)
+    print_evaluations(run_dir)
+    print_example(run_dir)
+    print(f"model: {run_dir / 'model'}")
     print(f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)")
     return run_dir
 

@@ -1,10 +1,11 @@
 """Write the tiny tasks anew: `python tiny/make.py`, from the root of the repository.
 
-Writes the data of both tasks from fixed seeds and trains their SFT policies by calling `sft.py`,
-as a user would. About two minutes on two CPU cores.
+Writes the data of both tasks from fixed seeds and trains their policies and the reward model by
+calling the scripts, as a user would. About three minutes on two CPU cores.
 """
 
 import json
+import math
 import random
 import re
 import shutil
@@ -16,9 +17,12 @@ from pathlib import Path
 import torch
 from reviews import gold
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 TINY = Path(__file__).parent
+sys.path.append(str(TINY.parent))
+from common.generation import generate, pad_rows  # noqa: E402
+
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 
 
@@ -69,15 +73,31 @@ def make_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig
     return config
 
 
-def train_policy(task: str, base: Path, *flags: str) -> None:
-    """Run `sft.py` on a task's demonstrations and keep the model as the task's policy."""
+def train(destination: Path, script: str, *flags: str) -> None:
+    """Run a script as a user would and keep its model."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "sft.py", "--model", str(base), "--dataset", f"tiny/{task}/sft"]
-        command += ["--save-dtype", "bfloat16", "--output-dir", runs, *flags]
+        command = [sys.executable, script, "--save-dtype", "bfloat16", "--output-dir", runs, *flags]
         subprocess.run(command, cwd=TINY.parent, check=True)
-        shutil.rmtree(TINY / task / "policy", ignore_errors=True)
+        shutil.rmtree(destination, ignore_errors=True)
         (model,) = Path(runs).glob("*/model")
-        shutil.copytree(model, TINY / task / "policy")
+        shutil.copytree(model, destination)
+
+
+def sample(folder: Path, prompts: list[str], seed: int) -> list[str]:
+    """One completion of at most 40 tokens for each prompt, from a policy at temperature 1."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    completions = []
+    for start in range(0, len(prompts), 256):
+        rows = [tokenizer(prompt).input_ids for prompt in prompts[start : start + 256]]
+        ids, mask = pad_rows(rows, tokenizer.pad_token_id, "left", policy.device)
+        stop_ids = [tokenizer.eos_token_id]
+        ids, mask, _ = generate(
+            policy, ids, mask, 40, 1.0, stop_ids, tokenizer.pad_token_id, generator
+        )
+        completions += [row[sampled] for row, sampled in zip(ids, mask, strict=True)]
+    return tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 
 # --- arithmetic: the last digit of the sum of five digits -------------------------------------
@@ -117,7 +137,7 @@ def make_arithmetic() -> None:
     config = make_config(base, make_tokenizer(list("0123456789+=,#"), characters=True))
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
-    train_policy("arithmetic", base)
+    train(folder / "policy", "sft.py", "--model", str(base), "--dataset", str(folder / "sft"))
 
 
 # --- reviews: controlled sentiment ------------------------------------------------------------
@@ -184,18 +204,36 @@ def make_reviews() -> None:
     words = words.union(*gold.SLOTS.values())
     with tempfile.TemporaryDirectory() as base:
         make_config(Path(base), make_tokenizer(sorted(words), characters=False))
-        flags = [
-            "--from-scratch",
-            "--learning-rate",
-            "3e-3",
-            "--epochs",
-            "3",
-            "--max-new-tokens",
-            "40",
-        ]
-        train_policy("reviews", Path(base), *flags)
+        flags = "--from-scratch --learning-rate 3e-3 --epochs 3 --max-new-tokens 40".split()
+        flags += ["--model", base, "--dataset", str(folder / "sft")]
+        train(folder / "policy", "sft.py", *flags)
+
+
+def make_preferences() -> None:
+    """Pairs of samples of the policy, as a judge with the gold reward and some doubt prefers them.
+
+    The judge prefers a to b with probability sigmoid(4 (gold(a) - gold(b))), the model of Bradley
+    and Terry. Pairs of equal gold reward are left out, and those with an empty side.
+    """
+    rng = random.Random(3)
+    folder = TINY / "reviews"
+    for seed, (split, count) in enumerate((("train", 2_000), ("test", 500)), start=1):
+        lines = (folder / f"prompts/{split}.jsonl").read_text().splitlines()
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        prompts = [rng.choice(prompts) for _ in range(2 * count)]
+        firsts, seconds = (sample(folder / "policy", prompts, 10 * seed + i) for i in (0, 1))
+        rows = []
+        for prompt, a, b in zip(prompts, firsts, seconds, strict=True):
+            difference = gold.score(a) - gold.score(b)
+            if a and b and difference != 0:
+                a_wins = rng.random() < 1 / (1 + math.exp(-4 * difference))
+                chosen, rejected = (a, b) if a_wins else (b, a)
+                rows.append({"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"})
+        write_rows(folder / f"preferences/{split}.jsonl", rows[:count])
 
 
 if __name__ == "__main__":
     make_arithmetic()
     make_reviews()
+    make_preferences()
+    train(TINY / "reviews/reward_model", "rm_bradley_terry.py")
