@@ -118,7 +118,7 @@ class Args:
     """c, weight of the term that keeps r_w + r_l near 0 (Eisenstein et al.: 0.01)."""
 
     # --- optimisation ---
-    epochs: float = 2.0
+    epochs: float = 4.0
     """Passes over the training pairs."""
     batch_size: int = 32
     """Pairs an optimiser step."""
@@ -128,7 +128,7 @@ class Args:
     """AdamW's peak learning rate."""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """How the learning rate falls to 0 after the warm-up, or stays."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: float = 0.2
     """Part of the run over which the learning rate rises from 0."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""

@@ -196,6 +196,8 @@ def make_reviews() -> None:
             for title in titles
             for day in (gold.DAYS if "{day}" in opening else [""])
         ]
+        if split == "test":  # one completion a row: enough of them for a precise mean
+            prompts *= 8
         rng.shuffle(prompts)
         write_rows(folder / f"prompts/{split}.jsonl", [{"prompt": prompt} for prompt in prompts])
 
