@@ -23,14 +23,14 @@ Deviations from the paper:
 2. Advantages are whitened, and values clipped: both are in the code that InstructGPT grew from
    (Ziegler et al. 2019, arXiv 1909.08593), not in its text. Both are flags.
 3. `--kl-placement loss` takes the KL out of the rewards and puts a term of its own into the loss,
-   against the same frozen reference. Its estimator matters. On tokens drawn from pi, all three of
-   Schulman's (2020) have the KL's value, but as a loss
-     k1 = log(pi/pi_ref) has the gradient E[grad log pi] = 0: it does nothing;
-     k3 = pi_ref/pi - log(pi_ref/pi) - 1 has that of the other direction, KL(pi_ref || pi);
-     k2 = 1/2 log^2(pi/pi_ref), though biased as a value, has E[log(pi/pi_ref) grad log pi], which
-     is the gradient of KL(pi || pi_ref). It is the one used here, weighted with rho, since the
-     tokens are drawn from pi_old. A token answers for its own KL alone; in the rewards, where k1
-     needs no gradient, also for the KL that it leads to.
+   against the same frozen reference. Schulman (2020) gives three estimators of the value of
+   KL(pi || pi_ref) on tokens drawn from pi. As losses, what counts is their gradient (Tang and
+   Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv 2510.01555), in expectation
+     k1 = log(pi/pi_ref):  E[grad log pi] = 0; it does nothing;
+     k3 = pi_ref/pi - log(pi_ref/pi) - 1:  - E_ref[grad log pi], that of KL(pi_ref || pi);
+     k2 = 1/2 log^2(pi/pi_ref):  E[log(pi/pi_ref) grad log pi], that of KL(pi || pi_ref).
+   So it is k2 here, weighted with rho, since the tokens are drawn from pi_old. In the loss a token
+   answers for its own KL alone; in the rewards also for the KL of what it leads to.
 4. A completion that is cut off is an episode that ends there: V is 0 after it too. See
    `--missing-eos-penalty`.
 
@@ -171,7 +171,7 @@ class Args:
     """End a rollout's passes after one whose last minibatch had a larger policy/approx_kl."""
 
     # --- KL to the reference ---
-    beta: float = 0.1
+    beta: float = 0.15
     """Coefficient of the KL; at 0 no reference model is loaded."""
     kl_placement: Literal["reward", "loss"] = "reward"
     """In the rewards, as k1, through the advantages; or in the loss, as k2 (see above)."""
@@ -337,7 +337,7 @@ def k2_kl(
     """rho 1/2 (log pi - log pi_ref)^2 at each token, rho = pi / pi_old without a gradient.
 
     On tokens sampled from pi_old its gradient is, in expectation, that of KL(pi || pi_ref) at the
-    token (see the module's docstring and Tang and Munos 2025, arXiv 2506.09477). Its value is not.
+    token (see the module's docstring). Its value is not that KL's.
     """
     ratio = (logprobs - old_logprobs).detach().exp()
     return ratio * 0.5 * (logprobs - ref_logprobs).square()
@@ -1276,7 +1276,7 @@ def main(args: Args) -> Path:
                     math.isfinite(losses[-1] + policy_norms[-1] + value_norms[-1]),
                     f"rollout {step + 1}: loss {losses[-1]}, gradient norms {policy_norms[-1]} and "
                     f"{value_norms[-1]} (critic); no step was taken. Likely causes: "
-                    "--learning-rate or --critic-learning-rate too high, extreme rewards, a broken "
+                    "--learning-rate too high, or --critic-learning-rate, extreme rewards, a broken "
                     f"--model. The last checkpoint, if any, is in {run_dir / 'checkpoint'}",
                 )
                 optimizer.step()

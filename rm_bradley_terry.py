@@ -420,6 +420,13 @@ def to_preference(args: Args, row: dict, where: str) -> tuple[Any, Any, Any]:
     return prompt, chosen, rejected
 
 
+def is_blank(side: str | list) -> bool:
+    """Whether a completion, a string or a list of one chat message, has nothing in it."""
+    last = side[-1] if isinstance(side, list) and side else side
+    text = last.get("content") if isinstance(last, dict) else last
+    return not str(text or "").strip()
+
+
 def load_preferences(
     args: Args, split: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> list[Preference]:
@@ -431,8 +438,7 @@ def load_preferences(
     for index, row in enumerate(dataset):
         where = f"--dataset {args.dataset}, row {index} of {split}"
         prompt, *sides = to_preference(args, row, where)
-        texts = [side[-1].get("content") if isinstance(side, list) else side for side in sides]
-        if not prompt or not all(text and text.strip() for text in texts):
+        if not prompt or any(map(is_blank, sides)):
             empty += 1
             continue
         (prompt_ids, chosen), (_, rejected) = (

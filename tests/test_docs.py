@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 import grpo
+import ppo_rlhf
+import rm_bradley_terry
 import sft
 
 PAGES = [Path("README.md"), Path("tiny/README.md"), *Path("docs").glob("*.md")]
-SCRIPTS = {"sft": sft, "grpo": grpo}
+SCRIPTS = {"sft": sft, "rm_bradley_terry": rm_bradley_terry, "ppo_rlhf": ppo_rlhf, "grpo": grpo}
+GROUPS = "reward|objective|policy|value|completions|eval|time"
 SOURCES = {
     path: path.read_text() for pattern in ("*.py", "*/*.py") for path in Path().glob(pattern)
 }
@@ -38,7 +41,7 @@ def test_flags_functions_tests_and_files_on_a_page_exist(page):
             assert quoted in NAMES, f"{page}: there is no test {quoted}"
         elif re.fullmatch(r"[a-z]\w*_\w+", quoted):
             assert quoted in NAMES or quoted in PROGRAM, f"{page}: there is no {quoted}"
-        elif re.fullmatch(r"(reward|objective|policy|completions|eval|time)/\w+", quoted):
+        elif re.fullmatch(rf"({GROUPS})/\w+", quoted):
             name = quoted.split("/")[1]
             assert f'"{quoted}"' in PROGRAM or name in NAMES | {"reward_model"}, f"{page}: {quoted}"
         elif re.fullmatch(r"(tests|common|docs|tiny)/[\w/.]+", quoted):
@@ -51,6 +54,8 @@ def test_flags_functions_tests_and_files_on_a_page_exist(page):
 def test_every_logged_metric_is_on_the_page(name, tmp_path):
     small = {
         "sft": dict(epochs=0.01, eval_rows=4, eval_samples=2),
+        "rm_bradley_terry": dict(epochs=0.01, eval_rows=4, eval_samples=2),
+        "ppo_rlhf": dict(total_rollouts=1, prompts_per_rollout=4, eval_rows=4),
         "grpo": dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, eval_rows=4),
     }
     script = SCRIPTS[name]
@@ -58,9 +63,10 @@ def test_every_logged_metric_is_on_the_page(name, tmp_path):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     logged = {metric for line in lines for metric in json.loads(line)} - {"step"}
     page = Path(f"docs/{name}.md").read_text()
-    explained = set(re.findall(r"`((?:reward|objective|policy|completions|eval|time)/\w+)`", page))
-    explained.discard("reward/reward_model")  # only with a reward model
-    assert explained == logged
+    explained = set(re.findall(rf"`((?:{GROUPS})/\w+)`", page))
+    # Only with a reward model, or only without.
+    either = {"reward/reward_model", "reward/last_number"}
+    assert explained - either == logged - either
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -17,6 +17,7 @@ from grpo import (
     k3_kl,
     last_number,
     reward_model_scores,
+    shaped_rewards,
     token_weights,
 )
 
@@ -172,7 +173,7 @@ def test_loss_metrics_by_hand():
     mask = torch.tensor([[True, True, True], [True, True, False]])
     zeros = torch.zeros(2, 3)
     _, sums = grpo_loss(
-        ratio.log(), zeros, zeros, torch.tensor([1.0, -1.0]), mask, zeros, 0.2, 0.2, 0.0
+        ratio.log(), zeros, None, torch.tensor([1.0, -1.0]), mask, zeros, 0.2, 0.2, 0.0
     )
     assert sums["policy/clip_fraction_high"] == 1  # row 0, token 0
     assert sums["policy/clip_fraction_low"] == 1  # row 1, token 1
@@ -180,6 +181,17 @@ def test_loss_metrics_by_hand():
     expected = 2 * (0.5 - math.log(1.5)) + 2 * (-0.5 - math.log(0.5))
     assert sums["policy/approx_kl"].item() == pytest.approx(expected, rel=1e-5)
     assert "objective/kl" not in sums
+
+
+def test_kl_is_measured_where_it_is_not_in_the_loss():
+    logprobs, zeros = torch.tensor([[-1.0, -2.0]]), torch.zeros(1, 2)
+    mask = torch.tensor([[True, True]])
+    arguments = (logprobs, logprobs, zeros, torch.zeros(1), mask, torch.ones(1, 2), 0.2, 0.2)
+    loss, sums = grpo_loss(*arguments, 0.0)
+    kl = (math.e - 1 - 1) + (math.e**2 - 2 - 1)
+    assert sums["objective/kl"].item() == pytest.approx(kl, rel=1e-5)
+    assert loss == 0
+    assert grpo_loss(*arguments, 0.5)[0].item() == pytest.approx(0.5 * kl, rel=1e-5)
 
 
 def test_token_weights_by_hand():
@@ -327,6 +339,7 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
         (dict(num_minibatches=2, beta=0.0), 2),  # old and new
         (dict(num_minibatches=1, update_epochs=2, beta=0.0), 3),  # old, and new twice
         (dict(num_minibatches=1, beta=0.1), 2),  # reference and new
+        (dict(num_minibatches=1, beta=0.1, kl_placement="reward"), 3),  # old, reference and new
     ],
 )
 def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
@@ -360,6 +373,31 @@ def test_the_reference_never_moves(tmp_path, monkeypatch):
         assert torch.equal(tensor, start[name])
     assert any(not torch.equal(t, start[n]) for n, t in policy.state_dict().items())
     assert metrics_of(run_dir)[-1]["objective/kl"] > 0
+
+
+def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, monkeypatch):
+    shaped, ranked, calls = [], [], spy_on_loss(monkeypatch)
+    monkeypatch.setattr(grpo, "shaped_rewards", lambda *a: shaped.append(a) or shaped_rewards(*a))
+    monkeypatch.setattr(
+        grpo, "group_advantages", lambda *a: ranked.append(a) or group_advantages(*a)
+    )
+    flags = dict(kl_placement="reward", beta=0.5, total_rollouts=2, learning_rate=3e-3)
+    run_dir = run(tmp_path, micro_batch_size=16, **flags)
+    scores, logprobs, ref_logprobs, mask, beta = shaped[1]  # by then policy and reference differ
+    assert beta == 0.5
+    for i in range(16):
+        kl = sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(mask.shape[1]) if mask[i, t])
+        assert kl.abs() > 1e-3
+        assert ranked[1][0][i].item() == pytest.approx((scores[i] - 0.5 * kl).item(), abs=1e-5)
+    # Advantages are those of the shaped rewards; the loss has no KL of its own, but it is logged.
+    assert [call["beta"] for call in calls] == [0, 0]
+    _, first, second = metrics_of(run_dir)
+    assert first["objective/kl"] == 0
+    assert second["objective/kl"] > 0
+    # With the KL in the loss the rewards are ranked as they are.
+    run(tmp_path, beta=0.5)
+    assert len(shaped) == 2
+    assert calls[-1]["beta"] == 0.5
 
 
 @pytest.mark.parametrize("loss_norm", ["sequence", "token", "constant"])

@@ -1,4 +1,4 @@
-"""The scripts learn what the README says, run as it says: no flags but the seed."""
+"""The scripts learn what the README and the pages say, run as these say."""
 
 import json
 import os
@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from tiny.reviews.gold import grammatical
 
-def learn(script, tmp_path, seed):
-    """First and last evaluation of a default run."""
-    command = [sys.executable, script, "--output-dir", str(tmp_path), "--seed", str(seed)]
+
+def learn(script, tmp_path, seed, *flags):
+    """What a run logged at each step, its first and its last evaluation, and what it printed."""
+    command = [sys.executable, script, "--output-dir", str(tmp_path), "--seed", str(seed), *flags]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment["OMP_WAIT_POLICY"] = "passive"  # spinning threads stall each other
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -19,7 +21,19 @@ def learn(script, tmp_path, seed):
     (run_dir,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
-    return evaluations[0], evaluations[-1], done.stdout
+    return rows, evaluations[0], evaluations[-1], done.stdout
+
+
+def last_reviews(tmp_path):
+    """The completions of a run's last evaluation."""
+    (path,) = tmp_path.glob("*/samples.jsonl")
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    return [s["completion"] for s in samples if s["step"] == samples[-1]["step"]]
+
+
+def last_mean(rows, metric):
+    """Mean over the last five rollouts."""
+    return sum(row[metric] for row in rows[-5:]) / 5
 
 
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))]
@@ -27,7 +41,7 @@ SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sft_learns_the_demonstrations(seed, tmp_path):
-    first, last, _ = learn("sft.py", tmp_path, seed)
+    _, first, last, _ = learn("sft.py", tmp_path, seed)
     assert first["eval/loss"] > 2.5  # about log 18
     # The demonstrations have 0.43 nats a token in them; a model that cannot add stays above 0.85.
     assert last["eval/loss"] < 0.5
@@ -35,7 +49,7 @@ def test_sft_learns_the_demonstrations(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_grpo_learns_to_show_its_working(seed, tmp_path):
-    first, last, printed = learn("grpo.py", tmp_path, seed)
+    _, first, last, printed = learn("grpo.py", tmp_path, seed)
     assert 0.25 < first["eval/accuracy"] < 0.42
     assert first["eval/length_mean"] < 8.5
     assert last["eval/accuracy"] >= 0.9
@@ -43,3 +57,60 @@ def test_grpo_learns_to_show_its_working(seed, tmp_path):
     assert f"held-out accuracy: {first['eval/accuracy']:.3f} -> " in printed
     assert "before: " in printed
     assert "after: " in printed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reward_model_learns_the_preferences(seed, tmp_path):
+    _, first, last, printed = learn("rm_bradley_terry.py", tmp_path, seed)
+    assert abs(first["eval/accuracy"] - 0.5) < 0.1
+    # The judge that labelled the pairs agrees with the gold reward in 0.88 of them.
+    assert 0.82 <= last["eval/accuracy"] < 0.9
+    assert last["eval/calibration_error"] < 0.1
+    assert "the predicted winner wins" in printed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_makes_reviews_kind_without_hacking_the_reward_model(seed, tmp_path):
+    rows, first, last, _ = learn("ppo_rlhf.py", tmp_path, seed)
+    assert abs(first["eval/reward"]) < 0.1  # the gold reward, which training does not see
+    assert last["eval/reward"] >= 0.85
+    assert last_mean(rows, "objective/kl") < 10
+    fractions = grammatical([], last_reviews(tmp_path))
+    assert sum(fractions) / len(fractions) >= 0.93
+    assert last_mean(rows, "value/explained_variance") > 0.5
+
+
+ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_ppo_without_a_kl_hacks_the_reward_model(seed, tmp_path):
+    rows, first, last, _ = learn("ppo_rlhf.py", tmp_path, seed, "--beta", "0")
+    assert last_mean(rows, "reward/mean") > 2.5  # from about -1.3: higher than with a KL
+    assert last["eval/reward"] < first["eval/reward"]
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_ppo_learns_arithmetic_from_a_rule(seed, tmp_path):
+    flags = (
+        "--model tiny/arithmetic/policy --dataset tiny/arithmetic/prompts --reward-model None "
+        "--reward-fn last_number --eval-reward-fn None --critic-init sft --max-new-tokens 24 "
+        "--total-rollouts 40 --beta 0.04"
+    )
+    _, first, last, _ = learn("ppo_rlhf.py", tmp_path, seed, *flags.split())
+    assert 0.25 < first["eval/accuracy"] < 0.42
+    assert last["eval/accuracy"] >= 0.9
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_grpo_with_the_reward_model(seed, placement, tmp_path):
+    flags = (
+        "--model tiny/reviews/policy --dataset tiny/reviews/prompts --reward-model "
+        "tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
+        f"--max-new-tokens 40 --prompts-per-rollout 16 --total-rollouts 30 --beta 0.15 "
+        f"--kl-placement {placement}"
+    )
+    _, first, last, _ = learn("grpo.py", tmp_path, seed, *flags.split())
+    assert abs(first["eval/reward"]) < 0.1
+    assert last["eval/reward"] >= 0.5

@@ -13,10 +13,24 @@ import pytest
 import torch
 
 import grpo
+import ppo_rlhf
+import rm_bradley_terry
 import sft
 
 RUNS = {
     "sft": dict(epochs=0.06, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
+    "rm_bradley_terry": dict(
+        epochs=0.19, eval_rows=8, eval_samples=2, eval_every=3, save_every=2, train_layers=1
+    ),
+    "ppo_rlhf": dict(
+        total_rollouts=12,
+        prompts_per_rollout=8,
+        eval_rows=8,
+        eval_every=3,
+        save_every=2,
+        kl_target=0.5,  # beta is adapted, and part of the state
+        kl_horizon=20.0,
+    ),
     "grpo": dict(
         total_rollouts=12,
         prompts_per_rollout=4,
@@ -29,7 +43,7 @@ RUNS = {
     ),
 }
 STEPS = 12
-SCRIPTS = {"sft": sft, "grpo": grpo}
+SCRIPTS = {"sft": sft, "rm_bradley_terry": rm_bradley_terry, "ppo_rlhf": ppo_rlhf, "grpo": grpo}
 
 
 def flags(name, output_dir):
@@ -60,7 +74,7 @@ def same(a, b):
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 
-@pytest.fixture(scope="module", params=["sft", "grpo"])
+@pytest.fixture(scope="module", params=SCRIPTS)
 def whole(request, tmp_path_factory):
     """A script's name, and the folder of its uninterrupted run."""
     os.chdir(Path(__file__).parent.parent)
@@ -124,7 +138,7 @@ def test_resume_refuses_flags_that_would_change_the_run(whole):
     assert saved["save_every"] == 2
     with pytest.raises(SystemExit, match="save_every"):
         # the script's default, but not what the run was started with
-        parse(["--resume", str(run_dir), "--save-every", "20" if name == "grpo" else "200"])
+        parse(["--resume", str(run_dir), "--save-every", str(SCRIPTS[name].Args.save_every)])
     assert parse(["--resume", str(run_dir), "--save-every", "2"]).save_every == 2
 
 

@@ -1,0 +1,977 @@
+"""The mathematics of ppo_rlhf.py against derivations of its own, and the wiring of a real run."""
+
+import inspect
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForSequenceClassification as AutoClassifier
+from transformers import LlamaForSequenceClassification as Classifier
+
+import ppo_rlhf
+from ppo_rlhf import (
+    Args,
+    adapt_beta,
+    clipped_surrogate,
+    clipped_value_loss,
+    critic_values,
+    explained_variance,
+    gae,
+    k2_kl,
+    k3_kl,
+    load_critic,
+    masked_mean,
+    policy_loss,
+    shaped_rewards,
+    value_loss,
+    whiten,
+)
+
+# 16 completions of 6 to 20 tokens, some of them cut off.
+SMALL = dict(
+    total_rollouts=1,
+    prompts_per_rollout=16,
+    max_new_tokens=20,
+    num_minibatches=2,
+    update_epochs=2,
+    eval_rows=4,
+    micro_batch_size=16,
+)
+ONE_STEP = dict(num_minibatches=1, update_epochs=1)
+RULE = "tiny/reviews/gold.py:sentiment"
+ONLY_A_RULE = dict(reward_model=None, reward_fn=(RULE,), critic_init="sft")
+GARBAGE = (1e6, -1e6, math.inf, -math.inf, math.nan)
+
+
+def run(tmp_path, **flags):
+    """A real run in a second; returns its folder."""
+    return ppo_rlhf.main(Args(output_dir=str(tmp_path), **{**SMALL, **flags}))
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def spy_on(monkeypatch, name):
+    """Record the arguments and the result of each call of a function of ppo_rlhf."""
+    calls, original = [], getattr(ppo_rlhf, name)
+
+    def copy(x):
+        if isinstance(x, tuple):
+            return tuple(copy(part) for part in x)
+        return x.detach().clone() if torch.is_tensor(x) else x
+
+    def spy(*args, **options):
+        given = inspect.signature(original).bind(*args, **options).arguments
+        calls.append({key: copy(x) for key, x in given.items()})
+        result = original(*args, **options)
+        calls[-1]["result"] = copy(result)
+        return result
+
+    monkeypatch.setattr(ppo_rlhf, name, spy)
+    return calls
+
+
+def spy_on_loss(monkeypatch):
+    return spy_on(monkeypatch, "policy_loss")
+
+
+def spy_on_gradients(monkeypatch):
+    """Record the gradients of each call of clip_grad_norm_, which then scales nothing."""
+    gradients = []
+
+    def capture(parameters, max_norm):
+        gradients.append([p.grad.clone() for p in parameters])
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    return gradients
+
+
+def plain_policy():
+    return AutoModelForCausalLM.from_pretrained(Args().model, dtype=torch.float32).eval()
+
+
+def plain_reward_model():
+    return AutoClassifier.from_pretrained(Args().reward_model, dtype=torch.float32).eval()
+
+
+def stretches(*spans, length):
+    """A mask with one unbroken stretch from `start` to before `end` in each row."""
+    column = torch.arange(length)
+    return torch.stack([(start <= column) & (column < end) for start, end in spans])
+
+
+# Starts and ends at every kind of place: whole row, one token at either edge, the middle.
+MASK = stretches((0, 7), (0, 1), (6, 7), (2, 5), (3, 7), (0, 4), (1, 6), length=7)
+
+
+# --- rewards of tokens --------------------------------------------------------------------------
+
+
+def test_shaped_rewards_by_hand():
+    # Row 0 ends before the padding, row 1 fills all columns, row 2 is a single token.
+    mask = stretches((1, 3), (1, 4), (2, 3), length=4)
+    logprobs = torch.tensor([[0, -1.0, -2.0, 0], [0, -1.0, -3.0, -0.5], [0, 0, -2.0, 0]])
+    ref = torch.tensor([[0, -3.0, -1.0, 0], [0, -1.0, -1.0, -2.5], [0, 0, -4.0, 0]])
+    # Likelier than under the reference costs: row 0, token 1 has log-ratio +2, so -0.1 x 2.
+    expected = [[0, -0.2, 0.1 + 5, 0], [0, 0, 0.2, -0.2 - 7], [0, 0, -0.2 + 0.5, 0]]
+    scores = torch.tensor([5.0, -7.0, 0.5])
+    found = shaped_rewards(scores, logprobs, ref, mask, 0.1)
+    torch.testing.assert_close(found, torch.tensor(expected))
+    without = torch.tensor([[0, 0, 5.0, 0], [0, 0, 0, -7.0], [0, 0, 0.5, 0]])
+    torch.testing.assert_close(shaped_rewards(scores, logprobs, ref, mask, 0.0), without)
+
+
+# --- advantages ---------------------------------------------------------------------------------
+
+
+def brute_force_gae(rewards, values, mask, gamma, lam):
+    """The double sum of the paper over each row's own tokens, V being 0 after the last."""
+    advantages = torch.zeros_like(rewards)
+    for i in range(len(mask)):
+        at = [t for t in range(mask.shape[1]) if mask[i, t]]
+        r, v = [rewards[i, t].item() for t in at], [values[i, t].item() for t in at] + [0.0]
+        for k in range(len(at)):
+            advantages[i, at[k]] = sum(
+                (gamma * lam) ** (j - k) * (r[j] + gamma * v[j + 1] - v[j])
+                for j in range(k, len(at))
+            )
+    return advantages
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.5, 0.0])
+def test_gae_equals_the_double_sum(gamma, lam):
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, *MASK.shape, dtype=torch.float64)
+    advantages, returns = gae(rewards, values, MASK, gamma, lam)
+    expected = brute_force_gae(rewards, values, MASK, gamma, lam)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, (expected + values) * MASK)
+
+
+def test_without_critic_discount_and_kl_every_advantage_is_the_score():
+    scores = torch.randn(len(MASK), generator=torch.Generator().manual_seed(0))
+    logprobs, ref = -torch.rand(2, *MASK.shape)
+    rewards = shaped_rewards(scores, logprobs, ref, MASK, 0.0)
+    advantages, returns = gae(rewards, torch.zeros(MASK.shape), MASK, 1.0, 1.0)
+    torch.testing.assert_close(advantages, scores[:, None] * MASK)
+    torch.testing.assert_close(returns, scores[:, None] * MASK)
+
+
+def test_gae_with_lambda_zero_is_the_td_error():
+    # Row 0 is padded, row 1 reaches the last column; at both the next value is then 0.
+    mask = stretches((1, 3), (1, 4), length=4)
+    rewards = torch.tensor([[9.0, 1.0, 2.0, 9.0], [9.0, 1.0, 2.0, 3.0]])
+    values = torch.tensor([[8.0, 4.0, 6.0, 8.0], [8.0, 4.0, 6.0, 10.0]])
+    advantages, returns = gae(rewards, values, mask, 0.5, 0.0)
+    expected = [[0, 1 + 3 - 4, 2 - 6, 0], [0, 1 + 3 - 4, 2 + 5 - 6, 3 - 10]]
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float32))
+    expected = [[0, 1 + 3, 2, 0], [0, 1 + 3, 2 + 5, 3]]
+    torch.testing.assert_close(returns, torch.tensor(expected, dtype=torch.float32))
+
+
+def test_masked_mean_and_whiten_by_hand():
+    values = torch.tensor([[1.0, 2.0, 50.0], [70.0, 3.0, 6.0]])
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    # Mean 12/4, variance (4 + 1 + 0 + 9)/4: of the population, not 14/3.
+    assert masked_mean(values, mask) == 3
+    z = np.array([[-2, -1, 0], [0, 0, 3]]) / np.sqrt(3.5)
+    torch.testing.assert_close(whiten(values, mask).double(), torch.tensor(z))
+    kept = torch.tensor((z + 3) * mask.numpy())
+    torch.testing.assert_close(whiten(values, mask, keep_mean=True).double(), kept)
+    # All equal, as when every score is the same and there is no critic: 0, not 0/0.
+    assert (whiten(torch.full((2, 3), 7.0), mask) == 0).all()
+
+
+def test_whitened_values_have_mean_zero_and_variance_one():
+    torch.manual_seed(0)
+    values = 5 + 3 * torch.randn(MASK.shape, dtype=torch.float64)
+    for keep_mean in (False, True):
+        found = whiten(values, MASK, keep_mean).numpy()[MASK.numpy()]
+        expected = values.numpy()[MASK.numpy()].mean() if keep_mean else 0
+        assert found.mean() == pytest.approx(expected, abs=1e-9)
+        assert found.var() == pytest.approx(1)
+
+
+def test_explained_variance_by_hand():
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    returns = torch.tensor([[1.0, 2.0, 90.0], [-90.0, 3.0, 4.0]])
+
+    def of(*values):
+        filled = torch.zeros(2, 3).masked_scatter(mask, torch.tensor(values))
+        return explained_variance(filled, returns, mask).item()
+
+    assert of(1.0, 2.0, 3.0, 4.0) == 1
+    assert of(8.0, 9.0, 10.0, 11.0) == 1  # a constant error is no variance
+    assert of(2.5, 2.5, 2.5, 2.5) == 0
+    # R - V = 0, 0, 0, 2: variance 3/4, against 5/4.
+    assert of(1.0, 2.0, 3.0, 2.0) == pytest.approx(0.4)
+    # R - V = 2, 4, 6, 8: variance 5.
+    assert of(-1.0, -2.0, -3.0, -4.0) == pytest.approx(-3)
+    # Equal returns leave nothing to explain; the number must still be one.
+    assert math.isfinite(explained_variance(returns, torch.ones(2, 3), mask))
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (1.5, 2.0, 1.3 * 2, 0.0),  # above, to be raised: clipped, no gradient
+        (1.5, -2.0, 1.5 * -2, 1.5 * -2),  # above, to be lowered: free
+        (0.5, 2.0, 0.5 * 2, 0.5 * 2),  # below, to be raised: free
+        (0.5, -2.0, 0.8 * -2, 0.0),  # below, to be lowered: clipped, no gradient
+        (1.1, 2.0, 1.1 * 2, 1.1 * 2),  # inside
+        (0.9, -2.0, 0.9 * -2, 0.9 * -2),
+    ],
+)
+def test_clipping_in_each_sign_and_side(ratio, advantage, value, gradient):
+    log_ratio = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    result = clipped_surrogate(log_ratio, torch.tensor([[advantage]]), 0.2, 0.3)
+    assert result.item() == pytest.approx(value)
+    result.backward()
+    assert log_ratio.grad.item() == pytest.approx(gradient)  # d(rho A)/d(log rho) = rho A
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "clip", "loss", "gradient"),
+    [
+        # V_old is 1. The gradient of 1/2 (V - R)^2 is V - R.
+        (1.1, 3.0, 0.2, 1.9**2 / 2, -1.9),  # inside the clip
+        (0.9, 3.0, 0.2, 2.1**2 / 2, -2.1),
+        (1.5, 3.0, 0.2, 1.8**2 / 2, 0.0),  # beyond it, towards R: held at 1.2
+        (0.5, -2.0, 0.2, 2.8**2 / 2, 0.0),  # the same from above: held at 0.8
+        (0.5, 3.0, 0.2, 2.5**2 / 2, -2.5),  # beyond it, away from R: free
+        (1.5, -2.0, 0.2, 3.5**2 / 2, 3.5),
+        (5.0, 3.0, 0.2, 2.0**2 / 2, 2.0),  # through R to its other side, not as near as 1.2 was
+        (1.5, 3.0, None, 1.5**2 / 2, -1.5),  # no clip
+    ],
+)
+def test_value_clipping(value, target, clip, loss, gradient):
+    # Far through R, the loss held at 1.2 would be the smaller one, so the free one counts.
+    values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.ones(1, 1).double(), torch.tensor([[target]]).double()
+    result = clipped_value_loss(values, old, returns, clip)
+    assert result.item() == pytest.approx(loss)
+    result.backward()
+    assert values.grad.item() == pytest.approx(gradient)
+
+
+# --- KL -----------------------------------------------------------------------------------------
+
+
+def three_policies():
+    """Logits of pi, and log-probs of pi, pi_old and pi_ref, over a vocabulary of 7: (7, 1) each."""
+    torch.manual_seed(0)
+    logits, old, ref = torch.randn(3, 7, 1, dtype=torch.float64)
+    logits.requires_grad_()
+    return logits, logits.log_softmax(0), old.log_softmax(0), ref.log_softmax(0)
+
+
+def exact_kl(logp, ref):
+    return (logp.exp() * (logp - ref)).sum()
+
+
+def test_k1_has_the_value_of_the_kl_and_as_a_loss_no_gradient():
+    logits, logp, _, ref = three_policies()
+    p = logp.detach().exp()
+    mask, no_score = torch.ones(7, 1, dtype=torch.bool), torch.zeros(7)
+    # One row for each token that may be drawn; the reward is -k1 with beta 1.
+    expectation = (p * -shaped_rewards(no_score, logp, ref, mask, 1.0)).sum()
+    torch.testing.assert_close(expectation, exact_kl(logp, ref))
+    expectation.backward()
+    torch.testing.assert_close(logits.grad, torch.zeros_like(logits))
+
+
+def test_k3_has_the_value_of_the_kl_and_as_a_loss_the_gradient_of_the_other_direction():
+    logits, logp, _, ref = three_policies()
+    p, per_token = logp.detach().exp(), k3_kl(logp, ref)
+    assert (per_token > 0).all()
+    assert (k3_kl(ref, ref) == 0).all()
+    torch.testing.assert_close((p * per_token).sum(), exact_kl(logp, ref))
+    (p * per_token).sum().backward()
+    # d KL(pi_ref || pi) / d logits
+    torch.testing.assert_close(logits.grad, p - ref.exp())
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_k2_as_a_loss_has_the_gradient_of_the_kl_whoever_drew_the_tokens(on_policy):
+    logits, logp, old, ref = three_policies()
+    (exact,) = torch.autograd.grad(exact_kl(logp, ref), logits, retain_graph=True)
+    drawn_from = logp.detach() if on_policy else old
+    expectation = (drawn_from.exp() * k2_kl(logp, drawn_from, ref)).sum()
+    # Its value is E_pi[log^2] / 2, which is not the KL.
+    by_hand = sum(
+        p * (math.log(p / q) ** 2) / 2 for p, q in zip(logp.exp(), ref.exp(), strict=True)
+    )
+    assert expectation.item() == pytest.approx(by_hand.item())
+    expectation.backward()
+    torch.testing.assert_close(logits.grad, exact)
+    assert exact.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (6.0, 1.0),  # on target
+        (6.6, 1 + 0.1 * 128 / 1000),  # a tenth above
+        (5.7, 1 - 0.05 * 128 / 1000),
+        (60.0, 1 + 0.2 * 128 / 1000),  # clipped on either side
+        (7.3, 1 + 0.2 * 128 / 1000),
+        (0.0, 1 - 0.2 * 128 / 1000),
+        (-3.0, 1 - 0.2 * 128 / 1000),  # k1 is noisy around 0
+    ],
+)
+def test_adapt_beta_by_hand(kl, factor):
+    assert adapt_beta(0.3, kl, 6.0, 1000, 128) == pytest.approx(0.3 * factor, rel=1e-12)
+
+
+# --- the policy's loss --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kl_coef", "ent_coef", "scale"),
+    [(0.0, 0.0, 1.0), (0.3, 0.0, 0.0), (0.0, 0.7, 0.0), (0.3, 0.7, 2.0)],
+)
+def test_policy_loss_has_the_gradient_of_the_objective_by_enumeration(kl_coef, ent_coef, scale):
+    # With pi_old uniform, each of the 7 tokens once is the expectation over tokens of pi_old.
+    logits, logp, _, ref = three_policies()
+    p = logp.exp()
+    old = torch.full_like(ref, -math.log(7))
+    advantages = scale * torch.randn(7, 1, dtype=torch.float64)
+    entropy = -(p * logp).sum()
+    mask = torch.ones(7, 1, dtype=torch.bool)
+    wide = 100.0  # nothing is clipped
+    loss, _ = policy_loss(
+        logp, old, ref, advantages, entropy.expand(7, 1), mask, 7, wide, kl_coef, ent_coef
+    )
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    # The expected advantage up, KL(pi || pi_ref) down, entropy up; d H/d z_k = -p_k (log p_k + H).
+    (exact,) = torch.autograd.grad(-(p * advantages).sum() + kl_coef * exact_kl(logp, ref), logits)
+    exact = exact + ent_coef * (p * (logp + entropy)).detach()
+    torch.testing.assert_close(found, exact)
+    assert exact.abs().max() > 0.01
+
+
+def random_batch():
+    """Arguments of policy_loss, in float64; ratios fall on both sides of the clip."""
+    torch.manual_seed(1)
+    old = -torch.rand(MASK.shape, dtype=torch.float64) * 3
+    return dict(
+        logprobs=old + 0.5 * torch.randn_like(old),
+        old_logprobs=old,
+        ref_logprobs=old + torch.randn_like(old),
+        advantages=torch.randn_like(old),
+        entropy=torch.rand_like(old),
+        mask=MASK,
+        num_tokens=40,  # of which MASK has a part
+        clip_coef=0.2,
+        kl_coef=0.3,
+        ent_coef=0.05,
+    )
+
+
+@pytest.mark.parametrize(("kl_coef", "ent_coef"), [(0.0, 0.0), (0.3, 0.0), (0.3, 0.05)])
+def test_policy_loss_equals_plain_loops(kl_coef, ent_coef):
+    c = random_batch() | dict(kl_coef=kl_coef, ent_coef=ent_coef)
+    total, gradient, clipped = 0.0, torch.zeros(MASK.shape).double(), 0
+    for i, t in MASK.nonzero().tolist():
+        new, old, ref, a, entropy = (c[k][i, t].item() for k in list(c)[:5])
+        ratio = math.exp(new - old)
+        free = ratio <= 1.2 if a > 0 else ratio >= 0.8
+        clipped += not free
+        total -= ratio * a if free else (1.2 if a > 0 else 0.8) * a
+        total += kl_coef * ratio * (new - ref) ** 2 / 2 - ent_coef * entropy
+        gradient[i, t] = (-ratio * a * free + kl_coef * ratio * (new - ref)) / 40
+    assert 2 < clipped < MASK.sum() - 2
+
+    c["logprobs"].requires_grad_()
+    c["entropy"].requires_grad_()
+    loss, _ = policy_loss(**c)
+    assert loss.item() == pytest.approx(total / 40)
+    loss.backward()
+    torch.testing.assert_close(c["logprobs"].grad, gradient)
+    torch.testing.assert_close(c["entropy"].grad, -ent_coef / 40 * MASK.double())
+
+
+def test_policy_metrics_by_hand():
+    ratio = torch.tensor([[1.5, 0.5, 1.1, 1.0], [1.5, 0.5, 0.7, 9.0]])  # the last is padding
+    mask = stretches((0, 4), (0, 3), length=4)
+    advantages = torch.tensor([[1.0, 1, 1, 1], [-1.0, -1, -1, 1]])
+    entropy = torch.tensor([[1.0, 2, 3, 4], [5.0, 6, 7, 90]])
+    zeros = torch.zeros(2, 4)
+    loss, sums = policy_loss(
+        ratio.log(), zeros, zeros + 3, advantages, entropy, mask, 70, 0.2, 0.9, 0.01
+    )
+    assert sums["policy/clip_fraction_high"] == 1  # row 0, token 0
+    assert sums["policy/clip_fraction_low"] == 2  # row 1, tokens 1 and 2
+    assert sums["policy/ratio"].item() == pytest.approx(1.5 + 0.5 + 1.1 + 1 + 1.5 + 0.5 + 0.7)
+    assert sums["policy/entropy"] == 28
+    # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
+    terms = [r - 1 - math.log(r) for r in (1.5, 0.5, 1.1, 1.5, 0.5, 0.7)]
+    assert sums["policy/approx_kl"].item() == pytest.approx(sum(terms), rel=1e-5)
+    # The surrogate alone: min with 1.2 in row 0; in row 1 the larger of the ratio and 0.8.
+    surrogate = -(1.2 + 0.5 + 1.1 + 1) + (1.5 + 0.8 + 0.8)
+    assert sums["policy/loss"].item() == pytest.approx(surrogate, rel=1e-5)
+    assert loss.item() * 70 - surrogate > 1  # the other terms are in the loss
+
+
+# --- the critic's loss --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_value_loss_equals_plain_loops(clip):
+    torch.manual_seed(2)
+    old, returns = torch.randn(2, *MASK.shape, dtype=torch.float64)
+    values = (old + 0.4 * torch.randn_like(old)).requires_grad_()
+    total, gradient, held = 0.0, torch.zeros_like(old), 0
+    for i, t in MASK.nonzero().tolist():
+        v, v_old, r = values[i, t].item(), old[i, t].item(), returns[i, t].item()
+        near = v if clip is None else min(max(v, v_old - clip), v_old + clip)
+        holds = (near - r) ** 2 > (v - r) ** 2
+        held += holds
+        total += max((v - r) ** 2, (near - r) ** 2) / 2
+        gradient[i, t] = 0 if holds else (v - r) / 40
+    loss, sums = value_loss(values, old, returns, MASK, 40, clip)
+    assert loss.item() == pytest.approx(total / 40)
+    assert sums["value/loss"].item() == pytest.approx(total)
+    assert sums["value/clip_fraction"] == held
+    assert held == 0 if clip is None else 2 < held < MASK.sum() - 2
+    loss.backward()
+    torch.testing.assert_close(values.grad, gradient)
+
+
+def test_value_clip_fraction_by_hand():
+    # V_old is 0 and R is 1: inside, beyond towards R, beyond away from R, padding as the second.
+    values = torch.tensor([[0.1, 0.5, -0.5, 0.5]])
+    mask = torch.tensor([[True, True, True, False]])
+    _, sums = value_loss(values, torch.zeros(1, 4), torch.ones(1, 4), mask, 3, 0.2)
+    assert sums["value/clip_fraction"] == 1
+    assert sums["value/loss"].item() == pytest.approx((0.9**2 + 0.8**2 + 1.5**2) / 2)
+
+
+# --- padding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_what_stands_at_padding_reaches_nothing(garbage):
+    torch.manual_seed(3)
+    values, old, returns = torch.randn(3, *MASK.shape)
+
+    def dirty(x):
+        return x.masked_fill(~MASK, garbage)
+
+    assert masked_mean(dirty(values), MASK) == masked_mean(values, MASK)
+    for keep_mean in (False, True):
+        found = whiten(dirty(values), MASK, keep_mean)
+        assert torch.equal(found, whiten(values, MASK, keep_mean))
+        assert (found[~MASK] == 0).all()
+    found = explained_variance(dirty(values), dirty(returns), MASK)
+    assert found == explained_variance(values, returns, MASK)
+    for part, clean in zip(
+        gae(dirty(returns), dirty(values), MASK, 0.9, 0.8),
+        gae(returns, values, MASK, 0.9, 0.8),
+        strict=True,
+    ):
+        assert torch.equal(part, clean)
+        assert (part[~MASK] == 0).all()
+    scores = torch.randn(len(MASK))
+    found = shaped_rewards(scores, dirty(values), dirty(old), MASK, 0.1)
+    assert torch.equal(found, shaped_rewards(scores, values, old, MASK, 0.1))
+    assert (found[~MASK] == 0).all()
+
+    c = random_batch()
+    floats = list(c)[:5]
+    d = c | {name: dirty(c[name]).requires_grad_() for name in floats}
+    v = [dirty(x).requires_grad_() for x in (values, old, returns)]
+    for (loss, sums), (clean_loss, clean_sums) in (
+        (policy_loss(**d), policy_loss(**c)),
+        (value_loss(*v, MASK, 40, 0.2), value_loss(values, old, returns, MASK, 40, 0.2)),
+    ):
+        assert loss.item() == clean_loss.item()
+        assert all(sums[name] == clean_sums[name] for name in clean_sums)
+        loss.backward()
+    for x in [d["logprobs"], d["entropy"], v[0]]:
+        assert x.grad.isfinite().all()
+        assert (x.grad[~MASK] == 0).all()
+        assert (x.grad[MASK] != 0).any()
+
+
+# --- the critic ---------------------------------------------------------------------------------
+
+
+def tiny_critic(score_mean=None):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=18,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_labels=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    if score_mean is not None:
+        config.score_mean = score_mean
+    return Classifier(config).eval()
+
+
+ROW = torch.tensor([1, 7, 9, 5, 3, 8, 2])
+
+
+@torch.no_grad()
+def values_of(critic, row, left=0, right=0, prompt=3):
+    """Values of a row's completion, from a batch in which it is padded."""
+    ids = torch.cat([torch.zeros(left), row, torch.zeros(right)]).long()
+    attention = stretches((left, left + len(row)), length=len(ids))
+    completion = stretches((left + prompt, left + len(row)), length=len(ids))
+    other = torch.randint(1, 18, ids.shape, generator=torch.Generator().manual_seed(0))
+    everything = torch.ones(1, len(ids), dtype=torch.bool)
+    values = critic_values(
+        critic,
+        torch.stack([ids, other]),
+        torch.cat([attention, everything]),
+        torch.cat([completion, everything]),
+    )
+    assert (values[0][~completion[0]] == 0).all()
+    return values[0][completion[0]]
+
+
+@pytest.mark.parametrize("score_mean", [None, 0.7])
+def test_critic_values_are_the_head_on_the_token_before(score_mean):
+    critic = tiny_critic(score_mean)
+    with torch.no_grad():
+        hidden = critic.model(ROW[None]).last_hidden_state[0]
+        expected = torch.stack([hidden[t - 1] @ critic.score.weight[0] for t in range(3, 7)])
+    torch.testing.assert_close(values_of(critic, ROW), expected - (score_mean or 0))
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (0, 3), (1, 2), (5, 0), (0, 1)])
+def test_critic_values_do_not_depend_on_padding(left, right):
+    critic = tiny_critic()
+    found, alone = values_of(critic, ROW, left, right), values_of(critic, ROW)
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changed", range(7))
+def test_a_value_depends_on_the_tokens_before_its_own_and_no_others(changed):
+    critic, row = tiny_critic(), ROW.clone()
+    row[changed] = 11
+    same = torch.isclose(values_of(critic, row), values_of(critic, ROW), atol=1e-6)
+    assert same.tolist() == [t <= changed for t in range(3, 7)]
+
+
+def test_the_critic_starts_as_the_reward_model_with_its_head():
+    critic = load_critic(Args(), torch.device("cpu"))
+    start = plain_reward_model().state_dict()
+    assert set(critic.state_dict()) == set(start) and "score.weight" in start
+    for name, tensor in critic.state_dict().items():
+        assert torch.equal(tensor, start[name])
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
+    assert not critic.training
+
+
+def test_the_critic_starts_as_the_policy_with_a_new_head():
+    critic, again, other = (
+        load_critic(Args(critic_init="sft", seed=seed), torch.device("cpu")) for seed in (1, 1, 2)
+    )
+    start = plain_policy().model.state_dict()
+    assert set(critic.model.state_dict()) == set(start)
+    for name, tensor in critic.model.state_dict().items():
+        assert torch.equal(tensor, start[name])
+    head = critic.score.weight
+    assert head.shape == (1, 128) and critic.score.bias is None
+    # N(0, 1/129): the sample variance of 128 has a relative standard deviation of 1/8.
+    assert head.square().mean().item() == pytest.approx(1 / 129, rel=0.4)
+    assert torch.equal(head, again.score.weight)
+    assert not torch.equal(head, other.score.weight)
+    assert all(p.requires_grad for p in critic.parameters()) and not critic.training
+
+
+def test_the_critic_starts_from_scratch():
+    critic, again, other = (
+        load_critic(Args(critic_init="scratch", seed=seed), torch.device("cpu"))
+        for seed in (1, 1, 2)
+    )
+    policy, reward_model = plain_policy().state_dict(), plain_reward_model().state_dict()
+    for name, tensor in critic.state_dict().items():
+        assert tensor.shape == reward_model[name].shape
+        assert torch.equal(tensor, again.state_dict()[name])
+        if "norm" not in name:  # these all start at 1
+            assert not torch.equal(tensor, other.state_dict()[name])
+            assert not torch.isclose(tensor, reward_model[name], rtol=0.01).float().mean() > 0.1
+            if name in policy:
+                assert not torch.isclose(tensor, policy[name], rtol=0.01).float().mean() > 0.1
+    assert all(p.requires_grad for p in critic.parameters()) and not critic.training
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_ratio_is_one_before_any_update(tmp_path, monkeypatch, temperature):
+    calls = spy_on_loss(monkeypatch)
+    run(tmp_path, temperature=temperature, micro_batch_size=4)
+    assert len(calls) == 8  # two micro-batches in each of two minibatches, twice
+    for number, call in enumerate(calls):
+        sums, tokens = call["result"][1], call["mask"].sum()
+        same = torch.equal(call["logprobs"], call["old_logprobs"])
+        assert same == (number < 2), "exactly 1 before the first step, and never again"
+        assert (sums["policy/approx_kl"] == 0) == same
+        assert not same or sums["policy/ratio"] == tokens
+        assert (call["old_logprobs"][call["mask"]] < 0).any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(
+    tmp_path, monkeypatch, temperature
+):
+    rollouts, (shaped, estimated) = (
+        spy_on(monkeypatch, "roll_out"),
+        (
+            spy_on(monkeypatch, "shaped_rewards"),
+            spy_on(monkeypatch, "gae"),
+        ),
+    )
+    run_dir = run(tmp_path, temperature=temperature, total_rollouts=2, micro_batch_size=5)
+    last = metrics_of(run_dir)[1]
+    policy, reward_model = plain_policy(), plain_reward_model()
+    mean = reward_model.config.score_mean
+    assert mean > 1  # the test needs one that shows
+    scores = []
+    rollout = rollouts[1]["result"]  # after that of the evaluation
+    for i, (ids, real, sampled) in enumerate(
+        zip(rollout.ids, rollout.attention_mask, rollout.completion_mask, strict=True)
+    ):
+        row, length = ids[real][None], int(sampled.sum())
+        with torch.no_grad():
+            logits = policy(row).logits[0] / temperature
+            hidden = reward_model.model(row).last_hidden_state
+            values = reward_model.score(hidden)[0, :-1, 0] - mean
+            scores.append(reward_model(row).logits.item() - mean)
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None]).squeeze(1)
+        for found, expected in (
+            (shaped[0]["logprobs"], logprobs),
+            (shaped[0]["ref_logprobs"], logprobs),
+            (estimated[0]["values"], values),
+        ):
+            torch.testing.assert_close(found[i][sampled], expected[-length:], atol=1e-4, rtol=1e-4)
+            assert (found[i][~sampled] == 0).all()
+    torch.testing.assert_close(shaped[0]["scores"], torch.tensor(scores), atol=1e-4, rtol=1e-4)
+    assert last["reward/reward_model"] == pytest.approx(np.mean(scores), abs=1e-4)
+    assert last["reward/mean"] == last["reward/reward_model"]
+    assert last["value/mean"] == pytest.approx(
+        estimated[0]["values"].sum().item() / estimated[0]["mask"].sum().item(), abs=1e-4
+    )
+
+    # After an update the log-probs are the new policy's, and the reference's still the old ones.
+    rollout = rollouts[2]["result"]
+    for i in range(16):
+        ids, sampled = rollout.ids[i][rollout.attention_mask[i]], rollout.completion_mask[i]
+        with torch.no_grad():
+            logits = policy(ids[None]).logits[0] / temperature
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+        expected = expected[-int(sampled.sum()) :]
+        found = shaped[1]["ref_logprobs"][i][sampled]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert (shaped[1]["logprobs"][i][sampled] - expected).abs().max() > 1e-3
+
+
+def test_micro_batch_size_does_not_change_the_gradients(tmp_path, monkeypatch):
+    gradients, calls = spy_on_gradients(monkeypatch), spy_on_loss(monkeypatch)
+    sizes = (16, 1, 3, 4, 8)
+    for size in sizes:
+        run(tmp_path, micro_batch_size=size, ent_coef=0.1, temperature=1.5, update_epochs=1)
+    lengths = calls[0]["mask"].sum(dim=1)
+    assert len(lengths) == 8 and len(lengths.unique()) > 2, "the test needs ragged lengths"
+    assert len(gradients) == 4 * len(sizes)  # policy and critic, twice a run
+    for model in (0, 1):  # of the first step; the second already multiplies rounding errors
+        first = gradients[model]
+        assert max(g.abs().max() for g in first) > 1e-3
+        for other in gradients[model + 4 :: 4]:
+            for a, b in zip(first, other, strict=True):
+                torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-3)
+
+
+def test_each_pass_trains_on_every_completion_once(tmp_path, monkeypatch):
+    calls = spy_on_loss(monkeypatch)
+    run(tmp_path, num_minibatches=3, micro_batch_size=4)
+    # 16 rows in minibatches of 6, 5, 5: in micro-batches of 4 and 2, 4 and 1, 4 and 1.
+    assert [len(call["mask"]) for call in calls] == [4, 2, 4, 1, 4, 1] * 2
+    for a, b in zip(calls[::2], calls[1::2], strict=True):
+        assert a["num_tokens"] == b["num_tokens"] == a["mask"].sum() + b["mask"].sum()
+
+    def rows(some):
+        return [tuple(o[m].tolist()) for c in some for o, m in zip(c["old_logprobs"], c["mask"])]
+
+    once, twice = rows(calls[:6]), rows(calls[6:])
+    assert len(set(once)) == 16
+    assert sorted(once) == sorted(twice)
+    assert once[:6] != twice[:6], "each pass has an order of its own"
+
+
+def test_reference_and_reward_model_stay_while_policy_and_critic_move(tmp_path, monkeypatch):
+    loaded, critics = spy_on(monkeypatch, "load_model"), spy_on(monkeypatch, "load_critic")
+    run_dir = run(tmp_path, total_rollouts=2)
+    policy, reference, reward_model = (call["result"] for call in loaded)
+    critic = critics[0]["result"]
+    for model, start, moves in (
+        (policy, plain_policy(), True),
+        (reference, plain_policy(), False),
+        (reward_model, plain_reward_model(), False),
+        (critic, plain_reward_model(), True),
+    ):
+        start = start.state_dict()
+        assert set(start) == set(model.state_dict())
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, start[name]) != moves, name
+    assert all(p.grad is None for m in (reference, reward_model) for p in m.parameters())
+    assert metrics_of(run_dir)[-1]["objective/kl"] > 0
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    for name, tensor in critic.state_dict().items():
+        assert torch.equal(tensor, state["critic"][name])
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded"),
+    [
+        (dict(), ["--model", "--model", "--reward-model"]),
+        (dict(beta=0.0), ["--model", "--reward-model"]),
+        (ONLY_A_RULE, ["--model", "--model"]),
+        (ONLY_A_RULE | dict(beta=0.0, critic_init="scratch"), ["--model"]),
+    ],
+)
+def test_no_model_is_loaded_that_is_not_needed(tmp_path, monkeypatch, capsys, flags, loaded):
+    calls = spy_on(monkeypatch, "load_model")
+    last = metrics_of(run(tmp_path, **flags))[-1]
+    assert [call["flag"] for call in calls] == loaded
+    with_reference, with_model = loaded.count("--model") == 2, "--reward-model" in loaded
+    assert ("objective/kl" in last) == ("objective/kl_k1" in last) == with_reference
+    assert ("reward/reward_model" in last) == with_model
+    assert ("reward/sentiment" in last) == (not with_model)
+    if not with_model:
+        assert last["reward/sentiment"] == last["reward/mean"]
+
+    # The table of print_models. Parameters: embedding 135 x 128, two layers of attention
+    # 4 x 128 x 128, MLP 3 x 128 x 384 and two norms, one norm; a classifier has a head of 128.
+    transformer = 135 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128
+    assert transformer == 443_904  # 4 bytes each: 1.775616 MB
+    trained, frozen = "trained 1.8 MB 1.8 MB 3.6 MB", "frozen 1.8 MB 0.0 MB 0.0 MB"
+    expected = {
+        "policy": f"443,904 {trained}",
+        "reference": f"443,904 {frozen}" if with_reference else "- not used",
+        "reward model": f"444,032 {frozen}" if with_model else "- not used",
+        "critic": f"444,032 {trained}",
+    }
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("model parameters role weights gradients AdamW") + 1
+    assert lines[start : start + 4] == [f"{name} {row}" for name, row in expected.items()]
+    # Weights, gradients and two moments are 16 bytes a parameter of the trained.
+    total = 16 * (443_904 + 444_032) + 4 * (443_904 * with_reference + 444_032 * with_model)
+    assert lines[start + 4] == f"together {total / 1e6:.1f} MB, activations not counted"
+
+
+@pytest.mark.parametrize("critic_init", ["sft", "scratch"])
+def test_the_loop_uses_the_critic_asked_for(tmp_path, monkeypatch, critic_init):
+    estimated, rollouts = spy_on(monkeypatch, "gae"), spy_on(monkeypatch, "roll_out")
+    run(tmp_path, critic_init=critic_init)
+    critic = load_critic(Args(critic_init=critic_init), torch.device("cpu"))
+    rollout = rollouts[1]["result"]
+    ids, sampled = rollout.ids[0][rollout.attention_mask[0]], rollout.completion_mask[0]
+    with torch.no_grad():  # nothing is subtracted: it has not learnt scores
+        values = critic.score(critic.model(ids[None]).last_hidden_state)[0, :-1, 0]
+    found = estimated[0]["values"][0][sampled]
+    torch.testing.assert_close(found, values[-len(found) :], atol=1e-5, rtol=1e-4)
+
+
+def test_missing_eos_penalty_reaches_the_advantages_of_truncated_completions(tmp_path, monkeypatch):
+    calls, rollouts = spy_on_loss(monkeypatch), spy_on(monkeypatch, "roll_out")
+    flags = dict(gae_lambda=1.0, beta=0.0, whiten_advantages=False, **ONE_STEP)
+    without, with_it = (
+        metrics_of(run(tmp_path, missing_eos_penalty=penalty, **flags))[-1] for penalty in (0, 3)
+    )
+    mask = calls[0]["mask"]
+    finished = rollouts[1]["result"].finished
+    truncated = mask.sum(dim=1) == 20  # in an order of their own; none ends just there
+    assert truncated.sum() == (~finished).sum() and 0 < truncated.sum() < 16
+    change = calls[1]["advantages"] - calls[0]["advantages"]
+    expected = -3.0 * (truncated[:, None] & mask)
+    torch.testing.assert_close(change * mask, expected, atol=1e-5, rtol=0)
+
+    fraction = truncated.float().mean().item()
+    assert without["completions/truncated_fraction"] == pytest.approx(fraction)
+    assert with_it["reward/mean"] == without["reward/mean"]
+    assert without["objective/reward"] == pytest.approx(without["reward/mean"])
+    assert with_it["objective/reward"] == pytest.approx(without["reward/mean"] - 3 * fraction)
+
+
+def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
+    calls = spy_on_loss(monkeypatch)
+    flags = dict(update_epochs=3, micro_batch_size=4)  # two micro-batches a minibatch
+
+    def steps(**more):
+        calls.clear()
+        run(tmp_path, **flags, **more)
+        return len(calls) / 2
+
+    assert steps(target_kl=None) == 6
+    # By hand, of the last minibatch of the first pass; the one before it has a ratio of 1.
+    kl = sum(c["result"][1]["policy/approx_kl"].item() for c in calls[2:4]) / calls[2]["num_tokens"]
+    assert 1e-4 < kl < 1
+    assert steps(target_kl=1e-9) == 2
+    assert steps(target_kl=0.99 * kl) == 2
+    assert steps(target_kl=1.01 * kl) > 2
+    assert steps(target_kl=100.0) == 6
+
+
+def test_kl_target_adapts_beta_between_rollouts(tmp_path, monkeypatch):
+    shaped = spy_on(monkeypatch, "shaped_rewards")
+    flags = dict(total_rollouts=4, learning_rate=1e-3, max_new_tokens=12)
+    rows = metrics_of(run(tmp_path, **flags))[1:]
+    assert [row["objective/beta"] for row in rows] == [0.1] * 4
+    # With a horizon of 16, all completions of a rollout, beta changes by the whole error.
+    target = rows[2]["objective/kl_k1"] / 1.1  # a tenth under what there was
+    run_dir = run(tmp_path, kl_target=target, kl_horizon=16.0, **flags)
+    rows = metrics_of(run_dir)[1:]
+    betas, errors = [0.1], []
+    for row in rows:
+        errors.append(row["objective/kl_k1"] / target - 1)
+        betas.append(betas[-1] * (1 + min(max(errors[-1], -0.2), 0.2)))
+    assert errors[0] == -1  # the first rollout is the reference's own
+    assert any(abs(error) < 0.2 for error in errors), "the test needs one that is not clipped"
+    assert [row["objective/beta"] for row in rows] == pytest.approx(betas[:4])
+    assert [call["beta"] for call in shaped[4:]] == pytest.approx(betas[:4])
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    assert state["beta"] == pytest.approx(betas[4])  # what a resumed run goes on with
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_kl_in_the_reward_or_in_the_loss(tmp_path, monkeypatch, placement):
+    losses, shaped = spy_on_loss(monkeypatch), spy_on(monkeypatch, "shaped_rewards")
+    in_reward, in_loss = (0.3, 0.0) if placement == "reward" else (0.0, 0.3)
+    run_dir = run(tmp_path, total_rollouts=2, beta=0.3, kl_placement=placement)
+    row = metrics_of(run_dir)[2]
+    assert {call["kl_coef"] for call in losses} == {in_loss}
+    # The log-ratios of the second rollout, in plain numpy; nats a completion.
+    call = shaped[1]
+    logs = (call["logprobs"] - call["ref_logprobs"]).double().numpy()
+    k1 = logs.sum(axis=1)
+    assert row["objective/kl_k1"] == pytest.approx(k1.mean(), rel=1e-4)
+    assert abs(k1.mean()) > 1e-2
+    k3 = (np.exp(-logs) + logs - 1).sum(axis=1).mean()
+    assert row["objective/kl"] == pytest.approx(k3, rel=1e-3)
+    # What a row was rewarded with in all: the score, and the KL only under "reward".
+    total = call["scores"].double().numpy() - in_reward * k1
+    np.testing.assert_allclose(call["result"].sum(dim=1).numpy(), total, rtol=1e-4, atol=1e-4)
+    assert row["objective/non_score_reward"] == pytest.approx(-in_reward * k1.mean(), rel=1e-4)
+    assert row["objective/reward"] == pytest.approx(total.mean(), rel=1e-4)
+    assert row["reward/mean"] == pytest.approx(call["scores"].mean().item(), rel=1e-5)
+    # The loss is measured against the reference, not against the policy of the rollout.
+    late = losses[4]
+    assert not torch.equal(late["ref_logprobs"], late["old_logprobs"])
+
+
+@pytest.mark.parametrize("whiten_advantages", [True, False])
+@pytest.mark.parametrize("whiten_rewards", [True, False])
+def test_whitening(tmp_path, monkeypatch, whiten_advantages, whiten_rewards):
+    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
+    shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
+    flags = dict(whiten_advantages=whiten_advantages, whiten_rewards=whiten_rewards)
+    run(tmp_path, gamma=0.9, gae_lambda=0.8, update_epochs=1, **flags)
+    (before,), (call,) = shaped, estimated
+    assert (call["gamma"], call["lam"]) == (0.9, 0.8)
+    mask = call["mask"]
+    plain, rewards = (x[mask].double() for x in (before["result"], call["rewards"]))
+    assert rewards.mean().item() == pytest.approx(plain.mean().item(), abs=1e-5)
+    assert plain.std(correction=0) < 0.9
+    scale = plain.std(correction=0) if whiten_rewards else 1.0
+    torch.testing.assert_close(
+        rewards - plain.mean(), (plain - plain.mean()) / scale, atol=1e-5, rtol=1e-4
+    )
+    # Over the rollout, not over a minibatch; the critic's targets are never whitened.
+    advantages, old, returns = (
+        torch.cat([c[name][c["mask"]] for c in calls]).double()
+        for calls, name in ((losses, "advantages"), (values, "old_values"), (values, "returns"))
+    )
+    mean, scale = 0.0, 1.0
+    if whiten_advantages:
+        mean, scale = (returns - old).mean(), (returns - old).std(correction=0)
+        assert advantages.mean().item() == pytest.approx(0, abs=1e-5)
+        assert advantages.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+    torch.testing.assert_close(advantages, (returns - old - mean) / scale, atol=1e-4, rtol=1e-4)
+    assert sorted(old.tolist()) == pytest.approx(sorted(call["values"][mask].tolist()))
+    assert sorted(returns.tolist()) == pytest.approx(sorted(call["result"][1][mask].tolist()))
+
+
+def test_coefficients_of_the_losses_are_read(tmp_path, monkeypatch):
+    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
+    gradients = spy_on_gradients(monkeypatch)
+    run(tmp_path, **ONE_STEP)
+    flags = dict(clip_coef=0.1, vf_clip_coef=0.3, ent_coef=0.7, vf_coef=1.5)
+    run(tmp_path, **flags, **ONE_STEP)
+    run(tmp_path, vf_clip_coef=None, **ONE_STEP)
+    assert [(c["clip_coef"], c["ent_coef"]) for c in losses] == [(0.2, 0), (0.1, 0.7), (0.2, 0)]
+    assert [call["clip"] for call in values] == [0.2, 0.3, None]
+    assert len(gradients) == 6  # each model is clipped by itself
+    for a, b in zip(gradients[1], gradients[3], strict=True):  # the critic's, three times as large
+        torch.testing.assert_close(3 * a, b, atol=1e-5, rtol=1e-4)
+    assert any(not torch.allclose(a, b) for a, b in zip(gradients[0], gradients[2], strict=True))
+
+
+def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
+    rates = dict(learning_rate=3e-4, critic_learning_rate=2e-3)
+    run_dir = run(tmp_path, **rates, **ONE_STEP)
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    # The first step of Adam moves a weight by the learning rate, whatever its gradient.
+    for name, start, rate in (
+        ("policy", plain_policy(), 3e-4),
+        ("critic", plain_reward_model(), 2e-3),
+    ):
+        start = start.state_dict()
+        moved = max((tensor - start[key]).abs().max() for key, tensor in state[name].items())
+        assert moved.item() == pytest.approx(rate, rel=0.01)
+    last = metrics_of(run_dir)[-1]
+    assert (last["policy/learning_rate"], last["value/learning_rate"]) == (3e-4, 2e-3)
+
+
+def test_what_was_logged(tmp_path, monkeypatch):
+    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
+    estimated = spy_on(monkeypatch, "gae")
+    flags = dict(total_rollouts=2, eval_every=1, micro_batch_size=4)
+    rows = metrics_of(run(tmp_path, **flags))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all({"eval/reward", "eval/accuracy"} <= set(row) for row in rows)
+    assert [row["policy/learning_rate"] for row in rows[1:]] == [5e-4, 2.5e-4]
+    assert [row["value/learning_rate"] for row in rows[1:]] == [1e-3, 5e-4]
+
+    # The first rollout: two passes of two minibatches of two micro-batches.
+    row, call, losses, values = rows[1], estimated[0], losses[:8], values[:8]
+    tokens = sum(c["mask"].sum().item() for c in losses)
+    assert tokens == 2 * call["mask"].sum()
+    for calls in (losses, values):
+        for name in calls[0]["result"][1]:
+            total = sum(c["result"][1][name].item() for c in calls)
+            assert row[name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
+    total = sum(p["result"][0] + 0.5 * v["result"][0] for p, v in zip(losses, values, strict=True))
+    assert row["objective/loss"] == pytest.approx(total.item() / 4, rel=1e-5)  # a minibatch
+
+    v = call["values"][call["mask"]].double().numpy()
+    r = call["result"][1][call["mask"]].double().numpy()
+    expected = {
+        "value/mean": v.mean(),
+        "value/variance": v.var(),
+        "value/return_mean": r.mean(),
+        "value/return_variance": r.var(),
+        "value/explained_variance": 1 - (r - v).var() / r.var(),
+    }
+    for name, number in expected.items():
+        assert row[name] == pytest.approx(number, rel=1e-4), name

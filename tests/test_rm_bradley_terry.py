@@ -1,0 +1,678 @@
+"""rm_bradley_terry.py: loss, calibration, the score of a row, the model it saves, and its data."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from models import tiny_config, tiny_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+import rm_bradley_terry as rm
+from rm_bradley_terry import (
+    Args,
+    bradley_terry_loss,
+    calibration,
+    load_classifier,
+    reward_model_scores,
+    to_preference,
+)
+
+POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
+SMALL = dict(epochs=0.001, batch_size=16, micro_batch_size=16, eval_rows=4, eval_samples=4)
+CPU = torch.device("cpu")
+ALL = pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+
+
+def run(tmp_path, **flags):
+    """A real run, of one step unless told; returns its folder."""
+    return rm.main(Args(output_dir=str(tmp_path / "runs"), **{**SMALL, **flags}))
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def held_out(count):
+    return read("tiny/reviews/preferences/test.jsonl")[:count]
+
+
+def dataset(tmp_path, train, test=None):
+    (tmp_path / "data").mkdir(exist_ok=True)
+    for split, rows in (("train", train), ("test", test or train)):
+        # Parquet, because JSON has no NaN.
+        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    return str(tmp_path / "data")
+
+
+def plain_scores(folder, rows):
+    """Scores of chosen and rejected, with nothing but transformers: text in, logits out."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.padding_side == "right"
+    scores = []
+    for side in ("chosen", "rejected"):
+        texts = [row["prompt"] + row[side] + "<eos>" for row in rows]
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        assert not batch.attention_mask.all()
+        with torch.no_grad():
+            scores.append(model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0])
+    return scores
+
+
+def policy_that_pads_with(pad, folder):
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.pad_token = pad
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).pad_token == pad
+    return str(folder)
+
+
+def tiny_classifier(architecture, **overrides):
+    torch.manual_seed(0)
+    config = tiny_config(architecture, num_labels=1, **overrides)
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+# --- the loss -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "margin", "c", "loss", "to_chosen", "to_rejected"),
+    [
+        # sigmoid(0) = 1/2: a coin's loss, and slopes -1/2 and 1/2
+        (0.7, 0.7, 0, 0, math.log(2), -1 / 2, 1 / 2),
+        # sigmoid(ln 3) = 1 / (1 + 1/3) = 3/4, sigmoid(-ln 3) = 1/4
+        (1 + math.log(3), 1, 0, 0, -math.log(3 / 4), -1 / 4, 1 / 4),
+        (1, 1 + math.log(3), 0, 0, -math.log(1 / 4), -3 / 4, 3 / 4),
+        # the margin is taken off the difference: ln 3 - ln 3 = 0, and ln 3 + ln 5 = ln 15, whose
+        # sigmoid is 15/16
+        (math.log(3), 0, math.log(3), 0, math.log(2), -1 / 2, 1 / 2),
+        (math.log(3), 0, -math.log(5), 0, -math.log(15 / 16), -1 / 16, 1 / 16),
+        # c (r_w + r_l)^2 = 0.1 x 3^2, with the slope 2 x 0.1 x 3 = 0.6 in both scores
+        (2, 1, 1, 0.1, math.log(2) + 0.9, -1 / 2 + 0.6, 1 / 2 + 0.6),
+        (-2, 2, -4, 0.1, math.log(2), -1 / 2, 1 / 2),  # a sum of 0 is centred already
+    ],
+)
+def test_loss_and_gradient_by_hand(chosen, rejected, margin, c, loss, to_chosen, to_rejected):
+    scores = torch.tensor([[chosen, 0.0], [rejected, 0.0]], requires_grad=True)
+    losses = bradley_terry_loss(scores[0], scores[1], torch.tensor([margin, 0.0]), c)
+    assert losses.tolist() == pytest.approx([loss, math.log(2)])  # each pair for itself
+    losses[0].backward()
+    assert scores.grad[:, 0].tolist() == pytest.approx([to_chosen, to_rejected])
+    assert scores.grad[:, 1].tolist() == [0, 0]
+
+
+def test_extreme_differences_are_finite_and_exact():
+    scores = torch.tensor([[1e4, -1e4], [-1e4, 1e4]], requires_grad=True)
+    losses = bradley_terry_loss(scores[0], scores[1], torch.zeros(2), 0.0)
+    # -log sigmoid(2e4) = log(1 + e^-20000) = 0 and -log sigmoid(-2e4) = 20000 + 0
+    assert losses.tolist() == [0, 2e4]
+    losses.sum().backward()
+    assert scores.grad.tolist() == [[0, -1], [0, 1]]
+
+
+# --- calibration --------------------------------------------------------------------------------
+
+
+def test_calibration_by_hand():
+    # sigmoid(ln k) = k / (1 + k): 5/9, 2/3, 3/4 and 19/20; that of 100 and 1e4 is 1 in float64.
+    odds = [1.25, -1.25, 2, -2, 3, 3, -3, 19, -19]
+    margins = [0.0, *(math.copysign(math.log(abs(k)), k) for k in odds), 100.0, -1e4]
+    table, error = calibration(torch.tensor(margins))
+    expected = [
+        # from 0.5: 1/2, 5/9 and 5/9; a tie, a hit and a miss
+        (0.5, 0.6, 3, 29 / 54, 1.5 / 3),
+        (0.6, 0.7, 2, 2 / 3, 1 / 2),
+        (0.7, 0.8, 3, 3 / 4, 2 / 3),
+        # nothing from 0.8 to 0.9; then 19/20 twice and 1 twice
+        (0.9, 1.0, 4, 3.9 / 4, 2 / 4),
+    ]
+    assert [set(row) for row in table] == [{"from", "to", "pairs", "predicted", "observed"}] * 4
+    for row, values in zip(table, expected, strict=True):
+        found = [row[name] for name in ("from", "to", "pairs", "predicted", "observed")]
+        assert found == pytest.approx(list(values))
+    # 3 |29/54 - 27/54| + 2 |4/6 - 3/6| + 3 |9/12 - 8/12| + 4 |3.9/4 - 2/4|
+    assert error == pytest.approx((1 / 9 + 1 / 3 + 1 / 4 + 1.9) / 12)
+
+
+@pytest.mark.parametrize(
+    ("probability", "bins", "start"),
+    [
+        (0.5, 5, 0.5),  # the edges themselves belong to the bin above ...
+        (0.75, 2, 0.75),
+        (1.0, 1, 0.5),  # ... but for the last
+        (1.0, 5, 0.9),
+        *((edge + sign * 1e-9, 5, edge - 0.1 * (sign < 0)) for edge in (0.6, 0.7) for sign in (1, -1)),
+    ],
+)  # fmt: skip
+def test_bin_of_a_probability(probability, bins, start):
+    odds = math.inf if probability == 1 else probability / (1 - probability)
+    margin = min(math.log(odds), 1e4)
+    for sign in (1, -1):
+        ((row,), _) = calibration(torch.tensor([sign * margin], dtype=torch.float64), bins)
+        assert row["from"] == pytest.approx(start)
+        assert row["to"] == pytest.approx(start + 0.5 / bins)
+
+
+@pytest.mark.parametrize(("factor", "low", "high"), [(1, 0, 0.01), (3, 0.1, 1), (1 / 3, 0.1, 1)])
+def test_calibration_error_tells_right_from_overconfident_and_timid(factor, low, high):
+    torch.manual_seed(0)
+    margins = 2 * torch.randn(20_000)
+    margins = torch.where(torch.rand(20_000) < margins.sigmoid(), margins, -margins)
+    assert low <= calibration(factor * margins)[1] < high
+
+
+# --- the score of a row -------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("pad_token_id", [None, 0, 2])
+def test_score_is_the_heads_output_at_the_last_token_wherever_the_padding_is(
+    architecture, pad_token_id
+):
+    eos = 2
+    model = tiny_classifier(architecture, pad_token_id=pad_token_id, eos_token_id=eos)
+    # Ended, cut off, with the EOS's id inside, longest, and a single token.
+    rows = [[1, 7, 9, 5, eos], [1, 7, 9], [1, eos, 8, eos], [1, 3, 3, 9, 8, 7, eos], [6]]
+    with torch.no_grad():
+        base = model.transformer if architecture == "gpt2" else model.model
+        alone = [base(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+        expected = torch.stack(alone) @ model.score.weight[0]
+        assert expected.unique().numel() == len(rows)
+        for width in (7, 12):
+            for side in ("left", "right"):
+                ids = torch.full((len(rows), width), eos)  # as with pad == eos
+                mask = torch.zeros(len(rows), width, dtype=torch.bool)
+                for i, row in enumerate(rows):
+                    where = slice(len(row)) if side == "right" else slice(width - len(row), None)
+                    ids[i, where], mask[i, where] = torch.tensor(row), True
+                scores = reward_model_scores(model, ids, mask)
+                torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+
+
+@ALL
+def test_score_carries_a_gradient_to_every_parameter(architecture):
+    model = tiny_classifier(architecture)
+    ids = torch.tensor([[1, 7, 9, 2], [1, 8, 2, 0]])
+    reward_model_scores(model, ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_scores_are_float32_under_autocast():
+    model = tiny_classifier("llama")
+    ids = torch.tensor([[1, 7, 9, 2]])
+    hidden = []
+    model.score.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        score = reward_model_scores(model, ids, torch.ones_like(ids))
+    # A rounded product would differ from this sum by about a part in 2^8.
+    expected = (hidden[0].double() * model.score.weight.double()).sum()
+    assert score.dtype == torch.float32
+    assert score.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+# --- the head and the transformer ---------------------------------------------------------------
+
+
+def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
+    # d = 2, where sqrt(1/3) = 0.577 and sqrt(1/2) = 0.707 are far apart.
+    heads = dict(hidden_size=2, num_attention_heads=1, num_key_value_heads=1)
+    tiny_model("llama", **heads).save_pretrained(tmp_path)
+    models = [load_classifier("--model", str(tmp_path), CPU, seed) for seed in range(200)]
+    assert all(model.score.bias is None for model in models)
+    draws = torch.cat([model.score.weight.detach() for model in models])
+    assert draws.shape == (200, 2)
+    # 400 draws: the standard error of their deviation is 3.5 % of it.
+    assert draws.square().mean().sqrt().item() == pytest.approx(3**-0.5, rel=0.1)
+    assert draws.mean().abs() < 0.1
+    assert (draws[:, 0] * draws[:, 1]).mean().abs() < 0.1
+
+
+def test_transformer_is_the_policys_and_the_head_depends_on_the_seed_alone():
+    policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
+    first = load_classifier("--model", POLICY, CPU, 1)
+    assert not first.training
+    assert {p.dtype for p in first.parameters()} == {torch.float32}
+    for name, tensor in first.state_dict().items():
+        assert name == "score.weight" or torch.equal(tensor, policy[name])
+    torch.randn(3)  # the state of the generator does not matter
+    same, other = (load_classifier("--model", POLICY, CPU, seed) for seed in (1, 2))
+    assert torch.equal(same.score.weight, first.score.weight)
+    assert not torch.allclose(other.score.weight, first.score.weight)
+
+
+def test_a_trained_head_is_kept():
+    model = load_classifier("--model", REWARD_MODEL, CPU, 1)
+    saved = load_file(f"{REWARD_MODEL}/model.safetensors")
+    assert torch.equal(model.score.weight, saved["score.weight"].float())
+
+
+def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
+    model = load_classifier("--model", policy_that_pads_with("<eos>", tmp_path), CPU, 1)
+    assert model.config.pad_token_id == 2  # for which transformers blocks the gradient
+    ids = torch.tensor([[1, 84, 45, 2]])
+    reward_model_scores(model, ids, torch.ones_like(ids)).sum().backward()
+    assert model.get_input_embeddings().weight.grad[2].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("train_layers", "trained"),
+    [("all", ("",)), (0, ("score.",)), (1, ("score.", "model.layers.1."))],
+)
+def test_only_the_layers_asked_for_change(tmp_path, train_layers, trained):
+    run_dir = run(tmp_path, model=REWARD_MODEL, train_layers=train_layers, warmup_ratio=0)
+    before = load_file(f"{REWARD_MODEL}/model.safetensors")
+    after = load_file(run_dir / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in after if not torch.equal(after[name], before[name].float())}
+    assert changed == {name for name in after if name.startswith(trained)}
+
+
+@ALL
+def test_last_layers_are_found_in_every_architecture(architecture):
+    model = tiny_classifier(architecture, **{"n_layer" if architecture == "gpt2" else
+                                             "num_hidden_layers": 3})  # fmt: skip
+    layers = "transformer.h." if architecture == "gpt2" else "model.layers."
+    every = {name for name, _ in model.named_parameters()}
+    rm.freeze_layers(model, 2)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    starts = ("score.", f"{layers}1.", f"{layers}2.")
+    assert trained == {name for name in every if name.startswith(starts)}
+
+
+@pytest.mark.parametrize("train_layers", [3, -1])
+def test_a_number_of_layers_that_the_model_lacks(tmp_path, train_layers):
+    with pytest.raises(SystemExit, match=f"--train-layers {train_layers}: .* the model's 2 layers"):
+        run(tmp_path, train_layers=train_layers)
+
+
+# --- padding, saving and loading ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pad", "stop_ids", "vocabulary", "pad_id", "rows"),
+    [
+        ("<pad>", [2], 135, 0, 135),  # one of its own: unchanged
+        (None, [2], 135, 135, 136),
+        ("<eos>", [2], 135, 135, 136),
+        ("<pad>", [0, 2], 135, 135, 136),  # it ends completions, though it is not the EOS
+        ("<eos>", [2], 140, 135, 140),  # the model has rows to spare, as many on the hub do
+    ],
+)
+def test_padding_gets_an_id_that_ends_no_completion(pad, stop_ids, vocabulary, pad_id, rows):
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.pad_token = pad
+    model = tiny_classifier("llama", vocab_size=vocabulary)  # its config has no padding id
+    before = model.get_input_embeddings().weight.detach().clone()
+    rm.separate_padding(model, tokenizer, stop_ids)
+    assert tokenizer.pad_token_id == model.config.pad_token_id == pad_id
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == rows
+    assert torch.equal(model.get_input_embeddings().weight[: len(before)], before)
+    assert tokenizer("on wednesday<eos>").input_ids == [1, 84, 130, 2]
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
+def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
+    source = policy_that_pads_with(pad, tmp_path / "policy")
+    run_dir = run(tmp_path, model=source, epochs=0.05, eval_rows=40, eval_samples=32)
+    chosen, rejected = plain_scores(run_dir / "model", held_out(40))
+    config = AutoConfig.from_pretrained(run_dir / "model")
+    assert config.num_labels == 1
+    assert config.score_mean == pytest.approx(chosen.mean().item(), abs=1e-4)
+
+    samples = read(run_dir / "samples.jsonl")
+    first, last = samples[:32], samples[32:]  # of the two evaluations
+    assert [sample["step"] for sample in samples] == [0] * 32 + [7] * 32
+    torch.testing.assert_close(
+        torch.tensor([[s["score_chosen"], s["score_rejected"]] for s in last]),
+        torch.stack([chosen, rejected], dim=1)[:32],
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    assert abs(first[0]["score_chosen"] - last[0]["score_chosen"]) > 1e-2, "nothing was trained"
+    for sample, row in zip(last, held_out(32), strict=True):
+        for name in ("prompt", "chosen", "rejected"):
+            assert sample[name].split() == row[name].split()
+
+
+def test_save_dtype(tmp_path):
+    saved = load_file(run(tmp_path, save_dtype="bfloat16") / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+def test_the_reward_model_that_ships_agrees_with_held_out_preferences():
+    chosen, rejected = plain_scores(REWARD_MODEL, held_out(500))
+    assert len(chosen) == 500
+    assert (chosen > rejected).float().mean() >= 0.82
+    # As the algorithms that subtract it read it; the file's bfloat16 moves it a little.
+    mean = AutoConfig.from_pretrained(REWARD_MODEL).score_mean
+    assert mean == pytest.approx(chosen.mean().item(), abs=0.02)
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
+    rows = held_out(19)
+    for i, row in enumerate(rows):
+        row["gap"] = i / 4 - 2
+        if i % 3 == 0:  # or the model would be right about nearly all
+            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    # A learning rate of nearly 0, so that every evaluation is of the model that we have.
+    flags = dict(batch_size=8, micro_batch_size=3, eval_rows=10, eval_samples=2, center_coef=0.01)
+    flags |= dict(model=REWARD_MODEL, margin_column="gap", learning_rate=1e-30, epochs=1)
+    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows[11:], rows[:11]), **flags)
+    evaluation, step = read(run_dir / "metrics.jsonl")
+    assert step["step"] == 1
+
+    for name, metrics, some in (("eval", evaluation, rows[:10]), ("reward", step, rows[11:])):
+        chosen, rejected = (scores.tolist() for scores in plain_scores(REWARD_MODEL, some))
+        gaps = [row["gap"] for row in some]
+        losses = [
+            math.log1p(math.exp(-(w - l - m))) + 0.01 * (w + l) ** 2
+            for w, l, m in zip(chosen, rejected, gaps, strict=True)  # noqa: E741
+        ]
+        margins = [w - l for w, l in zip(chosen, rejected, strict=True)]  # noqa: E741
+        mean = {
+            "loss": sum(losses) / len(some),
+            "accuracy": sum(margin > 0 for margin in margins) / len(some),
+            "margin": sum(margins) / len(some),
+            "score_chosen": sum(chosen) / len(some),
+            "score_rejected": sum(rejected) / len(some),
+        }
+        assert 0 < mean["accuracy"] < 1
+        if name == "eval":
+            found = {key: metrics[f"eval/{key}"] for key in mean}
+        else:
+            names = "objective/loss reward/accuracy reward/margin reward/chosen reward/rejected"
+            found = {key: metrics[name] for key, name in zip(mean, names.split(), strict=True)}
+        assert found == pytest.approx(mean, rel=1e-4)
+        if name == "eval":
+            evaluated = margins
+
+    # Each pair into its bin by comparing with the limits.
+    table = json.loads((run_dir / "calibration.json").read_text())
+    predicted = [1 / (1 + math.exp(-abs(margin))) for margin in evaluated]
+    error = 0
+    for row in table:
+        inside = [i for i, p in enumerate(predicted) if row["from"] <= p < row["to"]]
+        assert row["pairs"] == len(inside)
+        assert row["predicted"] == pytest.approx(sum(predicted[i] for i in inside) / len(inside))
+        assert row["observed"] == sum(evaluated[i] > 0 for i in inside) / len(inside)
+        error += len(inside) * abs(row["predicted"] - row["observed"]) / 10
+    assert sum(row["pairs"] for row in table) == 10
+    assert evaluation["eval/calibration_error"] == pytest.approx(error, rel=1e-6)
+    assert all(step[key] == value for key, value in evaluation.items() if key.startswith("eval/"))
+
+
+def test_chosen_and_rejected_share_one_forward_pass(tmp_path, monkeypatch):
+    rows, original = [], rm.load_classifier
+
+    def spy(*args):
+        model = original(*args)
+        model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        return model
+
+    monkeypatch.setattr(rm, "load_classifier", spy)
+    run(tmp_path, micro_batch_size=5, eval_rows=8)
+    # 8 held-out pairs, 16 of a step, and 8 held-out ones again: twice as many rows as pairs
+    assert rows[:8] == [10, 6, 10, 10, 10, 2, 10, 6]
+
+
+def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
+    gradients, masks, pad_rows = [], [], rm.pad_rows
+
+    def capture(parameters, max_norm):
+        assert max_norm == 0.5
+        gradients.append([p.grad.clone() for p in parameters])
+        raise KeyboardInterrupt  # one step is enough
+
+    def spy(*args):
+        masks.append(pad_rows(*args)[1])
+        return pad_rows(*args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    monkeypatch.setattr(rm, "pad_rows", spy)
+    for size in (16, 1, 3, 8):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, micro_batch_size=size, center_coef=0.01, max_grad_norm=0.5)
+    assert len(masks[1].sum(dim=1).unique()) > 5, "the test needs ragged lengths"
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in gradients[0]) > 1e-3
+
+
+def test_steps_start_without_a_gradient_and_follow_the_schedule(tmp_path, monkeypatch):
+    gradients, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def capture(parameters, max_norm):
+        gradients.append([p.grad.clone() for p in parameters])
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    # One batch is one epoch, so that all steps see the same pairs; and hardly anything changes.
+    flags = dict(batch_size=4, epochs=10, learning_rate=1e-20, eval_every=4, warmup_ratio=0.25)
+    run_dir = run(tmp_path, dataset=dataset(tmp_path, held_out(4)), model=REWARD_MODEL, **flags)
+    assert len(gradients) == 10
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
+    metrics = read(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in metrics if "eval/loss" in row] == [0, 4, 8, 10]
+    # int(0.25 x 10) = 2 steps of warm-up, then down to 0 over the 8 others
+    rates = [row["reward/learning_rate"] for row in metrics[1:]]
+    expected = [0, 1 / 2, *(left / 8 for left in range(8, 0, -1))]
+    assert [rate / 1e-20 for rate in rates] == pytest.approx(expected)
+    assert [row["time/epoch"] for row in metrics[1:]] == list(range(1, 11))
+    norm = math.sqrt(sum(g.double().square().sum() for g in gradients[0]))
+    assert metrics[1]["reward/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_weight_decay_is_that_of_adamw(tmp_path):
+    flags = dict(dataset=dataset(tmp_path, held_out(4)), model=REWARD_MODEL, batch_size=4)
+    flags |= dict(epochs=1, warmup_ratio=0, learning_rate=1e-3)
+    free, decayed = (
+        load_file(run(tmp_path, weight_decay=decay, **flags) / "model" / "model.safetensors")
+        for decay in (0.0, 10.0)
+    )
+    for name, tensor in load_file(f"{REWARD_MODEL}/model.safetensors").items():
+        expected = free[name] - 1e-3 * 10 * tensor.float()
+        torch.testing.assert_close(decayed[name], expected, atol=1e-6, rtol=1e-5)
+
+
+# --- rows to pairs ------------------------------------------------------------------------------
+
+USER, GOOD, BAD = message("user", "q"), message("assistant", "good"), message("assistant", "bad")
+
+
+@pytest.mark.parametrize(
+    ("flags", "row", "expected"),
+    [
+        ({}, {"prompt": "q", "chosen": " a", "rejected": " b"}, ("q", " a", " b")),
+        (
+            {"prompt_column": "x", "chosen_column": "y", "rejected_column": "z"},
+            {"x": "q", "y": " a", "z": " b", "prompt": "", "chosen": "", "rejected": ""},
+            ("q", " a", " b"),
+        ),
+        (
+            {},
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+            ([USER], [GOOD], [BAD]),
+        ),
+        (
+            {"chat": True},
+            {"prompt": "q", "chosen": "good", "rejected": "bad"},
+            ([USER], [GOOD], [BAD]),
+        ),
+        (  # messages need no wrapping
+            {"chat": True},
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+            ([USER], [GOOD], [BAD]),
+        ),
+        # whole conversations: all but the last message is the prompt
+        (
+            {},
+            {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
+            ([USER, BAD, USER], [GOOD], [BAD]),
+        ),
+        (  # as the message about a mixture advises
+            {"prompt_column": "none"},
+            {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            ([USER], [GOOD], [BAD]),
+        ),
+        # whole texts: what they share, up to the last white space in it
+        (
+            {},
+            {"chosen": "H: q A: it is fun", "rejected": "H: q A: it isn't"},
+            ("H: q A: it", " is fun", " isn't"),
+        ),
+        ({}, {"chosen": "q:\na b", "rejected": "q:\nc d"}, ("q:", "\na b", "\nc d")),
+        ({}, {"chosen": "q a", "rejected": "q a b"}, ("q", " a", " a b")),  # one begins the other
+        ({}, {"chosen": "q a b", "rejected": "q a"}, ("q", " a b", " a")),
+        ({}, {"chosen": "ab c", "rejected": "ad c"}, ("", "ab c", "ad c")),
+        # nothing there: to be dropped and counted later
+        ({}, {"prompt": None, "chosen": "a", "rejected": None}, ("", "a", "")),
+        ({}, {"prompt": [USER], "chosen": [GOOD], "rejected": None}, ([USER], [GOOD], "")),
+    ],
+)
+def test_prompt_and_sides_of_a_row(flags, row, expected):
+    assert to_preference(Args(**flags), row, "row 0") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"chosen": [USER, GOOD], "rejected": [BAD, BAD]}, "row 7: the two conversations must be"),
+        ({"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, "row 7: .* --prompt-column none"),
+        ({"prompt": "q", "chosen": "good", "rejected": [BAD]}, "row 7: .* found .'list', 'str'"),
+        ({"prompt": "q", "chosen": 1, "rejected": 2}, "row 7: .* found .'int', 'str'"),
+        ({"prompt": "q", "rejected": "b"}, "row 7: no --chosen-column chosen, only"),
+        ({"prompt": "q", "chosen": "b"}, "row 7: no --rejected-column rejected, only"),
+    ],
+)
+def test_rows_of_no_known_kind_are_errors_that_name_the_row(row, error):
+    with pytest.raises(SystemExit, match=error):
+        to_preference(Args(), row, "row 7")
+
+
+# --- pairs to tokens ----------------------------------------------------------------------------
+
+
+def preferences(tmp_path, rows, stop_ids=(2,), chat_template=None, **flags):
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.chat_template = chat_template
+    args = Args(dataset=dataset(tmp_path, rows), **flags)
+    return rm.load_preferences(args, "train", tokenizer, list(stop_ids))
+
+
+CHAT = (  # a review follows `the :`, and after its end comes a full stop, which is never sampled
+    "<bos>{% for m in messages %}{% if m['role'] == 'assistant' %} the :{% endif %}"
+    " {{ m['content'] }} <eos> .{% endfor %}{% if add_generation_prompt %} the :{% endif %}"
+)
+
+
+def ids(words):
+    return AutoTokenizer.from_pretrained(POLICY).convert_tokens_to_ids(words.split())
+
+
+def test_sides_end_with_exactly_one_stop_id(tmp_path):
+    rows = held_out(100)
+    rows[1]["chosen"] += " <eos> the film"  # it ended before
+    pairs = preferences(tmp_path, rows)
+    assert len(pairs) == 100
+    for row, pair in zip(rows, pairs, strict=True):
+        assert pair.prompt == ids("<bos> " + row["prompt"])
+        assert pair.chosen == ids(row["chosen"].split("<eos>")[0] + " <eos>")
+        assert pair.rejected == ids(row["rejected"] + " <eos>")
+        assert pair.margin == 0
+    # Any stop id ends a side.
+    (pair,) = preferences(tmp_path, rows[:1], stop_ids=[2, ids(".")[0]])
+    assert pair.chosen == ids("we watched it at home .")
+    assert pair.rejected == ids("the script was simply bland .")
+
+
+def test_chat_pairs_in_tokens(tmp_path):
+    row = {"prompt": "on wednesday", "chosen": "a film", "rejected": "it"}
+    (pair,) = preferences(tmp_path, [row], chat=True, chat_template=CHAT)
+    assert pair.prompt == ids("<bos> on wednesday <eos> . the :")
+    assert pair.chosen == ids("a film <eos>")
+    assert pair.rejected == ids("it <eos>")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
+    good, at_limit, long = " a film", " the plot was dull", " the plot was really dull"
+    sides = [
+        (good, " it"),
+        (good, at_limit),
+        (at_limit, good),
+        (good, long),
+        (long, good),
+        (good, good),
+        (good, "  a film "),  # other text, but the same tokens
+        ("", good),
+        (good, " \n"),
+        (good, None),
+    ]
+    rows = [{"prompt": "on wednesday", "chosen": a, "rejected": b} for a, b in sides]
+    flags = dict(max_length=8)  # <bos> on wednesday, four words and <eos>
+    if chat:
+        for row in rows:
+            row["prompt"] = [message("user", row["prompt"])]
+            for side in ("chosen", "rejected"):
+                row[side] = [message("assistant", row[side])]
+        flags = dict(max_length=12, chat_template=CHAT)  # also <eos>, the full stop, `the` and `:`
+    else:
+        rows.append({"prompt": None, "chosen": good, "rejected": " it"})
+    pairs = preferences(tmp_path, rows, **flags)
+    assert [(len(pair.chosen), len(pair.rejected)) for pair in pairs] == [(3, 2), (3, 5), (5, 3)]
+    count, empty, length = len(rows), 3 if chat else 4, flags["max_length"]
+    assert capsys.readouterr().out.strip() == (
+        f"train: 3 of {count} pairs; dropped {empty} with an empty prompt or side, 2 with chosen "
+        f"equal to rejected and 2 longer than --max-length {length}"
+    )
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path):
+    with pytest.raises(SystemExit, match="nothing is left of train: 0 of 1 pairs; dropped 0 "):
+        preferences(tmp_path, held_out(1), max_length=5)
+
+
+@pytest.mark.parametrize("column", ["margin", "gap"])
+def test_margins_come_from_their_column(tmp_path, column):
+    rows = [row | {column: value} for row, value in zip(held_out(3), (0.5, -2, 3), strict=True)]
+    pairs = preferences(tmp_path, rows, margin_column=column)
+    assert [pair.margin for pair in pairs] == [0.5, -2, 3]
+    assert all(pair.margin == 0 for pair in preferences(tmp_path, rows, margin_column="none"))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [(0.5, None), (0.5, math.nan), (0.5, math.inf), ("x", "x")]
+)
+def test_margins_that_are_no_numbers_name_the_row_and_the_flag(tmp_path, good, bad):
+    rows = held_out(2)
+    rows[0]["gap"], rows[1]["gap"] = good, bad
+    where = f"row {0 if good == 'x' else 1} of train: --margin-column gap must be a number"
+    with pytest.raises(SystemExit, match=f"{where}, found {bad!r}"):
+        preferences(tmp_path, rows, margin_column="gap")
