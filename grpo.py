@@ -17,7 +17,7 @@ Deviations from the paper:
    neither. Equal rewards give an advantage of exactly 0.
 4. `--kl-placement reward` subtracts beta times the summed log-ratio of the whole completion from
    its reward instead, as PPO does. k3 in the loss sees each token by itself, and as a loss it has
-   the gradient of KL(pi_ref || pi); so placed, a learned reward is followed further from pi_ref.
+   the gradient of KL(pi_ref || pi). Against a learned reward that holds the policy less well.
 5. Later papers' variants are flags: DAPO's (arXiv 2503.14476) clip-higher, token mean and masking
    of cut-off completions; Dr. GRPO's (arXiv 2503.20783) constant length and undivided advantages.
 
@@ -135,7 +135,7 @@ class Args:
     """Coefficient of the KL term (DeepSeekMath: 0.04); at 0 no reference model is loaded."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Where the KL term stands: k3 in the loss (GRPO), or k1 of the whole completion in its reward
-    (as in PPO). The latter pulls harder where it matters, see `shaped_rewards` and docs/grpo.md."""
+    (as in PPO); see above, and the results in docs/grpo.md."""
     clip_coef: float = 0.2
     """eps: the ratio counts down to 1 - eps (PPO, arXiv 1707.06347)."""
     clip_coef_high: float | None = None

@@ -1276,7 +1276,7 @@ def main(args: Args) -> Path:
                     math.isfinite(losses[-1] + policy_norms[-1] + value_norms[-1]),
                     f"rollout {step + 1}: loss {losses[-1]}, gradient norms {policy_norms[-1]} and "
                     f"{value_norms[-1]} (critic); no step was taken. Likely causes: "
-                    "--learning-rate too high, or --critic-learning-rate, extreme rewards, a broken "
+                    "--learning-rate too high (or that of the critic), extreme rewards, a broken "
                     f"--model. The last checkpoint, if any, is in {run_dir / 'checkpoint'}",
                 )
                 optimizer.step()

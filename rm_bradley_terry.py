@@ -347,25 +347,24 @@ def encode_pair(
     completion: str | list[dict],
     stop_ids: list[int],
     where: str,
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[int]] | None:
     """Token ids of a prompt and of its completion, which ends with its first stop id.
 
     The two are tokenised as one text, as the model would meet them, and then cut at the prompt's
     length. What a chat template writes after the stop id is cut off too: a sampled completion
     never has it.
+
+    None where the prompt's tokens are not the first ones of the whole: the tokenizer has merged the
+    end of the prompt with the start of the completion, which white space between them, moved from
+    the one to the other, often mends; or the template writes a prompt differently once answered.
     """
     prompt_ids = encode_prompt(tokenizer, prompt, where)
     if isinstance(prompt, str):
         ids = tokenizer(prompt + completion).input_ids
     else:
         ids = apply_chat_template(tokenizer, prompt + completion, where)
-    require(
-        ids[: len(prompt_ids)] == prompt_ids,
-        f"{where}: the tokens of the prompt are not a prefix of those of the whole. Either the "
-        "tokenizer merges the end of the prompt with the start of the completion: move white space "
-        "from the one to the other; or the chat template writes a prompt differently once it is "
-        "answered",
-    )
+    if ids[: len(prompt_ids)] != prompt_ids:
+        return None
     completion_ids = ids[len(prompt_ids) :]
     ends = [index for index, token in enumerate(completion_ids) if token in stop_ids]
     if ends:
@@ -434,16 +433,18 @@ def load_preferences(
     dataset = load(
         "--dataset", args.dataset, load_dataset, name=args.dataset_config, split=split
     ).to_list()
-    pairs, empty, equal, too_long = [], 0, 0, 0
+    pairs, empty, merged, equal, too_long = [], 0, 0, 0, 0
     for index, row in enumerate(dataset):
         where = f"--dataset {args.dataset}, row {index} of {split}"
         prompt, *sides = to_preference(args, row, where)
         if not prompt or any(map(is_blank, sides)):
             empty += 1
             continue
-        (prompt_ids, chosen), (_, rejected) = (
-            encode_pair(tokenizer, prompt, side, stop_ids, where) for side in sides
-        )
+        encoded = [encode_pair(tokenizer, prompt, side, stop_ids, where) for side in sides]
+        if None in encoded:
+            merged += 1
+            continue
+        (prompt_ids, chosen), (_, rejected) = encoded
         margin = row.get(args.margin_column, 0.0)
         require(
             isinstance(margin, float | int) and math.isfinite(margin),
@@ -457,8 +458,8 @@ def load_preferences(
             pairs.append(Preference(prompt_ids, chosen, rejected, float(margin)))
     found = (
         f"{split}: {len(pairs)} of {len(dataset)} pairs; dropped {empty} with an empty prompt or "
-        f"side, {equal} with chosen equal to rejected and {too_long} longer than --max-length "
-        f"{args.max_length}"
+        f"side, {merged} with one that changes the prompt's tokens, {equal} with chosen equal to "
+        f"rejected and {too_long} longer than --max-length {args.max_length}"
     )
     print(found)
     require(pairs, f"--dataset {args.dataset}: nothing is left of {found}")

@@ -228,25 +228,24 @@ def encode_pair(
     completion: str | list[dict],
     stop_ids: list[int],
     where: str,
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[int]] | None:
     """Token ids of a prompt and of its completion, which ends with its first stop id.
 
     The two are tokenised as one text, as the model would meet them, and then cut at the prompt's
     length. What a chat template writes after the stop id is cut off too: a sampled completion
     never has it.
+
+    None where the prompt's tokens are not the first ones of the whole: the tokenizer has merged the
+    end of the prompt with the start of the completion, which white space between them, moved from
+    the one to the other, often mends; or the template writes a prompt differently once answered.
     """
     prompt_ids = encode_prompt(tokenizer, prompt, where)
     if isinstance(prompt, str):
         ids = tokenizer(prompt + completion).input_ids
     else:
         ids = apply_chat_template(tokenizer, prompt + completion, where)
-    require(
-        ids[: len(prompt_ids)] == prompt_ids,
-        f"{where}: the tokens of the prompt are not a prefix of those of the whole. Either the "
-        "tokenizer merges the end of the prompt with the start of the completion: move white space "
-        "from the one to the other; or the chat template writes a prompt differently once it is "
-        "answered",
-    )
+    if ids[: len(prompt_ids)] != prompt_ids:
+        return None
     completion_ids = ids[len(prompt_ids) :]
     ends = [index for index, token in enumerate(completion_ids) if token in stop_ids]
     if ends:
@@ -289,7 +288,7 @@ def load_pairs(
     dataset = load(
         "--dataset", args.dataset, load_dataset, name=args.dataset_config, split=split
     ).to_list()
-    pairs, empty, too_long = [], 0, 0
+    pairs, empty, merged, too_long = [], 0, 0, 0
     for index, row in enumerate(dataset):
         where = f"--dataset {args.dataset}, row {index} of {split}"
         for prompt, completion in to_pairs(args, row, where) or [(None, None)]:
@@ -297,13 +296,16 @@ def load_pairs(
                 empty += 1
                 continue
             pair = encode_pair(tokenizer, prompt, completion, stop_ids, where)
-            if len(pair[0]) + len(pair[1]) > args.max_length:
+            if pair is None:
+                merged += 1
+            elif len(pair[0]) + len(pair[1]) > args.max_length:
                 too_long += 1
             else:
                 pairs.append(pair)
     found = (
-        f"{split}: {len(pairs)} pairs of {len(dataset)} rows; dropped {empty} empty and {too_long} "
-        f"longer than --max-length {args.max_length}"
+        f"{split}: {len(pairs)} pairs of {len(dataset)} rows; dropped {empty} empty, {merged} with "
+        f"a completion that changes the prompt's tokens and {too_long} longer than --max-length "
+        f"{args.max_length}"
     )
     print(found)
     require(pairs, f"--dataset {args.dataset}: nothing is left of {found}")

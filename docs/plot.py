@@ -1,4 +1,4 @@
-"""Plot accuracy and length of GRPO runs: `python docs/plot.py RUN_DIR ... --out docs/grpo.svg`."""
+"""Plot metrics of runs over their steps: `python docs/plot.py RUN_DIR ... --out docs/grpo.svg`."""
 
 import json
 from dataclasses import dataclass
@@ -15,29 +15,25 @@ class Args:
     """Folders of runs."""
     out: Path = Path("docs/grpo.svg")
     """Picture to write."""
+    metrics: tuple[str, ...] = ("reward/mean", "completions/length_mean", "policy/entropy")
+    """One panel each."""
+    label: str = "seed"
+    """Flag whose value tells the runs apart."""
 
 
 def main(args: Args) -> None:
     matplotlib.use("Agg")  # no window
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plainrlhf"})
-    panels = {
-        "reward/mean": "fraction of right answers in the rollout",
-        "completions/length_mean": "tokens a completion",
-        "policy/entropy": "entropy, nats a token",
-    }
-    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3), layout="constrained")
+    size = (11 / 3 * len(args.metrics), 3)
+    figure, axes = plt.subplots(1, len(args.metrics), figsize=size, layout="constrained")
     for run in args.runs:
-        seed = json.loads((run / "args.json").read_text())["seed"]
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if "reward/mean" in row]
-        for axis, name in zip(axes, panels, strict=True):
-            axis.plot(
-                [r["step"] for r in rows], [r[name] for r in rows], lw=1, label=f"seed {seed}"
-            )
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        axis.set(
-            title=title, xlabel="rollout", ylim=(0, 1.02) if name == "reward/mean" else (0, None)
-        )
+        value = json.loads((run / "args.json").read_text())[args.label]
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for axis, name in zip(axes, args.metrics, strict=True):
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), lw=1, label=f"{args.label} {value}")
+    for axis, name in zip(axes, args.metrics, strict=True):
+        axis.set(title=name, xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
     figure.savefig(args.out, metadata={"Date": None})

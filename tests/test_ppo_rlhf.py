@@ -30,7 +30,8 @@ from ppo_rlhf import (
     whiten,
 )
 
-# 16 completions of 6 to 20 tokens, some of them cut off.
+# 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
+# so that a default may be tuned.
 SMALL = dict(
     total_rollouts=1,
     prompts_per_rollout=16,
@@ -39,6 +40,13 @@ SMALL = dict(
     update_epochs=2,
     eval_rows=4,
     micro_batch_size=16,
+    beta=0.1,
+    learning_rate=5e-4,
+    critic_learning_rate=1e-3,
+    clip_coef=0.2,
+    vf_clip_coef=0.2,
+    vf_coef=0.5,
+    max_grad_norm=0.5,
 )
 ONE_STEP = dict(num_minibatches=1, update_epochs=1)
 RULE = "tiny/reviews/gold.py:sentiment"
@@ -84,6 +92,7 @@ def spy_on_gradients(monkeypatch):
     gradients = []
 
     def capture(parameters, max_norm):
+        assert max_norm == SMALL["max_grad_norm"]
         gradients.append([p.grad.clone() for p in parameters])
         return torch.tensor(1.0)
 
@@ -249,12 +258,12 @@ def test_clipping_in_each_sign_and_side(ratio, advantage, value, gradient):
         (0.5, -2.0, 0.2, 2.8**2 / 2, 0.0),  # the same from above: held at 0.8
         (0.5, 3.0, 0.2, 2.5**2 / 2, -2.5),  # beyond it, away from R: free
         (1.5, -2.0, 0.2, 3.5**2 / 2, 3.5),
-        (5.0, 3.0, 0.2, 2.0**2 / 2, 2.0),  # through R to its other side, not as near as 1.2 was
+        (4.0, 3.0, 0.2, 1.8**2 / 2, 0.0),  # through R, and still nearer to it than 1.2 is: held
+        (5.0, 3.0, 0.2, 2.0**2 / 2, 2.0),  # through R and farther from it than 1.2: free
         (1.5, 3.0, None, 1.5**2 / 2, -1.5),  # no clip
     ],
 )
 def test_value_clipping(value, target, clip, loss, gradient):
-    # Far through R, the loss held at 1.2 would be the smaller one, so the free one counts.
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
     old, returns = torch.ones(1, 1).double(), torch.tensor([[target]]).double()
     result = clipped_value_loss(values, old, returns, clip)
@@ -308,7 +317,7 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl_whoever_drew_the_tokens(on_poli
     expectation = (drawn_from.exp() * k2_kl(logp, drawn_from, ref)).sum()
     # Its value is E_pi[log^2] / 2, which is not the KL.
     by_hand = sum(
-        p * (math.log(p / q) ** 2) / 2 for p, q in zip(logp.exp(), ref.exp(), strict=True)
+        p * (math.log(p / q) ** 2) / 2 for p, q in zip(logp.detach().exp(), ref.exp(), strict=True)
     )
     assert expectation.item() == pytest.approx(by_hand.item())
     expectation.backward()
@@ -401,7 +410,7 @@ def test_policy_loss_equals_plain_loops(kl_coef, ent_coef):
 
 
 def test_policy_metrics_by_hand():
-    ratio = torch.tensor([[1.5, 0.5, 1.1, 1.0], [1.5, 0.5, 0.7, 9.0]])  # the last is padding
+    ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.7, 9.0]])  # the last is padding
     mask = stretches((0, 4), (0, 3), length=4)
     advantages = torch.tensor([[1.0, 1, 1, 1], [-1.0, -1, -1, 1]])
     entropy = torch.tensor([[1.0, 2, 3, 4], [5.0, 6, 7, 90]])
@@ -409,15 +418,15 @@ def test_policy_metrics_by_hand():
     loss, sums = policy_loss(
         ratio.log(), zeros, zeros + 3, advantages, entropy, mask, 70, 0.2, 0.9, 0.01
     )
-    assert sums["policy/clip_fraction_high"] == 1  # row 0, token 0
+    assert sums["policy/clip_fraction_high"] == 2  # row 0, tokens 0 and 2
     assert sums["policy/clip_fraction_low"] == 2  # row 1, tokens 1 and 2
-    assert sums["policy/ratio"].item() == pytest.approx(1.5 + 0.5 + 1.1 + 1 + 1.5 + 0.5 + 0.7)
+    assert sums["policy/ratio"].item() == pytest.approx(1.5 + 0.5 + 1.3 + 1.1 + 1.5 + 0.5 + 0.7)
     assert sums["policy/entropy"] == 28
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
-    terms = [r - 1 - math.log(r) for r in (1.5, 0.5, 1.1, 1.5, 0.5, 0.7)]
+    terms = [r - 1 - math.log(r) for r in (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.7)]
     assert sums["policy/approx_kl"].item() == pytest.approx(sum(terms), rel=1e-5)
     # The surrogate alone: min with 1.2 in row 0; in row 1 the larger of the ratio and 0.8.
-    surrogate = -(1.2 + 0.5 + 1.1 + 1) + (1.5 + 0.8 + 0.8)
+    surrogate = -(1.2 + 0.5 + 1.2 + 1.1) + (1.5 + 0.8 + 0.8)
     assert sums["policy/loss"].item() == pytest.approx(surrogate, rel=1e-5)
     assert loss.item() * 70 - surrogate > 1  # the other terms are in the loss
 
@@ -634,13 +643,8 @@ def test_ratio_is_one_before_any_update(tmp_path, monkeypatch, temperature):
 def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(
     tmp_path, monkeypatch, temperature
 ):
-    rollouts, (shaped, estimated) = (
-        spy_on(monkeypatch, "roll_out"),
-        (
-            spy_on(monkeypatch, "shaped_rewards"),
-            spy_on(monkeypatch, "gae"),
-        ),
-    )
+    rollouts = spy_on(monkeypatch, "roll_out")
+    shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
     run_dir = run(tmp_path, temperature=temperature, total_rollouts=2, micro_batch_size=5)
     last = metrics_of(run_dir)[1]
     policy, reward_model = plain_policy(), plain_reward_model()
@@ -701,6 +705,16 @@ def test_micro_batch_size_does_not_change_the_gradients(tmp_path, monkeypatch):
                 torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-3)
 
 
+def test_gradients_are_those_of_one_step(tmp_path, monkeypatch):
+    gradients = spy_on_gradients(monkeypatch)
+    # Learning rates too small to matter: a second pass over the same rows has the same gradients.
+    run(tmp_path, num_minibatches=1, learning_rate=1e-12, critic_learning_rate=1e-12)
+    assert len(gradients) == 4
+    for first, second in (gradients[::2], gradients[1::2]):
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
 def test_each_pass_trains_on_every_completion_once(tmp_path, monkeypatch):
     calls = spy_on_loss(monkeypatch)
     run(tmp_path, num_minibatches=3, micro_batch_size=4)
@@ -710,7 +724,11 @@ def test_each_pass_trains_on_every_completion_once(tmp_path, monkeypatch):
         assert a["num_tokens"] == b["num_tokens"] == a["mask"].sum() + b["mask"].sum()
 
     def rows(some):
-        return [tuple(o[m].tolist()) for c in some for o, m in zip(c["old_logprobs"], c["mask"])]
+        return [
+            tuple(o[m].tolist())
+            for c in some
+            for o, m in zip(c["old_logprobs"], c["mask"], strict=True)
+        ]
 
     once, twice = rows(calls[:6]), rows(calls[6:])
     assert len(set(once)) == 16
@@ -777,6 +795,12 @@ def test_no_model_is_loaded_that_is_not_needed(tmp_path, monkeypatch, capsys, fl
     # Weights, gradients and two moments are 16 bytes a parameter of the trained.
     total = 16 * (443_904 + 444_032) + 4 * (443_904 * with_reference + 444_032 * with_model)
     assert lines[start + 4] == f"together {total / 1e6:.1f} MB, activations not counted"
+
+
+def test_a_rule_and_a_reward_model_are_weighted(tmp_path):
+    last = metrics_of(run(tmp_path, reward_fn=(RULE,), reward_weights=(2.0, 0.5)))[-1]
+    expected = 2 * last["reward/sentiment"] + 0.5 * last["reward/reward_model"]
+    assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("critic_init", ["sft", "scratch"])

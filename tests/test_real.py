@@ -7,6 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import grpo
+import ppo_rlhf
+import rm_bradley_terry
 import sft
 from common.generation import find_stop_ids
 
@@ -62,6 +64,42 @@ def test_grpo_runs_on_real_gsm8k_rows(tmp_path):
     assert all("eval/accuracy" in row for row in (rows[0], rows[-1]))
 
 
+def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
+    politeness = str(REAL / "data" / "politeness")
+    args = rm_bradley_terry.Args(
+        model=STORIES_MODEL,
+        dataset=politeness,
+        train_split="train[:50%]",
+        max_length=400,
+        epochs=2.0,
+        batch_size=16,
+        micro_batch_size=8,
+        learning_rate=5e-4,
+        warmup_ratio=0.1,
+        output_dir=str(tmp_path),
+    )
+    rm_dir = rm_bradley_terry.main(args)
+    assert "500 pairs; dropped" in capsys.readouterr().out  # one pair joins without a space
+    assert metrics_of(rm_dir)[-1]["eval/accuracy"] >= 0.75
+
+    args = ppo_rlhf.Args(
+        model=STORIES_MODEL,
+        dataset=politeness,
+        reward_model=str(rm_dir / "model"),
+        eval_reward_fn=None,
+        max_prompt_length=300,
+        max_new_tokens=24,
+        prompts_per_rollout=32,
+        micro_batch_size=16,
+        total_rollouts=6,
+        learning_rate=1e-3,
+        eval_rows=64,
+        output_dir=str(tmp_path),
+    )
+    first, *_, last = metrics_of(ppo_rlhf.main(args))
+    assert last["eval/reward"] > first["eval/reward"]
+
+
 def test_gsm8k_answers_reward_themselves():
     lines = (REAL / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
@@ -92,5 +130,4 @@ def test_gpt2_has_no_pad_and_no_bos():
     prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos], "row 0")
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
-    with pytest.raises(SystemExit, match="row 0: the tokens of the prompt are not a prefix"):
-        sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos], "row 0")
+    assert sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos], "row 0") is None  # " four"

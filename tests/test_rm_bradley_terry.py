@@ -159,9 +159,12 @@ def test_calibration_by_hand():
         (0.75, 2, 0.75),
         (1.0, 1, 0.5),  # ... but for the last
         (1.0, 5, 0.9),
-        *((edge + sign * 1e-9, 5, edge - 0.1 * (sign < 0)) for edge in (0.6, 0.7) for sign in (1, -1)),
+        (0.6 - 1e-9, 5, 0.5),
+        (0.6 + 1e-9, 5, 0.6),
+        (0.9 - 1e-9, 5, 0.8),
+        (0.9 + 1e-9, 5, 0.9),
     ],
-)  # fmt: skip
+)
 def test_bin_of_a_probability(probability, bins, start):
     odds = math.inf if probability == 1 else probability / (1 - probability)
     margin = min(math.log(odds), 1e4)
@@ -197,11 +200,12 @@ def test_score_is_the_heads_output_at_the_last_token_wherever_the_padding_is(
         expected = torch.stack(alone) @ model.score.weight[0]
         assert expected.unique().numel() == len(rows)
         for width in (7, 12):
-            for side in ("left", "right"):
+            for side in ("left", "right", "middle"):
                 ids = torch.full((len(rows), width), eos)  # as with pad == eos
                 mask = torch.zeros(len(rows), width, dtype=torch.bool)
                 for i, row in enumerate(rows):
-                    where = slice(len(row)) if side == "right" else slice(width - len(row), None)
+                    before = {"left": 0, "right": len(row), "middle": len(row) // 2}[side]
+                    where = [*range(before), *range(width - len(row) + before, width)]
                     ids[i, where], mask[i, where] = torch.tensor(row), True
                 scores = reward_model_scores(model, ids, mask)
                 torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
@@ -288,14 +292,22 @@ def test_only_the_layers_asked_for_change(tmp_path, train_layers, trained):
 
 @ALL
 def test_last_layers_are_found_in_every_architecture(architecture):
-    model = tiny_classifier(architecture, **{"n_layer" if architecture == "gpt2" else
-                                             "num_hidden_layers": 3})  # fmt: skip
+    model = tiny_classifier(architecture, num_hidden_layers=3)
     layers = "transformer.h." if architecture == "gpt2" else "model.layers."
     every = {name for name, _ in model.named_parameters()}
     rm.freeze_layers(model, 2)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     starts = ("score.", f"{layers}1.", f"{layers}2.")
     assert trained == {name for name in every if name.startswith(starts)}
+
+
+def test_another_list_of_layers_in_front_is_not_taken_for_the_transformers():
+    model = tiny_classifier("llama")
+    tower = torch.nn.ModuleList([torch.nn.Linear(2, 2)])  # as that of a model that also sees
+    model.model._modules = {"tower": tower, **model.model._modules}
+    rm.freeze_layers(model, 1)
+    assert model.model.layers[1].mlp.up_proj.weight.requires_grad
+    assert not tower[0].weight.requires_grad
 
 
 @pytest.mark.parametrize("train_layers", [3, -1])
@@ -385,12 +397,11 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
 
     for name, metrics, some in (("eval", evaluation, rows[:10]), ("reward", step, rows[11:])):
         chosen, rejected = (scores.tolist() for scores in plain_scores(REWARD_MODEL, some))
-        gaps = [row["gap"] for row in some]
+        margins = [r_w - r_l for r_w, r_l in zip(chosen, rejected, strict=True)]
         losses = [
-            math.log1p(math.exp(-(w - l - m))) + 0.01 * (w + l) ** 2
-            for w, l, m in zip(chosen, rejected, gaps, strict=True)  # noqa: E741
+            math.log1p(math.exp(-(r_w - r_l - row["gap"]))) + 0.01 * (r_w + r_l) ** 2
+            for r_w, r_l, row in zip(chosen, rejected, some, strict=True)
         ]
-        margins = [w - l for w, l in zip(chosen, rejected, strict=True)]  # noqa: E741
         mean = {
             "loss": sum(losses) / len(some),
             "accuracy": sum(margin > 0 for margin in margins) / len(some),
@@ -400,13 +411,12 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
         }
         assert 0 < mean["accuracy"] < 1
         if name == "eval":
-            found = {key: metrics[f"eval/{key}"] for key in mean}
+            evaluated = margins
+            names = [f"eval/{key}" for key in mean]
         else:
             names = "objective/loss reward/accuracy reward/margin reward/chosen reward/rejected"
-            found = {key: metrics[name] for key, name in zip(mean, names.split(), strict=True)}
-        assert found == pytest.approx(mean, rel=1e-4)
-        if name == "eval":
-            evaluated = margins
+            names = names.split()
+        assert [metrics[name] for name in names] == pytest.approx(list(mean.values()), rel=1e-4)
 
     # Each pair into its bin by comparing with the limits.
     table = json.loads((run_dir / "calibration.json").read_text())
@@ -416,7 +426,8 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
         inside = [i for i, p in enumerate(predicted) if row["from"] <= p < row["to"]]
         assert row["pairs"] == len(inside)
         assert row["predicted"] == pytest.approx(sum(predicted[i] for i in inside) / len(inside))
-        assert row["observed"] == sum(evaluated[i] > 0 for i in inside) / len(inside)
+        observed = sum(evaluated[i] > 0 for i in inside) / len(inside)
+        assert row["observed"] == pytest.approx(observed)
         error += len(inside) * abs(row["predicted"] - row["observed"]) / 10
     assert sum(row["pairs"] for row in table) == 10
     assert evaluation["eval/calibration_error"] == pytest.approx(error, rel=1e-6)
@@ -645,13 +656,28 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
         flags = dict(max_length=12, chat_template=CHAT)  # also <eos>, the full stop, `the` and `:`
     else:
         rows.append({"prompt": None, "chosen": good, "rejected": " it"})
+        # One word of two: the prompt would end with another token than when it stands alone.
+        rows.append({"prompt": "on wednesday", "chosen": good, "rejected": "s it"})
     pairs = preferences(tmp_path, rows, **flags)
     assert [(len(pair.chosen), len(pair.rejected)) for pair in pairs] == [(3, 2), (3, 5), (5, 3)]
-    count, empty, length = len(rows), 3 if chat else 4, flags["max_length"]
+    empty, merged = (3, 0) if chat else (4, 1)
     assert capsys.readouterr().out.strip() == (
-        f"train: 3 of {count} pairs; dropped {empty} with an empty prompt or side, 2 with chosen "
-        f"equal to rejected and 2 longer than --max-length {length}"
+        f"train: 3 of {len(rows)} pairs; dropped {empty} with an empty prompt or side, {merged} "
+        "with one that changes the prompt's tokens, 2 with chosen equal to rejected and 2 longer "
+        f"than --max-length {flags['max_length']}"
     )
+
+
+def test_content_in_parts_is_not_empty(tmp_path):
+    turns = dict(prompt=("user", "on wednesday"), chosen=("assistant", "a film"))
+    turns["rejected"] = ("assistant", "it")
+    row = {
+        side: [message(role, [{"type": "text", "text": text}])]
+        for side, (role, text) in turns.items()
+    }
+    template = CHAT.replace("m['content']", "m['content'][0]['text']")
+    (pair,) = preferences(tmp_path, [row], chat_template=template)
+    assert (pair.chosen, pair.rejected) == (ids("a film <eos>"), ids("it <eos>"))
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):

@@ -183,12 +183,11 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     assert chat_tokenizer().convert_ids_to_tokens(completion) == ["d", "<eos>"]
 
 
-def test_a_merge_across_the_boundary_is_an_error_that_names_the_row():
+def test_a_merge_across_the_boundary_is_found():
     inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     assert encode_pair(tokenizer, "b", "a", [3], "row 7") == ([1], [0, 3])
-    with pytest.raises(SystemExit, match="row 7: the tokens of the prompt are not a prefix"):
-        encode_pair(tokenizer, "a", "b", [3], "row 7")
+    assert encode_pair(tokenizer, "a", "b", [3], "row 7") is None
 
 
 def test_two_bos_are_an_error_that_names_the_row(tokenizer):
@@ -207,7 +206,8 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path, capsys):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     run(tmp_path, dataset=str(tmp_path), max_length=20, epochs=1)
     out = capsys.readouterr().out
-    assert "train: 1 pairs of 4 rows; dropped 2 empty and 1 longer than --max-length 20" in out
+    assert "train: 1 pairs of 4 rows; dropped 2 empty, 0 with a completion that changes" in out
+    assert "and 1 longer than --max-length 20" in out
 
 
 def test_from_scratch_takes_only_configuration_and_tokenizer(tmp_path):

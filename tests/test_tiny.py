@@ -1,11 +1,12 @@
 """The embedded tasks: the data is what tiny/README.md says, and the gold reward is right."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import grpo
 from tiny.reviews.gold import grammatical, score, sentiment
@@ -75,11 +76,26 @@ def test_grammatical_by_hand():
     assert grammatical([], reviews) == [1.0, 0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "reviews"])
-def test_checkpoints_are_small(task):
-    policy = Path("tiny") / task / "policy"
-    assert sum(file.stat().st_size for file in policy.iterdir()) < 1e6
-    assert 4e5 < AutoModelForCausalLM.from_pretrained(policy).num_parameters() < 4.6e5
+def test_preferences_are_those_of_a_judge_with_some_doubt():
+    train, test = rows("reviews/preferences/train.jsonl"), rows("reviews/preferences/test.jsonl")
+    assert (len(train), len(test)) == (2000, 500)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    for pairs in (train, test):
+        gains = [score(row["chosen"]) - score(row["rejected"]) for row in pairs]
+        assert 0 not in gains
+        # Bradley and Terry with 4 x gold: the mean probability of the side that is really better.
+        right = sum(gain > 0 for gain in gains) / len(gains)
+        expected = sum(1 / (1 + math.exp(-4 * abs(gain))) for gain in gains) / len(gains)
+        assert right == pytest.approx(expected, abs=0.03)
+        assert 0.85 < right < 0.91
+
+
+@pytest.mark.parametrize("folder", ["arithmetic/policy", "reviews/policy", "reviews/reward_model"])
+def test_checkpoints_are_small(folder):
+    path = Path("tiny") / folder
+    assert sum(file.stat().st_size for file in path.iterdir()) < 1e6
+    kind = AutoModelForSequenceClassification if "reward" in folder else AutoModelForCausalLM
+    assert 4e5 < kind.from_pretrained(path).num_parameters() < 4.6e5
 
 
 @pytest.mark.parametrize(
