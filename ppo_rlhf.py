@@ -593,8 +593,8 @@ def load_classifier(flag: str, source: str, device: torch.device, seed: int) -> 
         not missing,
         f"{flag} {source}: weights that {type(model).__name__} needs are not in it: {missing}",
     )
+    torch.manual_seed(seed)
     if "score.weight" in report["missing_keys"]:
-        torch.manual_seed(seed)
         torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
@@ -850,6 +850,7 @@ def save_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(run_dir / "model")
+    model.generation_config.save_pretrained(run_dir / "model")  # a classifier's is not saved else
     tokenizer.save_pretrained(run_dir / "model")
 
 

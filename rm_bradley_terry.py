@@ -183,7 +183,7 @@ def calibration(margins: torch.Tensor, bins: int = 5) -> tuple[list[dict[str, fl
     """
     margins = margins.double()
     predicted = margins.abs().sigmoid()
-    observed = (margins > 0) + 0.5 * (margins == 0)
+    observed = (margins > 0).double() + 0.5 * (margins == 0)
     index = ((predicted - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     table = []
     for number in index.unique().tolist():
@@ -241,8 +241,8 @@ def load_classifier(flag: str, source: str, device: torch.device, seed: int) -> 
         not missing,
         f"{flag} {source}: weights that {type(model).__name__} needs are not in it: {missing}",
     )
+    torch.manual_seed(seed)
     if "score.weight" in report["missing_keys"]:
-        torch.manual_seed(seed)
         torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
@@ -281,7 +281,6 @@ def separate_padding(
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-            model.get_input_embeddings().padding_idx = None
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
@@ -399,6 +398,8 @@ def to_preference(args: Args, row: dict, where: str) -> tuple[Any, Any, Any]:
         f"found {sorted(kinds)}. (If chosen and rejected are whole conversations, leave out the "
         "prompt with --prompt-column none)",
     )
+    if not chosen or not rejected:
+        return prompt, chosen, rejected
     if args.prompt_column not in row and kinds == {"list"}:
         prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
         require(
@@ -410,18 +411,18 @@ def to_preference(args: Args, row: dict, where: str) -> tuple[Any, Any, Any]:
             lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)
         )
         shared = "".join(character for character, _ in pairs)
-        # Cut in front of white space, where tokenizers do not merge.
-        prompt = re.match(r"(.*(?=\s))?", shared, re.DOTALL)[0]
+        # Cut in front of white space, where most tokenizers do not merge.
+        prompt = re.match(r"(.*\S(?=\s))?", shared, re.DOTALL)[0]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    elif args.chat and kinds == {"str"}:
+    if args.chat and kinds == {"str"}:
         prompt = [{"role": "user", "content": prompt}]
         chosen, rejected = ([{"role": "assistant", "content": c}] for c in (chosen, rejected))
     return prompt, chosen, rejected
 
 
-def is_blank(side: str | list) -> bool:
-    """Whether a completion, a string or a list of one chat message, has nothing in it."""
-    last = side[-1] if isinstance(side, list) and side else side
+def is_blank(part: str | list) -> bool:
+    """Whether a prompt or a side, a string or chat messages, ends with nothing."""
+    last = part[-1] if isinstance(part, list) and part else part
     text = last.get("content") if isinstance(last, dict) else last
     return not str(text or "").strip()
 
@@ -437,7 +438,7 @@ def load_preferences(
     for index, row in enumerate(dataset):
         where = f"--dataset {args.dataset}, row {index} of {split}"
         prompt, *sides = to_preference(args, row, where)
-        if not prompt or any(map(is_blank, sides)):
+        if any(map(is_blank, (prompt, *sides))):
             empty += 1
             continue
         encoded = [encode_pair(tokenizer, prompt, side, stop_ids, where) for side in sides]
@@ -572,6 +573,7 @@ def save_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(run_dir / "model")
+    model.generation_config.save_pretrained(run_dir / "model")  # a classifier's is not saved else
     tokenizer.save_pretrained(run_dir / "model")
 
 

@@ -418,6 +418,7 @@ def save_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(run_dir / "model")
+    model.generation_config.save_pretrained(run_dir / "model")  # a classifier's is not saved else
     tokenizer.save_pretrained(run_dir / "model")
 
 

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers import AutoModelForSequenceClassification as AutoClassifier
-from transformers import LlamaForSequenceClassification as Classifier
 
 import ppo_rlhf
 from ppo_rlhf import (
@@ -515,21 +514,17 @@ def test_what_stands_at_padding_reaches_nothing(garbage):
 # --- the critic ---------------------------------------------------------------------------------
 
 
-def tiny_critic(score_mean=None):
+def tiny_critic(architecture="llama", score_mean=None):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=18,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_labels=1,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
+    settings = dict(vocab_size=18, num_labels=1, pad_token_id=0, initializer_range=0.3)
+    if architecture == "gpt2":  # its positions are absolute: an offset shows
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, **settings)
+    else:
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+        config = LlamaConfig(num_attention_heads=4, **sizes, **settings)
     if score_mean is not None:
         config.score_mean = score_mean
-    return Classifier(config).eval()
+    return AutoClassifier.from_config(config).eval()
 
 
 ROW = torch.tensor([1, 7, 9, 5, 3, 8, 2])
@@ -553,19 +548,21 @@ def values_of(critic, row, left=0, right=0, prompt=3):
     return values[0][completion[0]]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("score_mean", [None, 0.7])
-def test_critic_values_are_the_head_on_the_token_before(score_mean):
-    critic = tiny_critic(score_mean)
+def test_critic_values_are_the_head_on_the_token_before(architecture, score_mean):
+    critic = tiny_critic(architecture, score_mean)
     with torch.no_grad():
-        hidden = critic.model(ROW[None]).last_hidden_state[0]
+        hidden = critic.base_model(ROW[None]).last_hidden_state[0]
         expected = torch.stack([hidden[t - 1] @ critic.score.weight[0] for t in range(3, 7)])
     torch.testing.assert_close(values_of(critic, ROW), expected - (score_mean or 0))
     assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize(("left", "right"), [(3, 0), (0, 3), (1, 2), (5, 0), (0, 1)])
-def test_critic_values_do_not_depend_on_padding(left, right):
-    critic = tiny_critic()
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (0, 3), (1, 2), (5, 0)])
+def test_critic_values_do_not_depend_on_padding(architecture, left, right):
+    critic = tiny_critic(architecture)
     found, alone = values_of(critic, ROW, left, right), values_of(critic, ROW)
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
@@ -627,9 +624,12 @@ def test_the_critic_starts_from_scratch():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch, temperature):
-    calls = spy_on_loss(monkeypatch)
-    run(tmp_path, temperature=temperature, micro_batch_size=4)
+    calls, scored = spy_on_loss(monkeypatch), spy_on(monkeypatch, "completion_logprobs")
+    run(tmp_path, temperature=temperature, micro_batch_size=4, beta=0.0)
     assert len(calls) == 8  # two micro-batches in each of two minibatches, twice
+    # On a GPU the last bits depend on the batch: the old log-probs are of the first pass's own.
+    for old, new in zip(scored[:4], scored[4:8], strict=True):
+        assert torch.equal(old["input_ids"], new["input_ids"])
     for number, call in enumerate(calls):
         sums, tokens = call["result"][1], call["mask"].sum()
         same = torch.equal(call["logprobs"], call["old_logprobs"])

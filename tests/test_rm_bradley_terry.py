@@ -559,12 +559,24 @@ USER, GOOD, BAD = message("user", "q"), message("assistant", "good"), message("a
             ("H: q A: it", " is fun", " isn't"),
         ),
         ({}, {"chosen": "q:\na b", "rejected": "q:\nc d"}, ("q:", "\na b", "\nc d")),
+        ({}, {"chosen": "q:\na b c", "rejected": "q:\na b d"}, ("q:\na b", " c", " d")),
         ({}, {"chosen": "q a", "rejected": "q a b"}, ("q", " a", " a b")),  # one begins the other
         ({}, {"chosen": "q a b", "rejected": "q a"}, ("q", " a b", " a")),
         ({}, {"chosen": "ab c", "rejected": "ad c"}, ("", "ab c", "ad c")),
+        (
+            {},
+            {"chosen": "q\n\na", "rejected": "q\n\nb"},
+            ("q", "\n\na", "\n\nb"),
+        ),  # never inside it
+        (
+            {"chat": True},
+            {"chosen": "q good", "rejected": "q bad"},
+            ([USER], [message("assistant", " good")], [message("assistant", " bad")]),
+        ),
         # nothing there: to be dropped and counted later
         ({}, {"prompt": None, "chosen": "a", "rejected": None}, ("", "a", "")),
         ({}, {"prompt": [USER], "chosen": [GOOD], "rejected": None}, ([USER], [GOOD], "")),
+        ({}, {"chosen": [USER, GOOD], "rejected": None}, ("", [USER, GOOD], "")),
     ],
 )
 def test_prompt_and_sides_of_a_row(flags, row, expected):
@@ -666,6 +678,13 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
         "with one that changes the prompt's tokens, 2 with chosen equal to rejected and 2 longer "
         f"than --max-length {flags['max_length']}"
     )
+
+
+def test_an_empty_prompt_is_counted_in_a_chat_too(tmp_path, capsys):
+    rows = [{"prompt": None, "chosen": " a film", "rejected": " it"}]
+    rows.append({"prompt": "on wednesday", "chosen": " a film", "rejected": " it"})
+    (pair,) = preferences(tmp_path, rows, chat=True, chat_template=CHAT)
+    assert "dropped 1 with an empty prompt or side" in capsys.readouterr().out
 
 
 def test_content_in_parts_is_not_empty(tmp_path):
