@@ -118,7 +118,7 @@ class Args:
     """c, weight of the term that keeps r_w + r_l near 0 (Eisenstein et al.: 0.01)."""
 
     # --- optimisation ---
-    epochs: float = 4.0
+    epochs: float = 3.0
     """Passes over the training pairs."""
     batch_size: int = 32
     """Pairs an optimiser step."""

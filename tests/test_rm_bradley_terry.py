@@ -683,7 +683,7 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
 def test_an_empty_prompt_is_counted_in_a_chat_too(tmp_path, capsys):
     rows = [{"prompt": None, "chosen": " a film", "rejected": " it"}]
     rows.append({"prompt": "on wednesday", "chosen": " a film", "rejected": " it"})
-    (pair,) = preferences(tmp_path, rows, chat=True, chat_template=CHAT)
+    assert len(preferences(tmp_path, rows, chat=True, chat_template=CHAT)) == 1
     assert "dropped 1 with an empty prompt or side" in capsys.readouterr().out
 
 
