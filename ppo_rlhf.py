@@ -171,7 +171,7 @@ class Args:
     """End a rollout's passes after one whose last minibatch had a larger policy/approx_kl."""
 
     # --- KL to the reference ---
-    beta: float = 0.15
+    beta: float = 0.2
     """Coefficient of the KL; at 0 no reference model is loaded."""
     kl_placement: Literal["reward", "loss"] = "reward"
     """In the rewards, as k1, through the advantages; or in the loss, as k2 (see above)."""
@@ -310,8 +310,8 @@ def clipped_value_loss(
         clip: eps_v; None for 1/2 (V - R)^2.
 
     Returns:
-        (B, L). Where a value has moved from V_old by more than the clip towards R, the loss is
-        constant and the gradient 0; where it moved away from R, the gradient stays.
+        (B, L). Where a value has moved from V_old by more than the clip and is nearer to R for it
+        than the clipped one, the loss is constant and the gradient 0; if farther, it stays.
     """
     loss = (values - returns).square()
     if clip is not None:
@@ -610,6 +610,7 @@ def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
     config = load("--model", args.model, AutoConfig.from_pretrained, num_labels=1)
     torch.manual_seed(args.seed)
     critic = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    critic.get_input_embeddings().padding_idx = None  # as in load_model
     return critic.to(device).eval()
 
 
@@ -921,6 +922,10 @@ def check_args(args: Args) -> None:
     require(
         args.kl_target is None or args.beta > 0,
         "--kl-target adapts --beta, which must be more than 0 to begin with",
+    )
+    require(
+        args.kl_target is None or args.kl_horizon >= args.prompts_per_rollout,
+        f"--kl-horizon {args.kl_horizon} must be at least --prompts-per-rollout, or beta may jump",
     )
     rewards = len(args.reward_fn) + bool(args.reward_model)
     require(

@@ -148,6 +148,7 @@ def test_grpo_flags(flags, message, tmp_path):
         (dict(target_kl=-1.0), "--target-kl must be more than 0 or None"),
         (dict(kl_target=0.0), "--kl-target must be more than 0 or None"),
         (dict(kl_horizon=0.0), "--kl-horizon must be more than 0"),
+        (dict(kl_horizon=3.0, kl_target=1.0), "--kl-horizon 3.0 must be at least --prompts-per"),
         (dict(critic_learning_rate=0.0), "--critic-learning-rate must be more than 0"),
         (dict(temperature=0.0), "--temperature must be more than 0"),
         (dict(max_new_tokens=-1), "--max-new-tokens must be more than 0"),

@@ -602,7 +602,7 @@ def test_the_critic_starts_as_the_policy_with_a_new_head():
     assert all(p.requires_grad for p in critic.parameters()) and not critic.training
 
 
-@pytest.mark.parametrize("critic_init", ["reward_model", "sft"])
+@pytest.mark.parametrize("critic_init", ["reward_model", "sft", "scratch"])
 def test_the_critic_learns_the_embedding_of_the_padding_id(critic_init):
     # Where pad == eos it is a real token, which torch would leave out.
     critic = load_critic(Args(critic_init=critic_init), torch.device("cpu"))
@@ -661,7 +661,7 @@ def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(
     assert [call["temperature"] for call in rollouts] == [0.3, temperature, temperature, 0.3]
     policy, reward_model = plain_policy(), plain_reward_model()
     mean = reward_model.config.score_mean
-    assert mean > 1  # the test needs one that shows
+    assert abs(mean) > 0.01  # the test needs one that shows
     scores = []
     rollout = rollouts[1]["result"]  # after that of the evaluation
     for i, (ids, real, sampled) in enumerate(
