@@ -30,10 +30,10 @@ Run it:
         --epochs 1 --learning-rate 1e-5                    # one GPU, a model and chats from the hub
     python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__...      # go on after a crash
 
-A healthy run: the first loss is near ln 2 = 0.69, a coin's; `eval/accuracy` rises to about the rate
-at which people agree with each other, seldom above 0.8 on real data; `eval/calibration_error` stays
-below a few per cent. If `eval/loss` rises while `reward/accuracy` goes to 1, it learns by heart:
-fewer epochs.
+A healthy run: the first loss is near ln 2 = 0.69, a coin's; `eval/pair_accuracy` rises to about the
+rate at which people agree with each other, seldom above 0.8 on real data; the calibration error
+`eval/calibration_error` stays below a few per cent. If `eval/loss` rises while `reward/accuracy`
+goes to 1, it learns by heart: fewer epochs.
 """
 
 import itertools
@@ -668,7 +668,7 @@ def main(args: Args) -> Path:
         (run_dir / "calibration.json").write_text(json.dumps(table, indent=2) + "\n")
         metrics = {
             "eval/loss": loss.mean().item(),
-            "eval/accuracy": (chosen > rejected).float().mean().item(),
+            "eval/pair_accuracy": (chosen > rejected).float().mean().item(),
             "eval/margin": (chosen - rejected).mean().item(),
             "eval/calibration_error": error,
             "eval/score_chosen": chosen.mean().item(),

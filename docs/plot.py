@@ -26,12 +26,13 @@ def main(args: Args) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plainrlhf"})
     size = (11 / 3 * len(args.metrics), 3)
     figure, axes = plt.subplots(1, len(args.metrics), figsize=size, layout="constrained")
-    for run in args.runs:
+    for number, run in enumerate(args.runs):
         value = json.loads((run / "args.json").read_text())[args.label]
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for axis, name in zip(axes, args.metrics, strict=True):
             points = [(row["step"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*points, strict=True), lw=1, label=f"{args.label} {value}")
+            style = {"lw": 1, "color": f"C{number}", "label": f"{args.label} {value}"}
+            axis.plot(*zip(*points, strict=True), **style)
     for axis, name in zip(axes, args.metrics, strict=True):
         axis.set(title=name, xlabel="step")
         axis.grid(alpha=0.3)

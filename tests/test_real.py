@@ -80,7 +80,7 @@ def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
     )
     rm_dir = rm_bradley_terry.main(args)
     assert "500 pairs; dropped" in capsys.readouterr().out  # one pair joins without a space
-    assert metrics_of(rm_dir)[-1]["eval/accuracy"] >= 0.75
+    assert metrics_of(rm_dir)[-1]["eval/pair_accuracy"] >= 0.75
 
     args = ppo_rlhf.Args(
         model=STORIES_MODEL,
