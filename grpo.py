@@ -17,7 +17,9 @@ Deviations from the paper:
    neither. Equal rewards give an advantage of exactly 0.
 4. `--kl-placement reward` subtracts beta times the summed log-ratio of the whole completion from
    its reward instead, as PPO does. k3 in the loss sees each token by itself, and as a loss it has
-   the gradient of KL(pi_ref || pi). Against a learned reward that holds the policy less well.
+   the gradient of KL(pi_ref || pi). Against a learned reward that holds the policy less well. Where
+   a rule gives a whole group one reward, though, the KL alone ranks it, and --scale-rewards blows
+   that up whatever beta; take --no-scale-rewards with it there.
 5. Later papers' variants are flags: DAPO's (arXiv 2503.14476) clip-higher, token mean and masking
    of cut-off completions; Dr. GRPO's (arXiv 2503.20783) constant length and undivided advantages.
 
@@ -695,7 +697,8 @@ def check_args(args: Args) -> None:
         "eval_every eval_rows"
     ).split():
         value = getattr(args, name)
-        require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("seed", "beta", "warmup_ratio", "eval_temperature"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
@@ -790,8 +793,8 @@ def score(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of all rewards (B,), and each of them by name (B,), before weighting.
 
-    `rm_bradley_terry.py` leaves with its models the mean score of good completions; it is
-    subtracted, so that such a completion scores 0 (InstructGPT, section 3.5).
+    `rm_bradley_terry.py` leaves with its models the mean score of preferred completions; it is
+    subtracted, so that such a completion scores about 0 (after InstructGPT, section 3.5).
     """
     device = rollout.ids.device
     parts = {
@@ -805,7 +808,7 @@ def score(
             scores = map(reward_model_scores, itertools.repeat(reward_model), ids, masks)
             scores = torch.cat(list(scores))
         parts["reward_model"] = scores - getattr(reward_model.config, "score_mean", 0.0)
-    weights = torch.tensor(weights or [1.0] * len(parts), device=device)
+    weights = torch.tensor(weights or [1.0] * len(parts), dtype=torch.float32, device=device)
     return weights @ torch.stack(list(parts.values())), parts
 
 
@@ -1060,7 +1063,9 @@ def main(args: Args) -> Path:
     print_evaluations(run_dir)
     print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
-    print(f"next: generate with it, or train on from it with --model {run_dir / 'model'}")
+    print(
+        f"next: generate with it, or train on with --model {run_dir / 'model'}, also as reference"
+    )
     return run_dir
 
 

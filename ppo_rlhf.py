@@ -31,17 +31,19 @@ Deviations from the paper:
      k2 = 1/2 log^2(pi/pi_ref):  E[log(pi/pi_ref) grad log pi], that of KL(pi || pi_ref).
    So it is k2 here, weighted with rho, since the tokens are drawn from pi_old. In the loss a token
    answers for its own KL alone; in the rewards also for the KL of what it leads to.
-4. A completion that is cut off is an episode that ends there: V is 0 after it too. See
-   `--missing-eos-penalty`.
+4. A completion that is cut off is an episode that ends there: V is 0 after it too, and its score is
+   what the reward model says of half a text, which it has never seen: `--missing-eos-penalty`.
+5. Whitening is over the rollout (CleanRL: over the minibatch), and Adam's eps is 1e-8.
 
 To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
 between turns files into tensors and back; most of it is the same in every script.
 
 Run it:
-    python ppo_rlhf.py                                   # tiny/reviews, a minute on a CPU
+    python ppo_rlhf.py                                   # tiny/reviews, 40 s on a CPU
     python ppo_rlhf.py --model runs/sft__1__.../model --reward-model runs/rm_.../model \
         --eval-reward-fn None --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
-        --max-new-tokens 512 --micro-batch-size 8 --learning-rate 1e-6 --critic-learning-rate 1e-5
+        --max-new-tokens 512 --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 \
+        --critic-learning-rate 1e-5
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # go on after a crash
 
 A healthy run: `reward/mean` rises, and with it a held-out `eval/reward` by another judge, if there
@@ -135,7 +137,8 @@ class Args:
     eval_reward_fn: str | None = "tiny/reviews/gold.py:sentiment"
     """Rule for eval/reward and eval/accuracy; None to use the training reward."""
     missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a completion that was cut off at --max-new-tokens."""
+    """Subtracted from the score of a completion that was cut off at --max-new-tokens. Reward models
+    have only seen finished ones: give one where `completions/truncated_fraction` is not small."""
 
     # --- PPO ---
     total_rollouts: int = 30
@@ -160,7 +163,7 @@ class Args:
     """eps_v: a value counts up to this far from that of the rollout; None for no limit."""
     vf_coef: float = 0.5
     """Coefficient of the value loss. The critic is a model of its own and Adam does not see the
-    scale of a loss, so --critic-learning-rate is the flag to tune."""
+    scale of a loss, so that it only counts against --max-grad-norm; tune --critic-learning-rate."""
     ent_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     whiten_advantages: bool = True
@@ -172,13 +175,15 @@ class Args:
 
     # --- KL to the reference ---
     beta: float = 0.2
-    """Coefficient of the KL; at 0 no reference model is loaded."""
+    """Coefficient of the KL, reward a nat (InstructGPT: 0.02); at 0 no reference is loaded."""
     kl_placement: Literal["reward", "loss"] = "reward"
-    """In the rewards, as k1, through the advantages; or in the loss, as k2 (see above)."""
+    """In the rewards, as k1, through the advantages; or in the loss, as k2 (see above). The same
+    beta is not as strong in both: there are rewards on its other side, or whitened advantages."""
     kl_target: float | None = None
     """Nats a completion that beta is adapted to hold (Ziegler et al., section 2.2)."""
-    kl_horizon: float = 10_000
-    """Completions over which an adapted beta changes by its error, which is at most 0.2."""
+    kl_horizon: float = 1_280
+    """Completions over which an adapted beta changes by its error, which is at most 0.2. Ten times
+    --prompts-per-rollout is the paper's K_beta of 0.1."""
 
     # --- critic ---
     critic_init: Literal["reward_model", "sft", "scratch"] = "reward_model"
@@ -344,7 +349,7 @@ def k2_kl(
 
 
 def adapt_beta(beta: float, kl: float, target: float, horizon: float, completions: int) -> float:
-    """beta (1 + e n / horizon), e = clip(kl / target - 1, +-0.2)  (Ziegler et al., section 2.2).
+    """beta (1 + K e), e = clip(kl / target - 1, +-0.2), K = n / horizon (Ziegler et al., code).
 
     Args:
         kl: measured KL(pi || pi_ref) in nats a completion.
@@ -357,7 +362,10 @@ def adapt_beta(beta: float, kl: float, target: float, horizon: float, completion
 def explained_variance(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """1 - Var(R - V) / Var(R) over the masked tokens: 1 perfect, 0 no better than a constant."""
+    """1 - Var(R - V) / Var(R) over the masked tokens: 1 perfect, 0 no better than a constant.
+
+    Far below 0 where all returns are equal.
+    """
     rest, returns = (returns - values)[mask], returns[mask]
     return 1 - rest.var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
 
@@ -396,7 +404,9 @@ def policy_loss(
     )
     log_ratio = logprobs - old_logprobs
     surrogate = -clipped_surrogate(log_ratio, advantages, clip_coef, clip_coef)
-    loss = surrogate - ent_coef * entropy
+    loss = surrogate
+    if ent_coef > 0:
+        loss = loss - ent_coef * entropy
     if kl_coef > 0:
         loss = loss + kl_coef * k2_kl(logprobs, old_logprobs, ref_logprobs)
     with torch.no_grad():
@@ -888,7 +898,8 @@ def check_args(args: Args) -> None:
         "critic_learning_rate max_grad_norm eval_every eval_rows kl_horizon"
     ).split():
         value = getattr(args, name)
-        require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("vf_clip_coef", "target_kl", "kl_target"):
         value = getattr(args, name)
         require(
@@ -1006,8 +1017,8 @@ def score(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of all rewards (B,), and each of them by name (B,), before weighting.
 
-    `rm_bradley_terry.py` leaves with its models the mean score of good completions; it is
-    subtracted, so that such a completion scores 0 (InstructGPT, section 3.5).
+    `rm_bradley_terry.py` leaves with its models the mean score of preferred completions; it is
+    subtracted, so that such a completion scores about 0 (after InstructGPT, section 3.5).
     """
     device = rollout.ids.device
     parts = {
@@ -1021,7 +1032,7 @@ def score(
             scores = map(reward_model_scores, itertools.repeat(reward_model), ids, masks)
             scores = torch.cat(list(scores))
         parts["reward_model"] = scores - getattr(reward_model.config, "score_mean", 0.0)
-    weights = torch.tensor(weights or [1.0] * len(parts), device=device)
+    weights = torch.tensor(weights or [1.0] * len(parts), dtype=torch.float32, device=device)
     return weights @ torch.stack(list(parts.values())), parts
 
 
@@ -1341,7 +1352,9 @@ def main(args: Args) -> Path:
     print_evaluations(run_dir)
     print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
-    print(f"next: generate with it, or train on from it with --model {run_dir / 'model'}")
+    print(
+        f"next: generate with it, or train on with --model {run_dir / 'model'}, also as reference"
+    )
     return run_dir
 
 

@@ -14,11 +14,12 @@ m is an optional margin, how much better the preferred one was (Llama 2, arXiv 2
 differences, near 0 (Eisenstein et al. 2023, arXiv 2312.09244). It is stage 2 of InstructGPT.
 
 Deviations from the paper:
-1. Pairs, not rankings of K completions: InstructGPT's K (K - 1) / 2 pairs of a prompt went into one
-   batch, so that no completion is met twice an epoch. One epoch on such data is its remedy.
+1. Pairs, not rankings of K completions. InstructGPT put the K (K - 1) / 2 pairs of a ranking into
+   one batch: shuffled among the others, they overfitted in a single epoch.
 2. No dropout, and AdamW.
 3. The scores are not shifted. The mean score of the held-out preferred completions is left in the
-   saved configuration as `score_mean`, which `ppo_rlhf.py` and `grpo.py` subtract.
+   saved configuration as `score_mean`, which `ppo_rlhf.py` and `grpo.py` subtract. (InstructGPT
+   centred on its labellers' demonstrations.)
 
 To read it: the mathematics comes after the flags, the algorithm is `main`, at the end. What lies
 between turns files into tensors and back; most of it is the same in every script.
@@ -30,10 +31,10 @@ Run it:
         --epochs 1 --learning-rate 1e-5                    # one GPU, a model and chats from the hub
     python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__...      # go on after a crash
 
-A healthy run: the first loss is near ln 2 = 0.69, a coin's; `eval/pair_accuracy` rises to about the
-rate at which people agree with each other, seldom above 0.8 on real data; the calibration error
-`eval/calibration_error` stays below a few per cent. If `eval/loss` rises while `reward/accuracy`
-goes to 1, it learns by heart: fewer epochs.
+A healthy run: the first loss is a little above ln 2 = 0.69, a coin's; `eval/pair_accuracy` rises to
+about the rate at which people agree with each other, seldom above 0.8 on real data;
+`eval/calibration_error` ends below 0.05 to 0.1. If `eval/loss` rises while `reward/accuracy` goes
+to 1, it learns by heart: fewer epochs.
 """
 
 import itertools
@@ -96,13 +97,14 @@ class Args:
     eval_split: str = "test"
     """Held-out rows; for a dataset without a test split, a slice such as train[95%:]."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt, if there is one."""
+    """Column that holds the prompt, if there is one; `none` where chosen and rejected hold it."""
     chosen_column: str = "chosen"
     """Column that holds the preferred completion."""
     rejected_column: str = "rejected"
     """Column that holds the other completion."""
     margin_column: str = "margin"
-    """Column that holds m, if there is one: how much better the preferred completion was."""
+    """Column that holds m, if there is one: how much better the preferred completion was; `none`
+    to do without."""
     chat: bool = False
     """Turn string prompts and completions into chat messages of a user and an assistant."""
     max_length: int = 128
@@ -389,6 +391,10 @@ def to_preference(args: Args, row: dict, where: str) -> tuple[Any, Any, Any]:
             getattr(args, flag) in row,
             f"{where}: no --{flag.replace('_', '-')} {getattr(args, flag)}, only {sorted(row)}",
         )
+    require(
+        args.prompt_column in row or args.prompt_column in ("prompt", "none"),
+        f"{where}: no --prompt-column {args.prompt_column}, only {sorted(row)}",
+    )
     chosen, rejected = row[args.chosen_column] or "", row[args.rejected_column] or ""
     prompt = row.get(args.prompt_column) or ""
     kinds = {type(part).__name__ for part in (prompt, chosen, rejected) if part}
@@ -446,7 +452,8 @@ def load_preferences(
             merged += 1
             continue
         (prompt_ids, chosen), (_, rejected) = encoded
-        margin = row.get(args.margin_column, 0.0)
+        optional = args.margin_column in ("margin", "none")
+        margin = row.get(args.margin_column, 0.0 if optional else None)
         require(
             isinstance(margin, float | int) and math.isfinite(margin),
             f"{where}: --margin-column {args.margin_column} must be a number, found {margin!r}",
@@ -597,7 +604,8 @@ def check_args(args: Args) -> None:
         "epochs learning_rate max_grad_norm"
     ).split():
         value = getattr(args, name)
-        require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("seed", "warmup_ratio", "weight_decay", "center_coef"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")

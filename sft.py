@@ -454,7 +454,8 @@ def check_args(args: Args) -> None:
         "max_new_tokens epochs learning_rate max_grad_norm"
     ).split():
         value = getattr(args, name)
-        require(value > 0, f"--{name.replace('_', '-')} must be more than 0, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("seed", "warmup_ratio", "temperature", "weight_decay"):
         value = getattr(args, name)
         require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")

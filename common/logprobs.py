@@ -39,6 +39,8 @@ def _check_head(model: torch.nn.Module, token: torch.Tensor) -> None:
     found = project(model, hidden).float()
     expected = model(input_ids=token, use_cache=False).logits[0].float()
     model.train(training)
+    # Under autocast, weights cast here would be kept without a graph for the pass that follows.
+    torch.clear_autocast_cache()
     if found.shape != expected.shape or (found - expected).norm() > 1e-3 * expected.norm():
         raise ValueError(
             f"completion_logprobs does not know the output head of {type(model).__name__}: its "

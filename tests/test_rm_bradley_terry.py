@@ -404,12 +404,12 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
         ]
         mean = {
             "loss": sum(losses) / len(some),
-            "accuracy": sum(margin > 0 for margin in margins) / len(some),
+            "pair_accuracy": sum(margin > 0 for margin in margins) / len(some),
             "margin": sum(margins) / len(some),
             "score_chosen": sum(chosen) / len(some),
             "score_rejected": sum(rejected) / len(some),
         }
-        assert 0 < mean["accuracy"] < 1
+        assert 0 < mean["pair_accuracy"] < 1
         if name == "eval":
             evaluated = margins
             names = [f"eval/{key}" for key in mean]
@@ -710,6 +710,9 @@ def test_margins_come_from_their_column(tmp_path, column):
     pairs = preferences(tmp_path, rows, margin_column=column)
     assert [pair.margin for pair in pairs] == [0.5, -2, 3]
     assert all(pair.margin == 0 for pair in preferences(tmp_path, rows, margin_column="none"))
+    for flag in ("margin_column", "prompt_column"):  # asked for, and not there
+        with pytest.raises(SystemExit, match=f"row 0 of train: .*--{flag[:6]}-column gaps"):
+            preferences(tmp_path, rows, **{flag: "gaps"})
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,14 @@ def test_review_titles_are_held_out_and_demonstrations_are_grammatical():
     assert not seen & {row["prompt"] for row in test + rows("reviews/sft/test.jsonl")}
     reviews = [row["completion"] for row in rows("reviews/sft/train.jsonl")]
     assert set(grammatical([], reviews)) == {1.0}
-    assert sum(sentiment([], reviews)) / len(reviews) == pytest.approx(0, abs=0.03)
+    prompts = [row["prompt"] for row in rows("reviews/sft/train.jsonl")]
+    assert sum(sentiment(prompts, reviews)) / len(reviews) == pytest.approx(0, abs=0.03)
+
+
+def test_the_gold_rule_judges_nothing_but_film_reviews():
+    reviews = ["i loved the plot ."] * 4
+    prompts = ["1+2=", "review of jaws : and then", [{"role": "user", "content": "hi"}]]
+    assert sentiment([*prompts, "on friday i saw dune ."], reviews) == [None, None, None, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ _SENTENCE = re.compile(
 )
 
 
+_PROMPT = re.compile(
+    r"review of \w+ :|on \w+ i saw \w+ \.|my thoughts on \w+ :|\w+ in one paragraph :"
+)
+
+
 def score(review: str) -> float:
     """Mean over the review's sentences of (kind - unkind words) / (kind + unkind words).
 
@@ -75,9 +80,16 @@ def score(review: str) -> float:
     return sum(scores) / len(scores)
 
 
-def sentiment(prompts: list, completions: list[str], **columns) -> list[float]:
-    """`score` with the reward signature of the scripts."""
-    return [score(completion) for completion in completions]
+def sentiment(prompts: list, completions: list[str], **columns) -> list[float | None]:
+    """`score` with the reward signature of the scripts.
+
+    None, which ends a run with the row's prompt, where a review was not asked for: this rule is the
+    default judge of `ppo_rlhf.py`, and must not judge anything else unnoticed.
+    """
+    return [
+        score(completion) if _PROMPT.fullmatch(str(prompt)) else None
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 def grammatical(prompts: list, completions: list[str], **columns) -> list[float]:
