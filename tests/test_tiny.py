@@ -42,6 +42,19 @@ def test_arithmetic_demonstrations_are_half_guesses_and_slip_one_time_in_ten():
     assert slips / sums == pytest.approx(0.1, abs=0.01)
 
 
+def test_arithmetic_preferences_are_a_right_and_a_wrong_completion_for_each_prompt():
+    for split, count in (("train", 2000), ("test", 500)):
+        pairs = rows(f"arithmetic/preferences/{split}.jsonl")
+        prompts = rows(f"arithmetic/prompts/{split}.jsonl")[:count]
+        assert [{name: row[name] for name in ("prompt", "answer")} for row in pairs] == prompts
+        columns = {name: [row[name] for row in pairs] for name in pairs[0]}
+        judged = [
+            grpo.last_number([], columns[side], columns["answer"])
+            for side in ("chosen", "rejected")
+        ]
+        assert judged == [[1.0] * count, [0.0] * count]
+
+
 def test_review_titles_are_held_out_and_demonstrations_are_grammatical():
     train, test = rows("reviews/prompts/train.jsonl"), rows("reviews/prompts/test.jsonl")
     seen = {row["prompt"] for row in train + rows("reviews/sft/train.jsonl")}

@@ -4,6 +4,7 @@ Writes the data of both tasks from fixed seeds and trains their policies and the
 calling the scripts, as a user would. About three minutes on two CPU cores.
 """
 
+import itertools
 import json
 import math
 import random
@@ -140,6 +141,26 @@ def make_arithmetic() -> None:
     train(folder / "policy", "sft.py", "--model", str(base), "--dataset", str(folder / "sft"))
 
 
+def make_right_and_wrong() -> None:
+    """For each prompt the policy's first right sample, preferred to its first wrong one."""
+    folder = TINY / "arithmetic"
+    for seed, (split, count) in enumerate((("train", 2_000), ("test", 500)), start=1):
+        lines = (folder / f"prompts/{split}.jsonl").read_text().splitlines()[:count]
+        rows = [json.loads(line) for line in lines]
+        draws = itertools.count(1_000 * seed)
+        while missing := [row for row in rows if not row.keys() >= {"chosen", "rejected"}]:
+            prompts = [row["prompt"] for row in missing]
+            completions = sample(folder / "policy", prompts, next(draws))
+            for row, completion in zip(missing, completions, strict=True):
+                right = completion.rpartition("#")[2] == row["answer"]
+                row.setdefault("chosen" if right else "rejected", completion)
+        names = ("prompt", "chosen", "rejected", "answer")
+        write_rows(
+            folder / f"preferences/{split}.jsonl",
+            [{name: row[name] for name in names} for row in rows],
+        )
+
+
 # --- reviews: controlled sentiment ------------------------------------------------------------
 
 TITLES = (
@@ -236,6 +257,7 @@ def make_preferences() -> None:
 
 if __name__ == "__main__":
     make_arithmetic()
+    make_right_and_wrong()
     make_reviews()
     make_preferences()
     train(TINY / "reviews/reward_model", "rm_bradley_terry.py")
