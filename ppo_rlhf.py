@@ -672,7 +672,8 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
     try:
         return loader(source, **options)
     except Exception as error:  # whatever is wrong with it, it is the user's input
-        raise SystemExit(f"error: {flag} {source}: {error.__cause__ or error}") from None
+        reason = str(error.__cause__ or error) or type(error).__name__
+        raise SystemExit(f"error: {flag} {source}: {reason}") from None
 
 
 def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:

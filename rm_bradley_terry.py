@@ -304,7 +304,8 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
     try:
         return loader(source, **options)
     except Exception as error:  # whatever is wrong with it, it is the user's input
-        raise SystemExit(f"error: {flag} {source}: {error.__cause__ or error}") from None
+        reason = str(error.__cause__ or error) or type(error).__name__
+        raise SystemExit(f"error: {flag} {source}: {reason}") from None
 
 
 def apply_chat_template(
@@ -429,7 +430,7 @@ def to_preference(args: Args, row: dict, where: str) -> tuple[Any, Any, Any]:
 def is_blank(part: str | list) -> bool:
     """Whether a prompt or a side, a string or chat messages, ends with nothing."""
     last = part[-1] if isinstance(part, list) and part else part
-    text = last.get("content") if isinstance(last, dict) else last
+    text = last.get("content", last) if isinstance(last, dict) else last
     return not str(text or "").strip()
 
 
