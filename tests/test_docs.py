@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 
+import dpo
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
 import sft
 
 PAGES = [Path("README.md"), Path("tiny/README.md"), *Path("docs").glob("*.md")]
-SCRIPTS = {"sft": sft, "rm_bradley_terry": rm_bradley_terry, "ppo_rlhf": ppo_rlhf, "grpo": grpo}
+SCRIPTS = {
+    "sft": sft,
+    "rm_bradley_terry": rm_bradley_terry,
+    "ppo_rlhf": ppo_rlhf,
+    "grpo": grpo,
+    "dpo": dpo,
+}
 GROUPS = "reward|objective|policy|value|completions|eval|time"
 SOURCES = {
     path: path.read_text() for pattern in ("*.py", "*/*.py") for path in Path().glob(pattern)
@@ -57,6 +64,7 @@ def test_every_logged_metric_is_on_the_page(name, tmp_path):
         "rm_bradley_terry": dict(epochs=0.01, eval_rows=4, eval_samples=2),
         "ppo_rlhf": dict(total_rollouts=1, prompts_per_rollout=4, eval_rows=4),
         "grpo": dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, eval_rows=4),
+        "dpo": dict(epochs=0.01, eval_rows=4),
     }
     script = SCRIPTS[name]
     run_dir = script.main(script.Args(output_dir=str(tmp_path), **small[name]))

@@ -13,12 +13,20 @@ from transformers import (
     AutoTokenizer,
 )
 
+import dpo
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
 import sft
 
-SCRIPTS = {"sft": sft, "rm_bradley_terry": rm_bradley_terry, "ppo_rlhf": ppo_rlhf, "grpo": grpo}
+SCRIPTS = {
+    "sft": sft,
+    "rm_bradley_terry": rm_bradley_terry,
+    "ppo_rlhf": ppo_rlhf,
+    "grpo": grpo,
+    "dpo": dpo,
+}
+PAIRED = pytest.mark.parametrize("name", ["rm_bradley_terry", "dpo"])
 EACH = pytest.mark.parametrize("name", SCRIPTS)
 REWARDED = pytest.mark.parametrize("name", ["ppo_rlhf", "grpo"])
 TINY = {
@@ -28,6 +36,7 @@ TINY = {
     "grpo": dict(
         total_rollouts=2, prompts_per_rollout=2, group_size=2, num_minibatches=1, eval_rows=4
     ),
+    "dpo": dict(epochs=0.01, batch_size=16, eval_rows=4),
 }
 
 
@@ -170,6 +179,25 @@ def test_reward_model_flags(flags, message, tmp_path):
     fails("rm_bradley_terry", tmp_path, message, **flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(beta=0.0), "--beta must be more than 0"),
+        (dict(beta=math.inf), "--beta must be more than 0"),
+        (dict(label_smoothing=0.5), "--label-smoothing must be at least 0 and less than 0.5"),
+        (dict(label_smoothing=-0.1), "--label-smoothing must be at least 0 and less than 0.5"),
+        (dict(label_smoothing=0.1, loss="ipo"), "--label-smoothing 0.1 belongs to --loss dpo"),
+        (dict(nll_coef=-0.1), "--nll-coef must not be negative"),
+        (dict(temperature=0.0), "--temperature must be more than 0"),
+        (dict(max_new_tokens=0), "--max-new-tokens must be more than 0"),
+        (dict(epochs=0.0), "--epochs must be more than 0"),
+        (dict(max_new_tokens=124), "--max-new-tokens 124, is more than the 128 positions"),
+    ],
+)
+def test_dpo_flags(flags, message, tmp_path):
+    fails("dpo", tmp_path, message, **flags)
+
+
 @EACH
 def test_several_processes_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -258,7 +286,7 @@ def test_dataset_folder_split_and_file(name, tmp_path):
 @EACH
 def test_columns(name, tmp_path):
     data = dataset(tmp_path, [{"question": "1+2=", "reply": "#3"}])
-    column = "chosen" if name == "rm_bradley_terry" else "prompt"
+    column = "chosen" if name in ("rm_bradley_terry", "dpo") else "prompt"
     fails(name, tmp_path, f"row 0 of train: no --{column}-column {column}, only", dataset=data)
 
 
@@ -317,9 +345,15 @@ def test_two_bos(name, tmp_path):
 def test_no_row_left(name, tmp_path):
     data = dataset(tmp_path, [row_of("", "#3")])
     fails(name, tmp_path, "nothing is left of train: 0", dataset=data)
-    rows = {"sft": 6400, "rm_bradley_terry": 2000, "ppo_rlhf": 240, "grpo": 4000}[name]
+    dropped = {
+        "sft": "6400 longer",
+        "rm_bradley_terry": "2000 longer",
+        "ppo_rlhf": "240 longer",
+        "grpo": "4000 longer",
+        "dpo": "2000 whose prompt leaves no room",
+    }[name]
     flag = "max_prompt_length" if name in ("ppo_rlhf", "grpo") else "max_length"
-    fails(name, tmp_path, f"{rows} longer", **{flag: 4})
+    fails(name, tmp_path, dropped, **{flag: 4})
 
 
 @pytest.mark.parametrize("turns", [["hello", "hi"], [{"role": "user", "content": "hello"}], []])
@@ -339,7 +373,6 @@ def test_prompt_and_completion_of_different_kinds(tmp_path):
         (dict(prompt="1+2=", chosen=["#3"], rejected=["#4"]), "--prompt-column none"),
         (dict(prompt=["1+2="], chosen=["#3"], rejected=["#4"]), "chat messages, but the tokenizer"),
         (dict(prompt="1+2=", chosen=3, rejected=4), "must all be strings or all lists"),
-        (dict(prompt="1+2=", chosen="#3", rejected="#4", margin="much"), "--margin-column margin"),
         (dict(chosen=[1, 2], rejected=[3, 2]), "must be the same up to their last message"),
         (dict(prompt="1+2=", chosen="#3", rejected=" "), "dropped 1 with an empty prompt or side"),
         (dict(prompt="1+2=", chosen="#3", rejected=None), "dropped 1 with an empty prompt or side"),
@@ -347,10 +380,32 @@ def test_prompt_and_completion_of_different_kinds(tmp_path):
         (dict(chosen="#3", rejected="+3"), "dropped 1 with an empty prompt or side"),
     ],
 )
-def test_pairs_that_cannot_be_compared(row, message, tmp_path):
+@PAIRED
+def test_pairs_that_cannot_be_compared(name, row, message, tmp_path):
     data = dataset(tmp_path, [row])
-    text = fails("rm_bradley_terry", tmp_path, message, dataset=data)
+    text = fails(name, tmp_path, message, dataset=data, model="tiny/arithmetic/policy")
     assert "row 0 of train" in text or "nothing is left of train: 0 of 1 pairs" in text
+
+
+@PAIRED
+def test_messages_in_another_format(name, tmp_path):
+    turns = [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "#3"}]
+    rows = [{"chosen": turns, "rejected": [turns[0], {"from": "gpt", "value": "#4"}]}]
+    flags = dict(dataset=dataset(tmp_path, rows), model=model_with_template(tmp_path, "x"))
+    fails(name, tmp_path, "row 0 of train: every chat message needs a role and a content", **flags)
+
+
+@EACH
+def test_empty_file(name, tmp_path):
+    data = dataset(tmp_path, [])
+    text = fails(name, tmp_path, f"--dataset {data}: ", dataset=data)
+    assert not text.endswith(": ")
+
+
+def test_margin_that_is_no_number(tmp_path):
+    data = dataset(tmp_path, [row_of("1+2=", "#3") | {"margin": "much"}])
+    message = "row 0 of train: --margin-column margin"
+    fails("rm_bradley_terry", tmp_path, message, dataset=data)
 
 
 # --- the reward ---------------------------------------------------------------------------------
@@ -369,6 +424,18 @@ def test_reward_function_that_is_not_there(name, spec, message, tmp_path):
     fails(name, tmp_path, message, reward_fn=(spec,))
     message = message.replace("--reward-fn", "--eval-reward-fn")
     fails(name, tmp_path, message, eval_reward_fn=spec)
+
+
+def test_judge_of_dpo(tmp_path):
+    spec = "no/such.py:f"
+    fails("dpo", tmp_path, f"--eval-reward-fn {spec}: neither", eval_reward_fn=spec)
+    spec = reward_file(tmp_path, "return [None for _ in completions]")
+    text = fails("dpo", tmp_path, "reward function rule returned None", eval_reward_fn=spec)
+    assert "of the prompt '" in text
+    data = dataset(tmp_path, [{"prompt": "1+2=", "chosen": "#3", "rejected": "#4", "right": "3"}])
+    flags = dict(dataset=data, model="tiny/arithmetic/policy", eval_reward_fn="last_number")
+    text = fails("dpo", tmp_path, "missing a required argument: 'answer'", **flags)
+    assert "['right'] (see --answer-column)" in text
 
 
 def test_two_reward_functions_of_one_name(tmp_path):

@@ -1,6 +1,7 @@
 """The scripts learn what the README and the pages say, run as these say."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -80,7 +81,32 @@ def test_ppo_makes_reviews_kind_without_hacking_the_reward_model(seed, tmp_path)
     assert last_mean(rows, "value/explained_variance") > 0.5
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dpo_makes_reviews_kind_without_a_reward_model(seed, tmp_path):
+    _, first, last, _ = learn("dpo.py", tmp_path, seed)
+    assert first["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["eval/pair_accuracy"] == 0.5
+    assert abs(first["eval/reward"]) < 0.1  # the gold reward, which training does not see
+    # The judge that labelled the pairs agrees with the gold reward in 0.88 of them.
+    assert 0.75 <= last["eval/pair_accuracy"] < 0.9
+    assert last["eval/reward"] >= 0.6
+    assert last["eval/kl"] < 10
+    fractions = grammatical([], last_reviews(tmp_path))
+    assert sum(fractions) / len(fractions) >= 0.9
+
+
 ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_dpo_learns_to_show_its_working(seed, tmp_path):
+    flags = (
+        "--model tiny/arithmetic/policy --dataset tiny/arithmetic/preferences "
+        "--eval-reward-fn last_number --max-new-tokens 24"
+    )
+    _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
+    assert 0.25 < first["eval/accuracy"] < 0.42
+    assert last["eval/accuracy"] >= 0.7
 
 
 @pytest.mark.parametrize("seed", ALL_SLOW)

@@ -1,11 +1,14 @@
 """Real models, tokenizers and data through the same code; skipped where they are not at hand."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+from models import tiny_model
 from transformers import AutoTokenizer
 
+import dpo
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
@@ -100,6 +103,38 @@ def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
     assert last["eval/reward"] > first["eval/reward"]
 
 
+@pytest.mark.parametrize(
+    ("data", "flags", "accuracy"),
+    [
+        ("politeness", dict(train_split="train[:50%]", epochs=1.0, learning_rate=5e-4), 0.75),
+        # Right and wrong solutions of sums: a storyteller learns these few by heart and no more.
+        (
+            "gsm8k_solutions",
+            dict(train_split="train[:32]", eval_split="train[90%:]", epochs=4.0, max_length=300),
+            0.0,
+        ),
+    ],
+)
+def test_dpo_on_real_preferences(data, flags, accuracy, tmp_path, capsys):
+    args = dpo.Args(
+        model=STORIES_MODEL,
+        dataset=str(REAL / "data" / data),
+        **{"max_length": 400, "learning_rate": 2e-4, **flags},
+        beta=0.1,
+        batch_size=16,
+        micro_batch_size=8,
+        eval_reward_fn=None,
+        eval_rows=48,
+        max_new_tokens=24,
+        output_dir=str(tmp_path),
+    )
+    rows = metrics_of(dpo.main(args))
+    assert rows[1]["objective/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-1]["objective/loss"] < 0.6
+    assert rows[-1]["eval/pair_accuracy"] >= accuracy
+    assert (", 0 cut off at" not in capsys.readouterr().out) == (data == "gsm8k_solutions")
+
+
 def test_gsm8k_answers_reward_themselves():
     lines = (REAL / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
@@ -121,6 +156,46 @@ def test_phi3_chat_ends_a_turn_at_its_end_token():
     assert completion[-1] == end
     assert completion.count(end) == 1
     assert tokenizer.decode(completion[:-1]).strip() == "Hello."
+
+
+def test_dpo_on_phi3_chats(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "phi-3-mini")
+    tokenizer.save_pretrained(tmp_path / "m")
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "m")
+    question = {"role": "user", "content": "Hi."}
+    good, bad = ({"role": "assistant", "content": text} for text in ("Hello there.", "What?"))
+    rows = {
+        "explicit": {"prompt": [question], "chosen": [good], "rejected": [bad]},
+        "implicit": {"chosen": [question, good], "rejected": [question, bad]},
+    }
+    pairs, losses = [], []
+    for kind, row in rows.items():
+        (tmp_path / kind).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / kind / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+        args = dpo.Args(
+            model=str(tmp_path / "m"),
+            dataset=str(tmp_path / kind),
+            max_length=48,
+            epochs=3.0,
+            batch_size=1,
+            eval_reward_fn=None,
+            max_new_tokens=8,
+            output_dir=str(tmp_path / "runs"),
+        )
+        stop_ids = find_stop_ids(args.model, tokenizer)
+        pairs += dpo.load_preference_pairs(args, "train", tokenizer, stop_ids)
+        losses.append([r["objective/loss"] for r in metrics_of(dpo.main(args))[1:]])
+    assert pairs[0].prompt == pairs[1].prompt
+    assert tokenizer.decode(pairs[0].prompt).endswith("<|assistant|>")
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    for pair in pairs:
+        for side, message in ((pair.chosen, good), (pair.rejected, bad)):
+            assert side[-1] == end  # the turn's, and not the EOS that is also the padding
+            assert tokenizer.decode(side[:-1]).strip() == message["content"]
+    assert losses[0] == losses[1]
+    assert losses[0][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_gpt2_has_no_pad_and_no_bos():

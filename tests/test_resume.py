@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dpo
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
@@ -41,9 +42,17 @@ RUNS = {
         eval_every=3,
         save_every=2,
     ),
+    # Into a second epoch, so that reference log-probs are used again.
+    "dpo": dict(train_split="train[:150]", epochs=2.5, eval_rows=8, eval_every=3, save_every=2),
 }
 STEPS = 12
-SCRIPTS = {"sft": sft, "rm_bradley_terry": rm_bradley_terry, "ppo_rlhf": ppo_rlhf, "grpo": grpo}
+SCRIPTS = {
+    "sft": sft,
+    "rm_bradley_terry": rm_bradley_terry,
+    "ppo_rlhf": ppo_rlhf,
+    "grpo": grpo,
+    "dpo": dpo,
+}
 
 
 def flags(name, output_dir):

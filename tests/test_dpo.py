@@ -1,0 +1,760 @@
+"""dpo.py: the losses, the log-probabilities of pairs, the reference, its data and a real run."""
+
+import functools
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from models import tiny_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dpo
+from dpo import Args, Pair, add_reference, dpo_loss, ipo_loss, pair_logprobs, preference_loss
+
+POLICY = "tiny/reviews/policy"
+EOS = 2
+# Nothing is learned, but all is computed: 1e-30 is lost in the rounding of every weight.
+STILL = dict(learning_rate=1e-30)
+# What the tests count on is named here, so that a default may be tuned. The peak learning rate is
+# large, so that log-ratios are not all near 0.
+SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
+SMALL |= dict(beta=0.5, eval_rows=4, eval_every=100, max_new_tokens=4)
+# Each loss alone, and with all that belongs to it.
+ALONE = [dict(loss="dpo"), dict(loss="ipo")]
+WHOLE = [dict(loss="dpo", label_smoothing=0.2, nll_coef=0.5), dict(loss="ipo", nll_coef=0.5)]
+OBJECTIVES = pytest.mark.parametrize("flags", ALONE + WHOLE)
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def rows_of(split, count):
+    return read(f"tiny/reviews/preferences/{split}.jsonl")[:count]
+
+
+def dataset(tmp_path, train, test=None):
+    (tmp_path / "data").mkdir(exist_ok=True)
+    for split, rows in (("train", train), ("test", test or train)):
+        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    return str(tmp_path / "data")
+
+
+def run(tmp_path, train=20, **flags):
+    """A real run on the first pairs of the reviews, of one step unless told; returns its folder."""
+    if "dataset" not in flags:
+        flags["dataset"] = dataset(tmp_path, rows_of("train", train), rows_of("test", 10))
+    return dpo.main(Args(output_dir=str(tmp_path / "runs"), **{**SMALL, **flags}))
+
+
+def metrics_of(run_dir):
+    return read(run_dir / "metrics.jsonl")
+
+
+def weights_of(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def watch_steps(monkeypatch):
+    """Of each step, the weights with which it met its pairs, and the gradient to be clipped."""
+    steps, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def spy(parameters, max_norm):
+        parameters = list(parameters)
+        weights = [p.detach().clone() for p in parameters]
+        steps.append((weights, [p.grad.clone() for p in parameters], max_norm))
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    return steps
+
+
+def spy_on(monkeypatch, name):
+    """What each call of a function of dpo.py returned."""
+    returned, original = [], getattr(dpo, name)
+
+    def spy(*args, **options):
+        returned.append(original(*args, **options))
+        return returned[-1]
+
+    monkeypatch.setattr(dpo, name, spy)
+    return returned
+
+
+# --- the same with nothing but transformers, one completion at a time, without padding ----------
+
+
+def plain_model(folder=POLICY):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@functools.cache
+def vocabulary():
+    return AutoTokenizer.from_pretrained(POLICY).get_vocab()
+
+
+def ids(words):
+    """The tokens of a review: one for each word."""
+    return [vocabulary()[word] for word in words.split()]
+
+
+def plain_logprobs(model, prompt, completion, temperature=1.0):
+    """log pi of each token of a completion, a list of 0-dimensional tensors."""
+    logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
+    return [
+        logits[len(prompt) + i - 1].log_softmax(dim=0)[token] for i, token in enumerate(completion)
+    ]
+
+
+def plain_sides(model, pair):
+    """log pi of the two completions, (2,)."""
+    sides = (pair.chosen, pair.rejected)
+    return torch.stack([sum(plain_logprobs(model, pair.prompt, side)) for side in sides])
+
+
+def plain_pair(args, policy, reference, row):
+    """Loss and metrics of one pair of reviews, in the formulas' own words."""
+    prompt = ids("<bos> " + row["prompt"])
+    room = args.max_length - len(prompt)
+    sides = [ids(row[side] + " <eos>")[:room] for side in ("chosen", "rejected")]
+    logprobs = [sum(plain_logprobs(policy, prompt, side)) for side in sides]
+    with torch.no_grad():
+        refs = [sum(plain_logprobs(reference, prompt, side)) for side in sides]
+    scales = [len(side) if args.loss == "ipo" else 1 for side in sides]
+    good, bad = ((a - b) / n for a, b, n in zip(logprobs, refs, scales, strict=True))
+    if args.loss == "ipo":
+        loss = (good - bad - 1 / (2 * args.beta)) ** 2
+    else:  # -log sigmoid(x) = log(1 + e^-x)
+        x, eps = args.beta * (good - bad), args.label_smoothing
+        loss = (1 - eps) * torch.log1p(torch.exp(-x)) + eps * torch.log1p(torch.exp(x))
+    loss = loss - args.nll_coef * logprobs[0] / len(sides[0])
+    return loss, {
+        "loss": loss.item(),
+        "reward/chosen": args.beta * good.item(),
+        "reward/rejected": args.beta * bad.item(),
+        "reward/margin": args.beta * (good - bad).item(),
+        "reward/accuracy": float(good > bad),
+        "policy/logprob_chosen": logprobs[0].item(),
+        "policy/logprob_rejected": logprobs[1].item(),
+    }
+
+
+def mean(pairs, name):
+    return sum(pair[name] for pair in pairs) / len(pairs)
+
+
+# --- the losses ---------------------------------------------------------------------------------
+
+LN3 = math.log(3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "beta", "eps", "loss", "slope"),
+    [
+        # h = 0: sigmoid(0) = 1/2, a coin's loss whatever eps, and the slope beta (1/2 - (1 - eps))
+        (0.7, 0.7, 0.5, 0, math.log(2), -0.5 / 2),
+        (-2, -2, 0.5, 0.2, math.log(2), -0.5 * 0.3),
+        # beta h = ln 3: sigmoid = 1 / (1 + 1/3) = 3/4 and 1/4 on the other side
+        (1 + 2 * LN3, 1, 0.5, 0, -math.log(3 / 4), -0.5 / 4),
+        (1, 1 + 2 * LN3, 0.5, 0, -math.log(1 / 4), -0.5 * 3 / 4),
+        (LN3 / 2, -LN3 / 2, 1, 0, -math.log(3 / 4), -1 / 4),  # both sides count
+        # 0.9 of the one and 0.1 of the other: slope beta (0.75 - 0.9) and beta (0.25 - 0.9)
+        (4 * LN3, 0, 0.25, 0.1, -0.9 * math.log(3 / 4) - 0.1 * math.log(1 / 4), -0.25 * 0.15),
+        (0, 4 * LN3, 0.25, 0.1, -0.9 * math.log(1 / 4) - 0.1 * math.log(3 / 4), -0.25 * 0.65),
+        # sigmoid(beta h) = 3/4 = 1 - eps, the label's own certainty: the entropy, and no slope
+        (2 * LN3, 0, 0.5, 0.25, -0.75 * math.log(3 / 4) - 0.25 * math.log(1 / 4), 0),
+        # the same at beta h = ln 9 and eps = 1/10, and beyond it the slope turns back
+        (2 * LN3, 0, 1, 0.1, -0.9 * math.log(9 / 10) - 0.1 * math.log(1 / 10), 0),
+        (3 * LN3, 0, 1, 0.1, -0.9 * math.log(27 / 28) - 0.1 * math.log(1 / 28), 27 / 28 - 0.9),
+    ],
+)
+def test_dpo_loss_and_gradient_by_hand(chosen, rejected, beta, eps, loss, slope):
+    ratios = torch.tensor([[chosen, 0.0], [rejected, 0.0]], requires_grad=True)
+    losses = dpo_loss(*ratios, beta, eps)
+    assert losses.tolist() == pytest.approx([loss, math.log(2)])  # each pair for itself
+    losses[0].backward()
+    assert ratios.grad[:, 0].tolist() == pytest.approx([slope, -slope], abs=1e-7)
+    assert ratios.grad[:, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "beta", "loss", "slope"),
+    [
+        (0.0, 0.0, 0.5, 1, -2),  # (0 - 1)^2, slope 2 (0 - 1)
+        (3.0, 1.0, 0.25, 0, 0),  # 2 - 1/0.5: at the distance aimed for
+        (1.0, 3.0, 0.25, 16, -8),  # (-2 - 2)^2
+        (5.0, 0.0, 0.25, 9, 6),  # beyond it, and pulled back
+        (0.5, 0.25, 2, 0, 0),
+    ],
+)
+def test_ipo_loss_and_gradient_by_hand(chosen, rejected, beta, loss, slope):
+    ratios = torch.tensor([[chosen], [rejected]], requires_grad=True)
+    losses = ipo_loss(*ratios, beta)
+    assert losses.tolist() == [loss]
+    losses.backward()
+    assert ratios.grad.squeeze(1).tolist() == [slope, -slope]
+
+
+def test_extreme_differences_are_finite_and_exact():
+    ratios = torch.tensor([[1e4, -1e4], [-1e4, 1e4]], requires_grad=True)
+    # beta h = 1e4 and -1e4: -log sigmoid = log(1 + e^-10000) = 0, and 10000 + 0 on the other side,
+    # with the slopes beta (1 - 0.75) and beta (0 - 0.75)
+    losses = dpo_loss(*ratios, 0.5, 0.25)
+    assert losses.tolist() == [0.25 * 1e4, 0.75 * 1e4]
+    losses.sum().backward()
+    assert ratios.grad.tolist() == [[0.125, -0.375], [-0.125, 0.375]]
+    assert dpo_loss(*ratios, 0.5, 0.0).tolist() == [0, 1e4]
+    ratios.grad = None
+    losses = ipo_loss(*ratios, 0.5)  # 2 (h - 1) = 2 (2e4 - 1) and 2 (-2e4 - 1)
+    assert losses.tolist() == pytest.approx([19999**2, 20001**2])
+    losses.sum().backward()
+    assert ratios.grad.tolist() == [[39998, -40002], [-39998, 40002]]
+
+
+@pytest.mark.parametrize("eps", [0, 0.1, 0.49])
+def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
+    # The swap turns h into -h, which is the same as eps into 1 - eps:
+    #   L(-h, eps) = -(1 - eps) log sigmoid(-beta h) - eps log sigmoid(beta h) = L(h, 1 - eps),
+    # which is, with log sigmoid(x) - log sigmoid(-x) = x, L(h, eps) + (1 - 2 eps) beta h.
+    args = Args(beta=0.3, label_smoothing=eps)
+    logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0], [-5.0, -5.0]], dtype=torch.float64)
+    refs = torch.tensor([[-5.0, -2.0], [-9.0, -7.0], [-1.0, -1.0]], dtype=torch.float64)
+    h = torch.tensor([(-3 + 5) - (-8 + 2), 0 - 3, 0], dtype=torch.float64)
+    lengths = torch.ones(3, 2)
+    loss, metrics = preference_loss(args, logprobs, refs, lengths)
+    swapped_loss, swapped = preference_loss(args, logprobs.flip(1), refs.flip(1), lengths)
+    torch.testing.assert_close(swapped_loss, loss + (1 - 2 * eps) * 0.3 * h)
+    assert torch.equal(swapped["reward/margin"], -metrics["reward/margin"])
+    assert torch.equal(swapped["reward/chosen"], metrics["reward/rejected"])
+    assert torch.equal(swapped["policy/logprob_chosen"], metrics["policy/logprob_rejected"])
+    assert metrics["reward/accuracy"].tolist() == [1, 0, 0.5]
+    assert swapped["reward/accuracy"].tolist() == [0, 1, 0.5]
+
+
+@pytest.mark.parametrize("eps", [0, 0.2])
+def test_small_beta_pushes_every_pair_alike(eps):
+    # beta (sigmoid(beta h) - (1 - eps)) / beta -> 1/2 - 1 + eps, whatever h
+    chosen = torch.tensor([-20.0, 0.0, 3.0, 40.0], requires_grad=True)
+    dpo_loss(chosen, torch.zeros(4), 1e-6, eps).sum().backward()
+    assert (chosen.grad / 1e-6).tolist() == pytest.approx([-(0.5 - eps)] * 4, rel=1e-4)
+
+
+@OBJECTIVES
+def test_preference_loss_and_metrics_equal_plain_loops(flags):
+    args = Args(beta=0.7, **flags)
+    logprobs = [[-3.25, -8.5], [-9.0, -4.0], [-5.5, -1.5], [-6.0, -6.0]]
+    refs = [[-5.0, -2.0], [-9.5, -7.0], [-2.5, -4.25], [-3.0, -3.0]]
+    lengths = [[3, 7], [9, 2], [1, 4], [2, 2]]
+    policy, reference = torch.tensor(logprobs), torch.tensor(refs)
+    policy.requires_grad_(True)
+    reference.requires_grad_(True)
+    loss, metrics = preference_loss(args, policy, reference, torch.tensor(lengths))
+    for i in range(4):
+        good, bad = (logprobs[i][side] - refs[i][side] for side in (0, 1))
+        if args.loss == "ipo":
+            good, bad = good / lengths[i][0], bad / lengths[i][1]
+            expected = (good - bad - 1 / 1.4) ** 2
+        else:
+            certainty = 1 / (1 + math.exp(-0.7 * (good - bad)))
+            expected = -(1 - args.label_smoothing) * math.log(certainty)
+            expected -= args.label_smoothing * math.log(1 - certainty)
+        expected += args.nll_coef * -logprobs[i][0] / lengths[i][0]
+        assert loss[i].item() == pytest.approx(expected, rel=1e-5)
+        wanted = {
+            "reward/chosen": 0.7 * good,
+            "reward/rejected": 0.7 * bad,
+            "reward/margin": 0.7 * (good - bad),
+            "reward/accuracy": 0.5 if good == bad else float(good > bad),
+            "policy/logprob_chosen": logprobs[i][0],
+            "policy/logprob_rejected": logprobs[i][1],
+        }
+        assert {name: values[i].item() for name, values in metrics.items()} == pytest.approx(wanted)
+    assert loss.shape == (4,) and loss.requires_grad
+    assert all(v.shape == (4,) and not v.requires_grad for v in metrics.values())
+
+
+@OBJECTIVES
+def test_gradient_equals_finite_differences(flags):
+    refs = torch.tensor([[-5.0, -2.0], [-9.5, -7.0]], dtype=torch.float64)
+    logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0]], dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([[3, 7], [9, 2]])
+    assert torch.autograd.gradcheck(
+        lambda x: preference_loss(Args(beta=0.7, **flags), x, refs, lengths)[0], logprobs
+    )
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
+    # Four completions of one token. Of each two, the first wins as often as the loss takes it to:
+    # sigmoid(r_i - r_j) for DPO. IPO's expectation p (h - c)^2 + (1 - p) (-h - c)^2, c = 1/(2 beta)
+    # is least at h = c (2 p - 1), which is (r_i - r_j) / beta where p = 1/2 + r_i - r_j. So for
+    # both the best policy is pi_ref exp(r / beta) / Z, and there the gradient vanishes.
+    beta = 0.4
+    rewards = torch.tensor([0.1, -0.2, 0.05, 0.25], dtype=torch.float64)
+    reference = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
+    pairs = torch.tensor(list(itertools.permutations(range(4), 2)))
+    difference = rewards[pairs[:, 0]] - rewards[pairs[:, 1]]
+    wins = difference.sigmoid() if loss == "dpo" else 0.5 + difference
+
+    def gradient(logits):
+        logits = logits.clone().requires_grad_(True)
+        args, ones = Args(beta=beta, loss=loss), torch.ones_like(pairs)
+        values, _ = preference_loss(args, logits.log_softmax(dim=0)[pairs], reference[pairs], ones)
+        (wins * values).sum().backward()
+        return logits.grad.abs().max().item()
+
+    assert gradient(reference + rewards / beta) < 1e-12
+    for elsewhere in (reference, reference + rewards, rewards / beta):
+        assert gradient(elsewhere) > 0.01
+
+
+# --- pairs to tokens ----------------------------------------------------------------------------
+
+
+def preferences(tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.chat_template = chat_template
+    args = Args(dataset=dataset(tmp_path, rows), **flags)
+    return dpo.load_preference_pairs(args, "train", tokenizer, list(stop_ids))
+
+
+CHAT = (  # a review follows `the :`, and after its end comes a full stop, which is never sampled
+    "<bos>{% for m in messages %}{% if m['role'] == 'assistant' %} the :{% endif %}"
+    " {{ m['content'] }} <eos> .{% endfor %}{% if add_generation_prompt %} the :{% endif %}"
+)
+COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def test_sides_end_with_exactly_one_stop_id(tmp_path):
+    rows = rows_of("test", 50)
+    rows[1]["chosen"] += " <eos> the film"  # it ended before
+    pairs = preferences(tmp_path, rows)
+    assert len(pairs) == 50
+    for row, pair in zip(rows, pairs, strict=True):
+        assert pair.prompt == pair.row["ids"] == ids("<bos> " + row["prompt"])
+        assert pair.chosen == ids(row["chosen"].split("<eos>")[0] + " <eos>")
+        assert pair.rejected == ids(row["rejected"] + " <eos>")
+        assert pair.reference is None
+    # Any stop id ends a side.
+    (pair,) = preferences(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])
+    assert pair.chosen == ids(rows[0]["chosen"].split(".")[0] + ".")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_long_sides_are_cut_off_and_unusable_pairs_dropped_and_both_are_counted(
+    tmp_path, capsys, chat
+):
+    good, fits, long = " a film", " the plot was dull", " the plot was really dull"
+    short, full, over = "on wednesday", "on wednesday i saw jaws .", "on wednesday i saw jaws . it"
+    table = [
+        (short, good, " it", "a film <eos>", "it <eos>"),
+        (short, fits, good, "the plot was dull <eos>", "a film <eos>"),  # just as long as it may be
+        (short, good, long, "a film <eos>", long),
+        (short, long, good, long, "a film <eos>"),
+        (short, long, long.replace("plot", "film"), long, "the film was really dull"),
+        (full, good, " it", "a", "it"),  # room for one token
+        (short, fits, long, "the plot was dull <eos>", long),
+        # dropped: the same text, the same tokens, the same once cut off
+        (short, good, good),
+        (short, good, "  a film "),
+        (short, long, long + " ."),
+        (full, good, " a movie"),
+        # no room at all
+        (over, good, " it"),
+        (over + " was", good, " it"),
+        # nothing there
+        (short, "", good),
+        (short, good, " \n"),
+        (short, good, None),
+        (None, good, " it"),
+        (" ", good, " it"),
+    ]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=False)) for row in table]
+    flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and room for five
+    if chat:
+        for row in rows:
+            row["prompt"] = [message("user", row["prompt"])]
+            for side in ("chosen", "rejected"):
+                row[side] = [message("assistant", row[side])]
+        flags, tail = dict(max_length=12, chat_template=CHAT), " <eos> . the :"
+    else:
+        # One word of two: the prompt would end with another token than when it stands alone.
+        rows.append({"prompt": short, "chosen": good, "rejected": "s it"})
+        rows.append({"prompt": short, "chosen": "s it", "rejected": good})
+    pairs = preferences(tmp_path, rows, **flags)
+    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in pairs] == [
+        (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
+        for prompt, _, _, chosen, rejected in table[:7]
+    ]
+    assert capsys.readouterr().out.strip() == (
+        f"train: 7 of {len(rows)} pairs, 5 cut off at --max-length {flags['max_length']}; dropped "
+        f"5 with an empty prompt or side, {0 if chat else 2} with one that changes the prompt's "
+        "tokens, 2 whose prompt leaves no room and 4 with chosen equal to rejected"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "flags"),
+    [
+        ({"prompt": "on wednesday", "chosen": " a film", "rejected": " it"}, {}),
+        ({"chosen": "on wednesday a film", "rejected": "on wednesday it"}, {}),  # what they share
+        ({"x": "on wednesday", "y": " a film", "z": " it"}, COLUMNS),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_and_columns_of_a_pair(tmp_path, row, flags, chat):
+    row = row | {"solution": "5", "note": 3}
+    flags = flags | dict(answer_column="solution", chat=chat, chat_template=chat and CHAT)
+    (pair,) = preferences(tmp_path, [row], **flags)
+    assert pair.prompt == ids("<bos> on wednesday" + (" <eos> . the :" if chat else ""))
+    assert (pair.chosen, pair.rejected) == (ids("a film <eos>"), ids("it <eos>"))
+    prompt = [message("user", "on wednesday")] if chat else "on wednesday"
+    columns = {"answer": "5", "note": 3}
+    assert pair.row == {"prompt": prompt, "ids": pair.prompt, "columns": columns}
+
+
+# --- the log-probabilities of pairs -------------------------------------------------------------
+
+PAD = 7  # also a token of the pairs, for nothing may be known from it
+# Prompts and sides of many lengths, so that every row but the longest is padded.
+PAIRS = [
+    Pair([1], [5, 2], [7, 7, 9, 2], {}),
+    Pair([1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2], [2], {}),
+    Pair([7, 3], [4], [3, 9, 7], {}),
+]
+
+
+@pytest.mark.parametrize("architecture", "llama qwen2 gpt2 gemma2 granite cohere".split())
+def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes(architecture):
+    model, plain = tiny_model(architecture), tiny_model(architecture)
+    expected = torch.stack([plain_sides(plain, pair) for pair in PAIRS])
+    found = pair_logprobs(model, PAIRS, PAD)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    # A weight of its own for each completion, so that none stands for another.
+    weights = torch.tensor([[1.0, -0.5], [-2.0, 0.3], [0.7, 1.5]])
+    (weights * found).sum().backward()
+    (weights * expected).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        error, size = (p.grad - q.grad).norm(), q.grad.norm()
+        assert error <= 1e-4 * size + 1e-6, name
+
+
+def test_both_sides_share_one_forward_pass():
+    model = tiny_model("llama")
+    pair_logprobs(model, PAIRS, PAD)  # the first call also checks the head
+    rows = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    pair_logprobs(model, PAIRS, PAD)
+    assert rows == [(6, 12)]  # the longest is a prompt of 6 tokens with a side of 6
+
+
+def test_a_reference_is_computed_once_and_kept():
+    model = tiny_model("llama")
+    known, new = (Pair(p.prompt, p.chosen, p.rejected, {}) for p in PAIRS[:2])
+    known.reference, graphs = [0.25, -3.0], []
+    model.base_model.register_forward_hook(
+        lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
+    )
+    add_reference(model, [known, new], PAD)
+    assert graphs and not any(graphs), "a graph costs memory"
+    assert known.reference == [0.25, -3.0]
+    assert new.reference == pytest.approx(plain_sides(model, new).tolist(), rel=1e-4)
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+@OBJECTIVES
+def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
+    tmp_path, monkeypatch, flags
+):
+    steps = watch_steps(monkeypatch)
+    flags = dict(epochs=0.8, micro_batch_size=3, max_length=24, seed=3, **flags)
+    run_dir = run(tmp_path, **flags)
+    args, rows = Args(**{**SMALL, **flags}), rows_of("train", 20)
+    lengths = [len((row["prompt"] + row["chosen"]).split()) for row in rows]
+    assert max(lengths) > 24 > min(lengths), "some must be cut off"
+    reference, policy = plain_model(), plain_model()
+    assert len(steps) == 2
+    for number, logged in enumerate(metrics_of(run_dir)[1:]):
+        weights, found, _ = steps[number]
+        torch.nn.utils.vector_to_parameters(
+            torch.nn.utils.parameters_to_vector(weights), policy.parameters()
+        )
+        policy.zero_grad()
+        pairs = []
+        for i in dpo.batch_rows(number, 8, 20, seed=3):
+            loss, metrics = plain_pair(args, policy, reference, rows[i])
+            (loss / 8).backward()
+            pairs.append(metrics)
+        assert logged["objective/loss"] == pytest.approx(mean(pairs, "loss"), rel=1e-4)
+        names = pairs[0].keys() - {"loss", "reward/accuracy"}
+        for name in names | ({"reward/accuracy"} if number else set()):
+            expected = mean(pairs, name)
+            assert logged[name] == pytest.approx(expected, rel=1e-4, abs=2e-5), name
+        gradient = [p.grad for p in policy.parameters()]
+        norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
+        assert logged["policy/grad_norm"] == pytest.approx(norm, rel=1e-3)
+        apart = sum((a - b).square().sum() for a, b in zip(found, gradient, strict=True)).sqrt()
+        assert apart < 1e-3 * norm
+    assert abs(logged["reward/margin"]) > 0.004  # the second step has left the reference
+
+
+def sampled_ids(sample):
+    """The tokens of a sampled completion: its words, and the stop token where there was one."""
+    words = ids(sample["completion"])
+    assert sample["length"] - len(words) in (0, 1)
+    return words + [EOS] * (sample["length"] - len(words))
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7, online_reference=True)])
+def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
+    # Prompts are completed in groups of 2 x 4, and scored in groups of 2 x 3.
+    flags = dict(batch_size=4, micro_batch_size=3, eval_rows=10, max_new_tokens=40, **flags)
+    run_dir = run(tmp_path, **flags)
+    args = Args(**{**SMALL, **flags})
+    last = metrics_of(run_dir)[-1]
+    policy, reference = plain_model(run_dir / "model"), plain_model()
+    rows = rows_of("test", 10)
+    samples = read(run_dir / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [0] * 10 + [2] * 10
+    samples = samples[10:]
+    assert [sample["prompt"] for sample in samples] == [row["prompt"] for row in rows]
+    with torch.no_grad():
+        pairs = [plain_pair(args, policy, reference, row)[1] for row in rows]
+        kl = 0
+        for sample in samples:
+            prompt, tokens = ids("<bos> " + sample["prompt"]), sampled_ids(sample)
+            logprobs, refs = (
+                plain_logprobs(model, prompt, tokens, args.temperature)
+                for model in (policy, reference)
+            )
+            kl += (sum(logprobs) - sum(refs)).item()
+    lengths = [sample["length"] for sample in samples]
+    assert any(EOS in sampled_ids(sample) for sample in samples)
+    assert any(EOS not in sampled_ids(sample) for sample in samples)
+    assert last["eval/loss"] == pytest.approx(mean(pairs, "loss"), rel=1e-4)
+    assert last["eval/margin"] == pytest.approx(mean(pairs, "reward/margin"), rel=1e-3)
+    assert last["eval/pair_accuracy"] == pytest.approx(mean(pairs, "reward/accuracy"))
+    assert last["eval/kl"] == pytest.approx(kl / 10, rel=1e-3)
+    assert kl / 10 > 0.05
+    assert last["eval/length_mean"] == pytest.approx(sum(lengths) / 10)
+    assert metrics_of(run_dir)[0]["eval/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
+    def samples(**flags):
+        found = read(run(tmp_path, max_new_tokens=12, **STILL, **flags) / "samples.jsonl")
+        return [s["completion"] for s in found]
+
+    first = samples()
+    assert first[:4] == first[4:]
+    assert samples(seed=2) != first
+    model, tokenizer = plain_model(), AutoTokenizer.from_pretrained(POLICY)
+    for row, completion in zip(rows_of("test", 4), samples(temperature=1e-4), strict=False):
+        prompt = torch.tensor([ids("<bos> " + row["prompt"])])
+        greedy = model.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
+        assert completion == tokenizer.decode(greedy, skip_special_tokens=True)
+
+
+def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
+    (tmp_path / "rule.py").write_text(
+        "def judge(prompts, completions, answer, note):\n"
+        "    assert [p.split()[-1] for p in prompts] == note\n"
+        "    return [a if a == 1 else a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
+    )
+    rows = [
+        dict(zip("xyz", row.values(), strict=True), solution=i / 2, note=row["prompt"].split()[-1])
+        for i, row in enumerate(rows_of("test", 10))
+    ]
+    flags = dict(answer_column="solution", eval_reward_fn=f"{tmp_path}/rule.py:judge", eval_rows=10)
+    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), **flags, **COLUMNS, batch_size=2)
+    samples = read(run_dir / "samples.jsonl")[-10:]
+    rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
+    rewards[2] = 1
+    assert [s["reward"] for s in samples] == pytest.approx(rewards)
+    last = metrics_of(run_dir)[-1]
+    assert last["eval/reward"] == pytest.approx(sum(rewards) / 10)
+    assert last["eval/accuracy"] == 0.8  # of about 0, 0.5, 1, ... all but the first two
+
+
+def test_without_a_rule_there_is_no_reward(tmp_path):
+    run_dir = run(tmp_path, eval_reward_fn=None)
+    for row in metrics_of(run_dir):
+        names = {name for name in row if name.startswith("eval/")}
+        assert names == {f"eval/{k}" for k in "loss pair_accuracy margin kl length_mean".split()}
+    assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
+
+
+def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
+    # A clock that goes one second with each look at it.
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__, strftime=time.strftime)
+    monkeypatch.setattr(dpo, "time", clock)
+    flags = dict(epochs=3.5, eval_every=3, warmup_ratio=0.25)
+    before, *steps = metrics_of(run(tmp_path, **flags))
+    # 3.5 x 20 / 8 = 8.75 steps, int(0.25 x 9) = 2 of warm-up, then down to 0 over the 7 others
+    assert [step["step"] for step in steps] == list(range(1, 10))
+    assert [row["step"] for row in (before, *steps) if "eval/loss" in row] == [0, 3, 6, 9]
+    rates = [step["policy/learning_rate"] / 2e-3 for step in steps]
+    # The first rate is 0, so the first two steps are taken from the reference itself.
+    assert [step["reward/margin"] == 0 for step in steps[:3]] == [True, True, False]
+    assert rates == pytest.approx([0, 1 / 2, *(left / 7 for left in range(7, 0, -1))])
+    assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
+    rows = rows_of("train", 20)
+    for number, step in enumerate(steps):
+        picked = [rows[i] for i in dpo.batch_rows(number, 8, 20, seed=1)]
+        words = [row["prompt"] + row[k] for row in picked for k in ("chosen", "rejected")]
+        # the words of both texts, <bos> and <eos>
+        assert step["time/tokens_per_second"] == sum(len(text.split()) + 2 for text in words)
+
+
+def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
+    steps = watch_steps(monkeypatch)
+    after = weights_of(run(tmp_path, weight_decay=10.0, max_grad_norm=0.25))
+    ((weights, gradient, max_norm),) = steps
+    norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
+    assert max_norm == 0.25 < norm
+    names = [name for name, _ in plain_model().named_parameters()]
+    for name, old, unclipped in zip(names, weights, gradient, strict=True):
+        # AdamW's first step: both moments are the gradient's own, so it is lr g / (|g| + 1e-8).
+        g = unclipped * 0.25 / norm
+        expected = old - 2e-3 * g / (g.abs() + 1e-8) - 2e-3 * 10 * old
+        torch.testing.assert_close(after[name], expected, atol=2e-5, rtol=1e-5)
+
+
+# --- the reference, and micro-batches -----------------------------------------------------------
+
+LN2 = torch.tensor(2.0).log().item()  # in float32
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss"),
+    [
+        (dict(), LN2),
+        (dict(micro_batch_size=4), LN2),
+        (dict(label_smoothing=0.25), LN2),
+        (dict(label_smoothing=0.125, micro_batch_size=2), LN2),
+        (dict(online_reference=True, micro_batch_size=2), LN2),
+        (dict(loss="ipo"), 1.0),  # (0 - 1 / (2 x 0.5))^2
+        (dict(loss="ipo", beta=0.25, micro_batch_size=4), 4.0),
+    ],
+)
+def test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags, loss):
+    # Three steps are an epoch of 24 pairs, and the rate is nearly 0.
+    run_dir = run(tmp_path, train=24, epochs=2, **STILL, **flags)
+    before, *steps = metrics_of(run_dir)
+    for step in steps[:3]:
+        names = ("objective/loss", "reward/chosen", "reward/rejected", "reward/margin")
+        assert [step[name] for name in names] == [loss, 0, 0, 0]
+        assert step["reward/accuracy"] == 0.5
+    assert [before[f"eval/{k}"] for k in ("loss", "pair_accuracy", "margin")] == [loss, 0.5, 0]
+    for step in steps[3:]:  # in other micro-batches, that is with other roundings
+        assert step["objective/loss"] == pytest.approx(loss, rel=1e-5)
+    assert len(steps) == 6
+
+
+def assert_same_training(run_dir, other_dir):
+    """The same metrics in each step, and weights that have moved alike.
+
+    Not to the bit: a sum in another order is rounded otherwise, and AdamW divides a gradient by its
+    own size, which blows up the rounding of gradients that are nearly 0. The weights are 1e-5 of
+    their way apart, or less; 1e-3 of it is allowed.
+    """
+    for row, other in zip(metrics_of(run_dir), metrics_of(other_dir), strict=True):
+        for name in (row.keys() | other.keys()) - {"time/tokens_per_second"}:
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
+    assert abs(row["reward/margin"]) > 0.004, "nothing was learned"
+    start = load_file(f"{POLICY}/model.safetensors")
+    weights, others = weights_of(run_dir), weights_of(other_dir)
+    moved = sum((weights[k] - start[k].float()).square().sum() for k in start)
+    assert sum((weights[k] - others[k]).square().sum() for k in start) < 1e-6 * moved
+
+
+@pytest.mark.parametrize("flags", WHOLE)
+def test_precomputed_and_online_reference_train_the_same_model(tmp_path, flags):
+    # Two epochs and a half of 20 pairs in batches of 8: pairs meet in other micro-batches.
+    flags = dict(epochs=2.5, micro_batch_size=3, eval_every=2, **flags)
+    assert_same_training(*(run(tmp_path, online_reference=o, **flags) for o in (False, True)))
+
+
+def test_the_online_reference_never_moves(tmp_path, monkeypatch):
+    loaded = spy_on(monkeypatch, "load_model")
+    run(tmp_path, online_reference=True, epochs=1)
+    policy, reference = loaded
+    before = plain_model().state_dict()
+    assert all(torch.equal(tensor, before[k]) for k, tensor in reference.state_dict().items())
+    assert all(p.grad is None and not p.requires_grad for p in reference.parameters())
+    assert not all(torch.equal(tensor, before[k]) for k, tensor in policy.state_dict().items())
+
+
+@pytest.mark.parametrize(("epochs", "met", "passes"), [(0.4, 8, 1), (2, 20, 3)])
+def test_the_kept_reference_is_that_of_the_untouched_checkpoint_where_it_is_needed(
+    tmp_path, monkeypatch, epochs, met, passes
+):
+    loaded, calls = (spy_on(monkeypatch, f) for f in ("load_preference_pairs", "add_reference"))
+    run(tmp_path, epochs=epochs)
+    train, test = loaded
+    assert len(train) == 20 and len(test) == 10
+    known = [pair for pair in [*train, *test] if pair.reference is not None]
+    assert len(known) == met + 4 and len(calls) == passes + 1  # of 8 pairs, and 4 held-out ones
+    model = plain_model()
+    with torch.no_grad():
+        for pair in known:
+            assert pair.reference == pytest.approx(plain_sides(model, pair).tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("flags", WHOLE)
+def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
+    tmp_path, monkeypatch, flags
+):
+    loaded, passes = (spy_on(monkeypatch, f) for f in ("load_preference_pairs", "pair_logprobs"))
+    runs = []
+    for size in (8, 1, 3):
+        runs.append(run(tmp_path, epochs=1, micro_batch_size=size, **flags))
+        assert max(map(len, passes)) == size
+        passes.clear()
+    lengths = {len(pair.prompt + pair.chosen) for pair in loaded[0]}
+    assert len(lengths) > 5, "the test needs ragged lengths"
+    for other in runs[1:]:
+        assert_same_training(runs[0], other)
+
+
+def test_padding_may_be_any_token(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.pad_token = None
+    plain_model().save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").pad_token_id is None
+    flags = dict(epochs=0.8, max_new_tokens=12)
+    assert_same_training(
+        run(tmp_path, **flags), run(tmp_path, model=str(tmp_path / "policy"), **flags)
+    )
+
+
+def test_pairs_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
+    batches, original = [], dpo.pair_logprobs
+    monkeypatch.setattr(
+        dpo, "pair_logprobs", lambda m, pairs, pad: batches.append(pairs) or original(m, pairs, pad)
+    )
+    run(tmp_path, batch_size=20, epochs=1, micro_batch_size=4, online_reference=True)
+    longest = [
+        [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs] for pairs in batches
+    ]
+    step = longest[-10 - 2 : -2 : 2]  # policy and reference see each of them; the last is held out
+    assert [len(lengths) for lengths in step] == [4] * 5
+    assert all(min(a) >= max(b) for a, b in itertools.pairwise(step))
+    assert max(step[0]) > min(step[-1])
