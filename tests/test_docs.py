@@ -6,21 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-
-import dpo
-import grpo
-import ppo_rlhf
-import rm_bradley_terry
-import sft
+from scripts import SCRIPTS
 
 PAGES = [Path("README.md"), Path("tiny/README.md"), *Path("docs").glob("*.md")]
-SCRIPTS = {
-    "sft": sft,
-    "rm_bradley_terry": rm_bradley_terry,
-    "ppo_rlhf": ppo_rlhf,
-    "grpo": grpo,
-    "dpo": dpo,
-}
 GROUPS = "reward|objective|policy|value|completions|eval|time"
 SOURCES = {
     path: path.read_text() for pattern in ("*.py", "*/*.py") for path in Path().glob(pattern)

@@ -7,25 +7,15 @@ import sys
 
 import pytest
 import torch
+from scripts import SCRIPTS
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-import dpo
 import grpo
-import ppo_rlhf
-import rm_bradley_terry
-import sft
 
-SCRIPTS = {
-    "sft": sft,
-    "rm_bradley_terry": rm_bradley_terry,
-    "ppo_rlhf": ppo_rlhf,
-    "grpo": grpo,
-    "dpo": dpo,
-}
 PAIRED = pytest.mark.parametrize("name", ["rm_bradley_terry", "dpo"])
 EACH = pytest.mark.parametrize("name", SCRIPTS)
 REWARDED = pytest.mark.parametrize("name", ["ppo_rlhf", "grpo"])

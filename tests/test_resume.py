@@ -11,12 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import dpo
-import grpo
-import ppo_rlhf
-import rm_bradley_terry
-import sft
+from scripts import SCRIPTS
 
 RUNS = {
     "sft": dict(epochs=0.06, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
@@ -46,13 +41,6 @@ RUNS = {
     "dpo": dict(train_split="train[:150]", epochs=2.5, eval_rows=8, eval_every=3, save_every=2),
 }
 STEPS = 12
-SCRIPTS = {
-    "sft": sft,
-    "rm_bradley_terry": rm_bradley_terry,
-    "ppo_rlhf": ppo_rlhf,
-    "grpo": grpo,
-    "dpo": dpo,
-}
 
 
 def flags(name, output_dir):
