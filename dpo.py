@@ -322,7 +322,8 @@ def apply_reward_fn(
         require(
             math.isfinite(values[-1]),
             f"reward function {name} returned {reward!r} for the completion {completion!r} of the "
-            f"prompt {row['prompt']!r} with {row['columns']}",
+            f"prompt {row['prompt']!r} with {row['columns']}; rules are given by --eval-reward-fn "
+            "and, for training, --reward-fn",
         )
     return torch.tensor(values)
 
@@ -679,7 +680,8 @@ def check_args(args: Args) -> None:
         require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("seed", "warmup_ratio", "weight_decay", "nll_coef"):
         value = getattr(args, name)
-        require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 <= value < math.inf, f"{name} must not be negative or infinite, found {value}")
     require(
         0 <= args.label_smoothing < 0.5,
         f"--label-smoothing must be at least 0 and less than 0.5, found {args.label_smoothing}",

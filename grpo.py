@@ -409,7 +409,8 @@ def apply_reward_fn(
         require(
             math.isfinite(values[-1]),
             f"reward function {name} returned {reward!r} for the completion {completion!r} of the "
-            f"prompt {row['prompt']!r} with {row['columns']}",
+            f"prompt {row['prompt']!r} with {row['columns']}; rules are given by --eval-reward-fn "
+            "and, for training, --reward-fn",
         )
     return torch.tensor(values)
 
@@ -702,7 +703,8 @@ def check_args(args: Args) -> None:
         require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("seed", "beta", "warmup_ratio", "eval_temperature"):
         value = getattr(args, name)
-        require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 <= value < math.inf, f"{name} must not be negative or infinite, found {value}")
     require(args.group_size >= 2, f"--group-size must be at least 2, found {args.group_size}")
     require(0 < args.clip_coef < 1, f"--clip-coef must lie between 0 and 1, found {args.clip_coef}")
     require(

@@ -537,7 +537,8 @@ def apply_reward_fn(
         require(
             math.isfinite(values[-1]),
             f"reward function {name} returned {reward!r} for the completion {completion!r} of the "
-            f"prompt {row['prompt']!r} with {row['columns']}",
+            f"prompt {row['prompt']!r} with {row['columns']}; rules are given by --eval-reward-fn "
+            "and, for training, --reward-fn",
         )
     return torch.tensor(values)
 
@@ -911,7 +912,8 @@ def check_args(args: Args) -> None:
         "seed beta warmup_ratio eval_temperature vf_coef ent_coef missing_eos_penalty"
     ).split():
         value = getattr(args, name)
-        require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 <= value < math.inf, f"{name} must not be negative or infinite, found {value}")
     for name in ("gamma", "gae_lambda"):
         value = getattr(args, name)
         require(

@@ -459,7 +459,8 @@ def check_args(args: Args) -> None:
         require(0 < value < math.inf, f"{name} must be more than 0 and finite, found {value}")
     for name in ("seed", "warmup_ratio", "temperature", "weight_decay"):
         value = getattr(args, name)
-        require(value >= 0, f"--{name.replace('_', '-')} must not be negative, found {value}")
+        name = f"--{name.replace('_', '-')}"
+        require(0 <= value < math.inf, f"{name} must not be negative or infinite, found {value}")
     require(
         not Path(args.output_dir).is_file(),
         f"--output-dir {args.output_dir} is a file, not a folder",

@@ -178,6 +178,7 @@ def test_reward_model_flags(flags, message, tmp_path):
         (dict(label_smoothing=-0.1), "--label-smoothing must be at least 0 and less than 0.5"),
         (dict(label_smoothing=0.1, loss="ipo"), "--label-smoothing 0.1 belongs to --loss dpo"),
         (dict(nll_coef=-0.1), "--nll-coef must not be negative"),
+        (dict(nll_coef=math.inf), "--nll-coef must not be negative or infinite"),
         (dict(temperature=0.0), "--temperature must be more than 0"),
         (dict(max_new_tokens=0), "--max-new-tokens must be more than 0"),
         (dict(epochs=0.0), "--epochs must be more than 0"),
@@ -422,6 +423,7 @@ def test_judge_of_dpo(tmp_path):
     spec = reward_file(tmp_path, "return [None for _ in completions]")
     text = fails("dpo", tmp_path, "reward function rule returned None", eval_reward_fn=spec)
     assert "of the prompt '" in text
+    assert "--eval-reward-fn" in text
     data = dataset(tmp_path, [{"prompt": "1+2=", "chosen": "#3", "rejected": "#4", "right": "3"}])
     flags = dict(dataset=data, model="tiny/arithmetic/policy", eval_reward_fn="last_number")
     text = fails("dpo", tmp_path, "missing a required argument: 'answer'", **flags)
@@ -457,6 +459,7 @@ def test_bad_rewards_name_the_function_and_the_row(name, body, message, tmp_path
     text = fails(name, tmp_path, message, reward_fn=(spec,), eval_reward_fn=None)
     if "for the completion" in text:
         assert "of the prompt '" in text
+        assert "--reward-fn" in text
 
 
 def test_reward_function_needs_a_column_that_is_not_there(tmp_path):
