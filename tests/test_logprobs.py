@@ -3,11 +3,12 @@
 import pytest
 import torch
 from models import VOCAB, tiny_config, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import common.logprobs
 from common.generation import generate, pad_rows
-from common.logprobs import completion_logprobs, project
+from common.logprobs import Head, HeadLogprobs, completion_logprobs, find_head
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -149,7 +150,7 @@ def test_a_loss_of_both_outputs_gives_the_sum_of_their_gradients(monkeypatch):
     ],
 )
 def test_settings_of_the_head_matter_here(architecture, plain_setting):
-    """So that the tests above would see it if `project` left them out."""
+    """So that the tests above would see it if `Head` left them out."""
     rows, masks = rows_and_masks()
     with_it, _ = plain(model_of(architecture), rows, masks)
     without_it, _ = plain(model_of(architecture, **plain_setting), rows, masks)
@@ -157,12 +158,60 @@ def test_settings_of_the_head_matter_here(architecture, plain_setting):
 
 
 @every_head
-def test_project_gives_the_models_own_logits(architecture):
+def test_head_gives_the_models_own_logits(architecture):
     model = model_of(architecture)
     ids = torch.tensor([[4, 9, 1, 33]])
     with torch.no_grad():
         hidden = model.base_model(input_ids=ids).last_hidden_state[0]
-        assert torch.allclose(project(model, hidden), model(input_ids=ids).logits[0], atol=1e-5)
+        expected = model(input_ids=ids).logits[0]
+        found = find_head(model, ids[:, :1]).logits(hidden, torch.empty_like(expected))
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypatch):
+    """Of every input of `HeadLogprobs`, in float64, over chunks and parts of one or two rows."""
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 2 * 7 + 1)
+    to = dict(generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    hidden, weight, bias = torch.randn(5, 4, **to), torch.randn(7, 4, **to), torch.randn(7, **to)
+    targets = torch.tensor([0, 6, 2, 2, 5])
+    g, g_h = torch.randn(2, 5, **to)
+
+    def loss(hidden, weight, bias):
+        """By the definition, in float64."""
+        z = 1.5 * (hidden @ weight.T + (bias if biased else 0))
+        z = (cap * torch.tanh(z / cap) if cap else z) / temperature
+        p = torch.softmax(z, dim=1)
+        return g @ p.log().gather(1, targets[:, None]).squeeze(1) - g_h @ (p * p.log()).sum(dim=1)
+
+    inputs = [hidden.float(), weight.float(), bias.float()]
+    inputs = [x.requires_grad_() for x in inputs]
+    head = Head(inputs[1], inputs[2] if biased else None, 1.5, cap)
+    logprobs, entropy = HeadLogprobs.apply(inputs[0], targets, temperature, True, *head)
+    (g.float() @ logprobs + g_h.float() @ entropy).backward()
+    for i, x in enumerate([hidden, weight, bias][: 2 + biased]):
+        for index in range(x.numel()):
+            step = torch.zeros(x.numel(), dtype=torch.float64)
+            step[index] = 1e-5
+            sides = []
+            for sign in (1, -1):
+                moved = [hidden, weight, bias]
+                moved[i] = x + sign * step.view_as(x)
+                sides.append(loss(*moved))
+            expected = (sides[0] - sides[1]).item() / 2e-5
+            assert inputs[i].grad.view(-1)[index].item() == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_second_backward_gives_the_same_gradients(monkeypatch):
+    """The first one writes over what the forward pass left."""
+    several_chunks(monkeypatch)
+    model, (rows, masks) = model_of("llama"), rows_and_masks()
+    loss = completion_logprobs(model, *batch(rows, masks)).sum()
+    first = torch.autograd.grad(loss, model.get_output_embeddings().weight, retain_graph=True)
+    again = torch.autograd.grad(loss, model.get_output_embeddings().weight)
+    assert torch.allclose(first[0], again[0], atol=1e-6)
 
 
 def test_temperature_divides_the_logits():
@@ -335,7 +384,7 @@ def test_same_values_without_gradients():
 
 
 class DoubledLlama(LlamaForCausalLM):
-    """A head that `project` cannot know."""
+    """A head that `Head` cannot know."""
 
     def forward(self, *args, **inputs):
         output = super().forward(*args, **inputs)
@@ -364,14 +413,15 @@ def test_a_known_head_is_not_refused_for_dropout():
     assert model.training
 
 
-def record_projections(model):
-    """Shapes of what the output embedding returns from now on."""
-    shapes = []
+def record_logits(monkeypatch):
+    """Shapes of all logits that are computed from now on."""
+    shapes, logits = [], Head.logits
 
-    def hook(module, inputs, output):
-        shapes.append(tuple(output.shape))
+    def recorded(self, hidden, out):
+        shapes.append(tuple(out.shape))
+        return logits(self, hidden, out)
 
-    model.get_output_embeddings().register_forward_hook(hook)
+    monkeypatch.setattr(Head, "logits", recorded)
     return shapes
 
 
@@ -384,26 +434,26 @@ def test_logits_exist_at_the_masked_positions_only_and_in_chunks(monkeypatch, si
     scored = int(inputs[2].sum())
     with torch.no_grad():
         completion_logprobs(model, *inputs)  # the check of the head is done once, here
-    shapes = record_projections(model)
+    shapes = record_logits(monkeypatch)
     outputs = completion_logprobs(model, *inputs, 1.0, return_entropy)
-    assert all(width == VOCAB for *_, width in shapes)
-    assert [n for n, _ in shapes] == [3] * (scored // 3) + [scored % 3] * (scored % 3 > 0)
+    assert all(width == VOCAB for _, width in shapes)
+    assert [n for n, _ in shapes] == [scored % 3] * (scored % 3 > 0) + [3] * (scored // 3)
     forward = list(shapes)
     shapes.clear()
     sum(values.sum() for values in (outputs if return_entropy else (outputs,))).backward()
-    assert sorted(shapes) == sorted(forward)  # computed again, one chunk at a time
+    # Computed again, one chunk at a time, but for the one that the forward pass did last.
+    assert sorted(shapes) == sorted(forward[:-1])
 
 
-def test_check_of_the_head_takes_one_token_once():
+def test_check_of_the_head_takes_one_token_once(monkeypatch):
     model, (rows, masks) = model_of("llama"), rows_and_masks()
     inputs = batch(rows, masks)
-    shapes = record_projections(model)
+    shapes = record_logits(monkeypatch)
     completion_logprobs(model, *inputs)
     scored = int(inputs[2].sum())
-    assert sorted(torch.Size(shape).numel() // VOCAB for shape in shapes) == [1, 1, scored]
-    shapes.clear()
+    assert [n for n, _ in shapes] == [1, scored]
     completion_logprobs(model, *inputs)
-    assert len(shapes) == 1
+    assert [n for n, _ in shapes] == [1, scored, scored]
 
 
 def test_graph_does_not_keep_the_logits():
@@ -416,3 +466,26 @@ def test_graph_does_not_keep_the_logits():
     parameters = {p.data_ptr() for p in model.parameters()}
     assert saved
     assert all(x.shape[-1:] != (1003,) for x in saved if x.data_ptr() not in parameters)
+
+
+def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
+    """What is derived from a chunk must be small beside it, or memory grows by its multiples."""
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 8 * 1003)
+    model, (rows, masks) = model_of("llama", vocab_size=1003), rows_and_masks()
+    inputs = batch(rows, masks)
+    with torch.no_grad():
+        completion_logprobs(model, *inputs)  # the check of the head
+    made = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[-1:] == (1003,) and out.shape[0] >= 3:
+                made.add(out.untyped_storage())
+            return out
+
+    with Record():
+        logprobs, entropy = completion_logprobs(model, *inputs, 0.6, return_entropy=True)
+        (logprobs.sum() + entropy.sum()).backward()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len({x.data_ptr() for x in made} - weights) == 1

@@ -1,0 +1,140 @@
+"""Peak memory: of log-probabilities over a large vocabulary, and of whole training runs.
+
+    python docs/experiments/memory.py logprobs
+    python docs/experiments/memory.py scripts
+
+Each figure comes from a process of its own. On a CPU it is the most resident memory that Linux has
+seen since the measurement began, less what was resident then; on a GPU what torch has allocated.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+VOCAB, HIDDEN, TOKENS = 151_936, 896, 2_048  # Qwen2.5-0.5B's head
+MB = 1e6
+
+
+def resident(name: str) -> int:
+    """Bytes: VmRSS is resident now, VmHWM the most since the last `reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("error: the memory of a process is read from /proc, which only Linux has")
+
+
+def reset_peak() -> int:
+    """Bytes in use now; peaks are counted from here."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def peak() -> int:
+    """The most bytes in use since `reset_peak`."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return resident("VmHWM")
+
+
+def logprobs(way: str) -> dict:
+    """Extra bytes and seconds of log-probs, forward and backward, through the head of a model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from common.logprobs import completion_logprobs
+
+    # No layers, and embeddings that are not trained: what is left to measure is the head.
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=0,
+        num_attention_heads=14,
+        max_position_embeddings=TOKENS + 1,
+    )
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = LlamaForCausalLM(config).to(device)
+    model.get_input_embeddings().requires_grad_(False)
+    ids = torch.randint(VOCAB, (1, TOKENS + 1), device=device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+
+    def run(length: int = TOKENS + 1) -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            if way == "plain":
+                # The usual lines: logits of all positions, log_softmax, gather.
+                logits = model(input_ids=ids[:, : length - 1], use_cache=False).logits.float()
+                targets = ids[:, 1:length, None]
+                values = torch.log_softmax(logits, dim=-1).gather(2, targets)
+            else:
+                values = completion_logprobs(
+                    model,
+                    ids[:, :length],
+                    mask[:, :length],
+                    mask[:, :length],
+                    return_entropy=way == "ours with entropy",
+                )
+        (values[0] if isinstance(values, tuple) else values).sum().backward()
+        model.zero_grad()
+
+    run(64)  # what is made once, such as the threads' own memory
+    before = reset_peak()
+    run()
+    extra = peak() - before
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return {"extra": extra, "seconds": statistics.median(seconds)}
+
+
+def in_a_process(*arguments: str) -> dict:
+    """What this file prints last when it is called with these arguments."""
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["logprobs", "scripts"])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(logprobs(args.one)))
+    elif args.what == "logprobs":
+        from common.logprobs import MAX_LOGITS
+
+        gradients = 4 * HIDDEN * (VOCAB + TOKENS)  # of the head's weights and the hidden states
+        chunk = 4 * (MAX_LOGITS // VOCAB) * VOCAB
+        print(f"{TOKENS} tokens, vocabulary {VOCAB}, hidden {HIDDEN}, forward and backward")
+        print(f"gradients {gradients / MB:,.0f} MB, chunk {chunk / MB:,.0f} MB")
+        for way in ("plain", "ours", "ours with entropy"):
+            found = in_a_process(args.what, "--one", way)
+            chunks = (found["extra"] - gradients) / chunk
+            print(
+                f"{way}: {found['extra'] / MB:,.0f} MB extra (gradients and {chunks:.2f} chunks), "
+                f"{found['seconds']:.2f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()
