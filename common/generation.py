@@ -6,8 +6,11 @@ That is the distribution whose log-probabilities `common/logprobs.py` computes, 
 gradient is on-policy by construction.
 """
 
+import warnings
+
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -77,6 +80,62 @@ def sample_tokens(
     return tokens.clamp(max=logits.shape[-1] - 1)
 
 
+def use_static_cache(device: torch.device) -> bool:
+    """Where decoding steps can be captured. Elsewhere a cache that grows is the faster one."""
+    return device.type == "cuda"
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Let row i of the cache be what row `rows[i]` was."""
+    if isinstance(cache, DynamicCache):
+        return cache.batch_select_indices(rows)
+    for layer in cache.layers:  # a StaticCache has no method for it
+        layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+class StaticStep:
+    """A decoding step on fixed memory, which a GPU can replay as a whole: a CUDA graph.
+
+    Launched one by one from Python, the hundreds of kernels of a step take longer to launch than to
+    run. A graph launches them at once, but always on the same tensors; so a step's tokens are
+    copied into tensors that stay, and `StaticCache` has room for the longest completion from the
+    start. On other devices the same step runs uncaptured.
+    """
+
+    def __init__(self, model: torch.nn.Module, cache: StaticCache, attention_mask: torch.Tensor):
+        """Rows and width of the mask are those of the cache; columns to come are 1 in it."""
+        self.model, self.graph, self.calls = model, None, 0
+        self.tokens = torch.zeros_like(attention_mask[:, :1])
+        self.positions = torch.zeros_like(self.tokens)
+        # The causal mask covers the columns to come, so this one never changes.
+        self.inputs = dict(
+            input_ids=self.tokens,
+            attention_mask=attention_mask,
+            position_ids=self.positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits (B, V) after tokens (B, 1) at positions (B, 1)."""
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        self.calls += 1
+        if self.calls == 2 and tokens.is_cuda:  # in the first, libraries set themselves up
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):  # records the kernels, runs none
+                    self.logits = self.model(**self.inputs).logits[:, -1]
+                self.graph = graph
+            except RuntimeError as error:
+                warnings.warn(f"generate: slow, without a CUDA graph: {error}", stacklevel=2)
+        if self.graph is None:
+            self.logits = self.model(**self.inputs).logits[:, -1]
+        else:
+            self.graph.replay()
+        return self.logits
+
+
 @torch.no_grad()
 def generate(
     model: torch.nn.Module,
@@ -91,8 +150,9 @@ def generate(
     """Complete a left-padded batch of prompts, token by token, with a key/value cache.
 
     A row ends at the first of `stop_token_ids` it draws, which belongs to the completion, or
-    after `max_new_tokens`. Rows that have ended leave the batch and the cache at once, so each
-    step costs only what the unfinished rows need.
+    after `max_new_tokens`. Equal prompts next to each other are read once. Rows that have ended
+    leave the batch and the cache, so that a step costs what the unfinished rows need: at once, or
+    on a GPU, where each number of rows needs a graph of its own, when they are half of the rows.
 
     Args:
         model: a causal language model of transformers, in eval mode.
@@ -133,41 +193,61 @@ def generate(
     stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=device)
 
     rows = torch.arange(batch, device=device)  # which row of `sequences` each model row writes
-    cache = DynamicCache(config=model.config)
-    input_ids, attention_mask = prompt_ids, prompt_mask.long()
+    end = prompt_length + max_new_tokens
+    attention_mask = torch.nn.functional.pad(prompt_mask.long(), (0, max_new_tokens), value=1)
     # Counted over real tokens, so that a padded prompt sees the positions it has when alone.
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
-    end = prompt_length
-    for column in range(prompt_length, prompt_length + max_new_tokens):
-        logits = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]  # (rows, V)
+    cache = DynamicCache(config=model.config)
+    # Windows that slide are not captured: how they move is decided in Python.
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    static = plain and use_static_cache(device)
+    if static:
+        cache = StaticCache(config=model.config, max_cache_len=end)
+    prompts = torch.cat([prompt_ids, attention_mask[:, :prompt_length]], dim=1)
+    prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)
+    ids, mask = prompts.chunk(2, dim=1)
+    logits = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[prompt_of_row, -1]  # (B, V)
+    select_rows(cache, prompt_of_row)
+    step = StaticStep(model, cache, attention_mask) if static else None
+
+    for column in range(prompt_length, end):
         uniform = None
         if temperature > 0:
             # Drawn for all rows, so that a row's numbers do not depend on when others finish.
             uniform = torch.rand(batch, dtype=torch.float64, device=device, generator=generator)
             uniform = uniform[rows]
         tokens = sample_tokens(logits, temperature, uniform)
-        sequences[rows, column] = tokens
-        completion_mask[rows, column] = True
-        end = column + 1
+        ended = finished[rows]  # rows that ended before and are still in the batch
+        sequences[rows, column] = tokens.masked_fill(ended, pad_token_id)
+        completion_mask[rows, column] = ~ended
+        finished[rows] = ended | torch.isin(tokens, stop_ids)
 
-        stopped = torch.isin(tokens, stop_ids)
-        attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], dim=1)
-        position_ids = position_ids[:, -1:] + 1
-        if stopped.any():
-            finished[rows[stopped]] = True
-            if stopped.all():
-                break
-            going = (~stopped).nonzero().squeeze(1)
+        going = (~finished[rows]).nonzero().squeeze(1)
+        if len(going) == 0 or column + 1 == end:
+            end = column + 1
+            break
+        if len(going) <= (len(rows) // 2 if static else len(rows) - 1):
             rows, tokens = rows[going], tokens[going]
-            attention_mask, position_ids = attention_mask[going], position_ids[going]
-            cache.batch_select_indices(going)
-        input_ids = tokens[:, None]
+            select_rows(cache, going)
+            if static:
+                step = StaticStep(model, cache, attention_mask[rows])
+        positions = position_ids[rows, column : column + 1]
+        if static:
+            logits = step(tokens[:, None], positions)
+        else:
+            logits = model(
+                input_ids=tokens[:, None],
+                attention_mask=attention_mask[rows, : column + 1],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, -1]
     return sequences[:, :end], completion_mask[:, :end], finished

@@ -7,6 +7,7 @@ import torch
 from models import VOCAB, tiny_config, tiny_model
 from transformers import GenerationConfig, LlamaForCausalLM
 
+import common.generation
 from common.generation import find_stop_ids, generate, pad_rows, sample_tokens
 
 CPU = torch.device("cpu")
@@ -53,6 +54,13 @@ def a_stop_id(tokens_of_rows):
         if min(lengths) <= longest // 2 and max(lengths) == longest:
             return token
     raise AssertionError("no token ends a row early and spares another")
+
+
+@pytest.fixture(autouse=True, params=["growing", "static"])
+def cache_kind(request, monkeypatch):
+    """Every test on both kinds of cache: the one of CPUs, and the one of GPUs, not captured."""
+    monkeypatch.setattr(common.generation, "use_static_cache", lambda _: request.param == "static")
+    return request.param
 
 
 class CountingModel(LlamaForCausalLM):
@@ -347,10 +355,30 @@ def test_width_is_that_of_the_longest_completion(counting):
     assert finished.all()
 
 
-def test_finished_rows_leave_the_batch(counting):
+def test_finished_rows_leave_the_batch(counting, cache_kind):
     # They draw the stop id 11 as their first, third and second token, and never.
     sample(counting, [[10], [8], [9], [20]], 5, 0, stop_ids=[11])
-    assert counting.batch_sizes == [4, 3, 2, 1, 1]
+    # With a static cache when half of the rows have ended, for few sizes and so few captures.
+    assert counting.batch_sizes == ([4, 3, 2, 1, 1] if cache_kind == "growing" else [4, 4, 2, 1, 1])
+
+
+def test_equal_prompts_next_to_each_other_are_read_once(counting):
+    # [0, 0, 7] differs from [7] only by its mask, where the padding has the id 0.
+    rows = [[0, 0, 7]] * 2 + [[7]] * 3 + [[1, 2, 3], [7]]
+    sequences, completion_mask, _ = sample(counting, rows, 4, 0, stop_ids=[10])
+    assert counting.batch_sizes[0] == 4
+    made = completions(rows, sequences, completion_mask)
+    assert made == [[8, 9, 10]] * 5 + [[4, 5, 6, 7], [8, 9, 10]]
+
+
+@every_architecture
+def test_equal_prompts_get_what_they_get_apart(architecture):
+    model, (a, b) = tiny_model(architecture), ragged_rows((6, 3))
+    together = completions([a] * 6, *sample(model, [a, a, a, b, b, b])[:2])
+    for number, (prompt, other) in enumerate([(a, b)] * 3 + [(b, a)] * 3):
+        rows = [prompt if i % 2 == number % 2 else other for i in range(6)]
+        apart = completions(rows, *sample(model, rows)[:2])
+        assert apart[number] == together[number]
 
 
 def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
@@ -364,6 +392,26 @@ def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
     monkeypatch.setattr(model, "forward", spy)
     sample(model, ragged_rows(), 3)
     assert shapes == [(4, 7), (4, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
+def test_static_steps_run_on_the_same_memory(cache_kind, monkeypatch):
+    """What a CUDA graph replays: the same tensors in each step, as long as no row leaves."""
+    model, seen = tiny_model("llama"), []
+    forward = model.forward
+
+    def spy(**inputs):
+        output = forward(**inputs)
+        tensors = [inputs[name] for name in ("input_ids", "attention_mask", "position_ids")]
+        for layer in inputs["past_key_values"].layers:
+            tensors += [layer.keys, layer.values, layer.cumulative_length]
+        seen.append([(x.data_ptr(), x.shape) for x in tensors])
+        return output
+
+    monkeypatch.setattr(model, "forward", spy)
+    sample(model, ragged_rows(), 6)
+    assert len(seen) == 6
+    assert all(addresses == seen[1] for addresses in seen[2:])
 
 
 def test_inputs_are_left_as_they_were(counting):
