@@ -4,10 +4,13 @@
     python docs/experiments/speed.py grpo dpo dpo_online rm sft
     pip install "trl==1.12.0"                    # the last release that has a PPO trainer
     python docs/experiments/speed.py ppo
+    python docs/experiments/speed.py --floor grpo ppo dpo dpo_online rm sft      # without TRL
 
 Both sides train the same checkpoint on the same data with the same batch, micro-batch, lengths,
 optimiser and number of optimiser steps, in processes that take turns. The clock is the same too: a
 hook after each step of any torch optimiser. Start-up, the first steps and evaluations lie outside.
+`--floor` counts the operations of a step's matrix products and attention, and says how long they
+alone take at the rate that torch reaches here for a product of these models' size.
 """
 
 import argparse
@@ -189,25 +192,65 @@ def measure(side: str, work: str) -> None:
     print(json.dumps((times[-1] - times[skip - 1]) / steps))
 
 
+def in_a_process(work: str, side: str) -> float:
+    """What this file prints last for one side of a work."""
+    command = [sys.executable, __file__, work, "--side", side]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def floor(work: str) -> None:
+    """Print the operations in matrix products and attention of one optimiser step of ours."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    counts, per_rollout = [], 4 if work == "ppo" else 1
+    with tempfile.TemporaryDirectory() as folder, FlopCounterMode(display=False) as counter:
+        register_optimizer_step_post_hook(lambda *_: counts.append(counter.get_total_flops()))
+        ours(work, 5 * per_rollout, folder)
+    print(json.dumps((counts[-1] - counts[per_rollout - 1]) / (4 * per_rollout)))
+
+
+def matrix_rate() -> float:
+    """Operations a second of (1536, 128) x (128, 384): a micro-batch in a layer of these models."""
+    import torch
+
+    a, b, found = torch.randn(1536, 128), torch.randn(384, 128), []
+    for _ in range(200):
+        started = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        found.append(time.perf_counter() - started)
+    return 2 * 1536 * 128 * 384 / statistics.median(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("works", nargs="+", choices=WORKS)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--floor", action="store_true")
+    parser.add_argument("--side", choices=["ours", "trl", "floor"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.side == "floor":
+        return floor(*args.works)
     if args.side:
-        measure(args.side, *args.works)
+        return measure(args.side, *args.works)
+    if args.floor:
+        rate = matrix_rate()
+        print(f"matrix products of this size: {rate / 1e9:.0f} GFLOP/s")
+        for work in args.works:
+            flops = in_a_process(work, "floor")
+            print(f"{WORKS[work]}: {flops / 1e9:.1f} GFLOP a step, {1e3 * flops / rate:.0f} ms")
         return
     print("milliseconds an optimiser step: median (least to most)")
     for work in args.works:
         seconds = {"ours": [], "trl": []}
         for _ in range(args.repeats):
             for side, found in seconds.items():
-                command = [sys.executable, __file__, work, "--side", side]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-                found.append(json.loads(done.stdout.splitlines()[-1]))
+                found.append(in_a_process(work, side))
         ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
         columns = (
             f"{side} {1e3 * statistics.median(found):.0f} "
