@@ -791,6 +791,28 @@ def add_reference(model: torch.nn.Module, pairs: list[Pair], pad_id: int) -> Non
             pair.reference = logprobs
 
 
+def print_models(models: dict[str, torch.nn.Module | None]) -> None:
+    """A table of the models: size, and bytes while training in float32 with AdamW."""
+    print(
+        f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
+    )
+    total = 0
+    for name, model in models.items():
+        if model is None:
+            print(f"{name:<13}{'-':>14}  not used")
+            continue
+        size = {True: 0, False: 0}  # bytes of what is trained, and of what is frozen
+        for parameter in model.parameters():
+            size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+        columns = (size[True] + size[False], size[True], 2 * size[True])
+        total += sum(columns)
+        mb = [f"{number / 1e6:,.1f} MB" for number in columns]
+        role = "frozen" if not size[True] else "in part" if size[False] else "trained"
+        count = f"{model.num_parameters():,}"
+        print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
+    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+
+
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
@@ -809,6 +831,10 @@ def main(args: Args) -> Path:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_model("--model", args.model, AutoModelForCausalLM, device)
+    reference = None
+    if args.online_reference:
+        reference = load_model("--model", args.model, AutoModelForCausalLM, device)
+        reference.requires_grad_(False)
     positions = getattr(policy.config, "max_position_embeddings", math.inf)
     longest = max(len(pair.prompt) for pair in eval_pairs)
     require(
@@ -847,14 +873,11 @@ def main(args: Args) -> Path:
         tracker = wandb.init(
             project=args.wandb_project, id=run_dir.name, resume="allow", config=asdict(args)
         )
-    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}, {total_steps} steps")
+    print_models({"policy": policy, "reference": reference})
+    print(f"{run_dir}: on {device}, {total_steps} steps")
 
-    reference = None
     eval_batches = split(eval_pairs)
-    if args.online_reference:
-        reference = load_model("--model", args.model, AutoModelForCausalLM, device)
-        reference.requires_grad_(False)
-    else:
+    if reference is None:
         # The policy is still the reference, also on resume. In the micro-batches in which a pair is
         # met first, so that the first loss is exactly ln 2.
         first_epoch = min(total_steps, math.ceil(len(train_pairs) / args.batch_size))
@@ -923,6 +946,7 @@ def main(args: Args) -> Path:
         policy.load_state_dict(state["policy"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
+        del state  # a second copy of all that was loaded
     else:
         log(run_dir, tracker, 0, *evaluate())
 

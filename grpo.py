@@ -856,6 +856,28 @@ def completion_metrics(
     }
 
 
+def print_models(models: dict[str, torch.nn.Module | None]) -> None:
+    """A table of the models: size, and bytes while training in float32 with AdamW."""
+    print(
+        f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
+    )
+    total = 0
+    for name, model in models.items():
+        if model is None:
+            print(f"{name:<13}{'-':>14}  not used")
+            continue
+        size = {True: 0, False: 0}  # bytes of what is trained, and of what is frozen
+        for parameter in model.parameters():
+            size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+        columns = (size[True] + size[False], size[True], 2 * size[True])
+        total += sum(columns)
+        mb = [f"{number / 1e6:,.1f} MB" for number in columns]
+        role = "frozen" if not size[True] else "in part" if size[False] else "trained"
+        count = f"{model.num_parameters():,}"
+        print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
+    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+
+
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
@@ -936,6 +958,7 @@ def main(args: Args) -> Path:
         scheduler.load_state_dict(state["scheduler"])
         generator.set_state(state["generator"])
         first_step = state["step"]
+        del state  # a second copy of all that was loaded
     else:
         run_dir = make_run_dir(args)
     tracker = None
@@ -945,7 +968,8 @@ def main(args: Args) -> Path:
         tracker = wandb.init(
             project=args.wandb_project, id=run_dir.name, resume="allow", config=asdict(args)
         )
-    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
+    print_models({"policy": policy, "reference": reference, "reward model": reward_model})
+    print(f"{run_dir}: on {device}")
     if not args.resume:
         log(run_dir, tracker, 0, *evaluate())
 

@@ -1100,14 +1100,15 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
         if model is None:
             print(f"{name:<13}{'-':>14}  not used")
             continue
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        columns = (weights, weights * trained, 2 * weights * trained)
+        size = {True: 0, False: 0}  # bytes of what is trained, and of what is frozen
+        for parameter in model.parameters():
+            size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+        columns = (size[True] + size[False], size[True], 2 * size[True])
         total += sum(columns)
         mb = [f"{number / 1e6:,.1f} MB" for number in columns]
-        role = "trained" if trained else "frozen"
-        size = f"{model.num_parameters():,}"
-        print(f"{name:<13}{size:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
+        role = "frozen" if not size[True] else "in part" if size[False] else "trained"
+        count = f"{model.num_parameters():,}"
+        print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
     print(f"together {total / 1e6:,.1f} MB, activations not counted")
 
 
@@ -1196,6 +1197,7 @@ def main(args: Args) -> Path:
         scheduler.load_state_dict(state["scheduler"])
         generator.set_state(state["generator"])
         first_step, beta = state["step"], state["beta"]
+        del state  # a second copy of all that was loaded
     else:
         run_dir = make_run_dir(args)
     tracker = None
