@@ -5,14 +5,25 @@
 
 Each figure comes from a process of its own. On a CPU it is the most resident memory that Linux has
 seen since the measurement began, less what was resident then; on a GPU what torch has allocated.
+
+`scripts` trains random models of 27M parameters for two steps, few and short rows at a time, so
+that what the printed table counts is most of the memory. The tiny models are trained before the
+measurement begins, to have made what is made once.
 """
 
 import argparse
+import contextlib
+import importlib
+import io
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,10 +115,81 @@ def logprobs(way: str) -> dict:
     return {"extra": extra, "seconds": statistics.median(seconds)}
 
 
+PAIRS = dict(train_split="train[:16]", epochs=1.0, batch_size=8)
+ROLLOUTS = dict(total_rollouts=1, num_minibatches=2)
+RUNS = {
+    "sft": PAIRS,
+    "rm_bradley_terry": PAIRS,
+    "ppo_rlhf": ROLLOUTS | dict(prompts_per_rollout=8, update_epochs=1),
+    "grpo": ROLLOUTS | dict(prompts_per_rollout=4, group_size=2),
+    "dpo": PAIRS,
+}
+
+
+def enlarge(source: str, folder: Path) -> str:
+    """A random model of 27M parameters in the place of a tiny one, with its tokenizer."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    size = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    heads = dict(num_attention_heads=16, num_key_value_heads=16)
+    config = AutoConfig.from_pretrained(source, dtype="float32", **size, **heads)
+    classifier = "Classification" in config.architectures[0]
+    if classifier:
+        config.num_labels = 1
+    auto_class = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    auto_class.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
+
+
+def scripts(name: str) -> dict:
+    """The table's bytes and the peak of each stage of a run."""
+    sys.path.insert(0, str(ROOT))
+    script, stages, before = importlib.import_module(name), {}, 0
+
+    def ends(stage: str, function: Callable) -> Callable:
+        """The function, which is called as a stage ends."""
+
+        def wrapped(*args, **kwargs):
+            stages[stage] = peak() - before
+            reset_peak()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with tempfile.TemporaryDirectory() as folder:
+        flags = dict(micro_batch_size=4, eval_rows=4, output_dir=folder, **RUNS[name])
+        large = {
+            flag: enlarge(source, Path(folder) / flag)
+            for flag in ("model", "reward_model")
+            if (source := getattr(script.Args, flag, None))
+        }
+        script.main(script.Args(**flags))
+        for stage, last in (
+            ("loading", "print_models"),
+            ("training", "save_checkpoint"),
+            ("checkpoint", "save_model"),
+            ("model", "print_evaluations"),
+        ):
+            setattr(script, last, ends(stage, getattr(script, last)))
+        before = reset_peak()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            script.main(script.Args(**flags | large))
+    table = re.search(r"together ([\d,.]+) MB", out.getvalue())[1]
+    return {"table": float(table.replace(",", "")) * MB, "stages": stages}
+
+
 def in_a_process(*arguments: str) -> dict:
     """What this file prints last when it is called with these arguments."""
     command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Freed memory goes back to the system at once, and one thread has all of it.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -119,7 +201,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(logprobs(args.one)))
+        print(json.dumps({"logprobs": logprobs, "scripts": scripts}[args.what](args.one)))
     elif args.what == "logprobs":
         from common.logprobs import MAX_LOGITS
 
@@ -133,6 +215,16 @@ def main() -> None:
             print(
                 f"{way}: {found['extra'] / MB:,.0f} MB extra (gradients and {chunks:.2f} chunks), "
                 f"{found['seconds']:.2f} s"
+            )
+    else:
+        for name in RUNS:
+            found = in_a_process(args.what, "--one", name)
+            most = max(found["stages"].values())
+            stages = [f"{stage} {size / MB:,.0f}" for stage, size in found["stages"].items()]
+            print(
+                f"{name}: table {found['table'] / MB:,.0f} MB, peak {most / MB:,.0f} MB, "
+                f"{most / found['table']:.2f} of it ({', '.join(stages)})",
+                flush=True,
             )
 
 
