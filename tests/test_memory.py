@@ -1,0 +1,133 @@
+"""Memory: the table that a run prints is right, and a resumed run keeps no second copy.
+
+How high the memory of a run rises is measured by docs/experiments/memory.py.
+"""
+
+import json
+import math
+import struct
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from scripts import SCRIPTS
+
+POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
+PAIRS = dict(train_split="train[:2]", epochs=1.0, batch_size=2, eval_rows=2)
+REVIEWS = dict(model=POLICY, dataset="tiny/reviews/prompts", reward_model=REWARD_MODEL)
+ROLLOUT = dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, eval_rows=2)
+ROLLOUT |= dict(max_new_tokens=4)
+CASES = {
+    "sft": ("sft", PAIRS),
+    "reward model": ("rm_bradley_terry", PAIRS),
+    "reward model, last layer": ("rm_bradley_terry", PAIRS | dict(train_layers=1)),
+    "ppo": ("ppo_rlhf", ROLLOUT),
+    "grpo": ("grpo", ROLLOUT),
+    "grpo, all models": ("grpo", ROLLOUT | REVIEWS),
+    "grpo, no reference": ("grpo", ROLLOUT | dict(beta=0.0)),
+    "dpo": ("dpo", PAIRS),
+    "dpo, online reference": ("dpo", PAIRS | dict(online_reference=True)),
+}
+
+
+def run(name, output_dir, **flags):
+    script = SCRIPTS[name]
+    return script.main(script.Args(**{"output_dir": str(output_dir), "eval_every": 9} | flags))
+
+
+def numbers_in(folder):
+    """How many numbers a checkpoint holds, by the header of its file."""
+    data = (Path(folder) / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    return sum(math.prod(entry["shape"]) for key, entry in header.items() if key[:2] != "__")
+
+
+def printed_table(out):
+    """Rows of the table as (model, parameters, role, weights, gradients, AdamW), and the sum."""
+    lines = [line for line in out.splitlines() if not line.startswith(("train", "test"))]
+    start = next(i for i, line in enumerate(lines) if line.startswith("model    "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("together "))
+    rows = []
+    for line in lines[start + 1 : end]:
+        name, rest = line[:13].strip(), line[13:].replace("MB", "").replace("in part", "in-part")
+        rows.append((name, *rest.replace(",", "").split()))
+    return rows, float(lines[end].split()[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_table_is_what_the_checkpoints_hold(case, tmp_path, capsys):
+    name, flags = CASES[case]
+    run_dir = run(name, tmp_path, **flags)
+    rows, together = printed_table(capsys.readouterr().out)
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    trained = {"policy", "critic"} if name != "rm_bradley_terry" else {"reward model"}
+    args = SCRIPTS[name].Args(**flags)
+    sizes = {"policy": numbers_in(args.model)}
+    if name in ("grpo", "dpo", "ppo_rlhf"):
+        used = args.online_reference if name == "dpo" else args.beta > 0
+        sizes["reference"] = sizes["policy"] if used else None
+    if name in ("grpo", "ppo_rlhf"):
+        sizes["reward model"] = args.reward_model and numbers_in(args.reward_model)
+    if name == "ppo_rlhf":
+        sizes["critic"] = numbers_in(args.reward_model)
+    if name == "rm_bradley_terry":
+        sizes = {"reward model": sizes["policy"] + 128}  # and a head for the hidden size
+
+    # What Adam keeps of each number that is trained is in the checkpoint: two more.
+    moments = [s[key] for s in state["optimizer"]["state"].values() for key in s if "exp" in key]
+    updated = sum(tensor.numel() for tensor in moments) // 2
+    partly = case == "reward model, last layer"
+    all_of_them = sum(sizes[key] for key in trained & set(sizes))
+    assert 0 < updated < 0.6 * all_of_them if partly else updated == all_of_them
+
+    expected, total = [], 0
+    for model, size in sizes.items():
+        if size is None:
+            expected.append((model, "-", "not", "used"))
+            continue
+        is_trained = model in trained
+        of_these = (updated if partly else size) if is_trained else 0
+        parts = (4 * size, 4 * of_these, 8 * of_these)
+        role = ("in-part" if partly else "trained") if is_trained else "frozen"
+        expected.append((model, str(size), role, *(f"{part / 1e6:.1f}" for part in parts)))
+        total += sum(parts)
+    assert rows == expected
+    assert together == pytest.approx(total / 1e6, abs=0.051)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(name, tmp_path, monkeypatch):
+    flags = PAIRS if "total_rollouts" not in vars(SCRIPTS[name].Args) else ROLLOUT
+    two_steps = {"epochs": 2.0} if "epochs" in flags else {"total_rollouts": 2}
+    flags = flags | two_steps | {"save_every": 1}
+    script, loaded, kept = SCRIPTS[name], [], []
+
+    class Killed(Exception):
+        pass
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        raise Killed
+
+    def spy_on_load(run_dir):
+        state = load(run_dir)
+        model = state["policy" if "policy" in state else "model"]
+        loaded.extend(weakref.ref(tensor) for tensor in model.values())
+        return state
+
+    def spy_on_log(*arguments):  # first called when a step has been made
+        kept.append(sum(tensor() is not None for tensor in loaded))
+        return log(*arguments)
+
+    save, load, log = script.save_checkpoint, script.load_checkpoint, script.log
+    monkeypatch.setattr(script, "save_checkpoint", save_and_die)
+    with pytest.raises(Killed):
+        run(name, tmp_path, **flags)
+    monkeypatch.setattr(script, "save_checkpoint", save)
+    monkeypatch.setattr(script, "load_checkpoint", spy_on_load)
+    monkeypatch.setattr(script, "log", spy_on_log)
+    (run_dir,) = tmp_path.iterdir()
+    script.main(script.parse_args(["--resume", str(run_dir)]))
+    assert len(loaded) > 10 and kept == [0]
