@@ -115,13 +115,14 @@ def logprobs(way: str) -> dict:
     return {"extra": extra, "seconds": statistics.median(seconds)}
 
 
+# Two optimiser steps of two micro-batches: the second meets the gradients of the first.
 PAIRS = dict(train_split="train[:16]", epochs=1.0, batch_size=8)
 ROLLOUTS = dict(total_rollouts=1, num_minibatches=2)
 RUNS = {
     "sft": PAIRS,
     "rm_bradley_terry": PAIRS,
-    "ppo_rlhf": ROLLOUTS | dict(prompts_per_rollout=8, update_epochs=1),
-    "grpo": ROLLOUTS | dict(prompts_per_rollout=4, group_size=2),
+    "ppo_rlhf": ROLLOUTS | dict(prompts_per_rollout=16, update_epochs=1),
+    "grpo": ROLLOUTS | dict(prompts_per_rollout=8, group_size=2),
     "dpo": PAIRS,
 }
 
