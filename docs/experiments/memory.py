@@ -185,12 +185,10 @@ def scripts(name: str) -> dict:
     return {"table": float(table.replace(",", "")) * MB, "stages": stages}
 
 
-def in_a_process(*arguments: str) -> dict:
+def in_a_process(*arguments: str, **environment: str) -> dict:
     """What this file prints last when it is called with these arguments."""
     command = [sys.executable, __file__, *arguments]
-    # Freed memory goes back to the system at once, and one thread has all of it.
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -219,7 +217,8 @@ def main() -> None:
             )
     else:
         for name in RUNS:
-            found = in_a_process(args.what, "--one", name)
+            # Freed memory goes back to the system at once; it would be counted as resident else.
+            found = in_a_process(args.what, "--one", name, MALLOC_MMAP_THRESHOLD_="65536")
             most = max(found["stages"].values())
             stages = [f"{stage} {size / MB:,.0f}" for stage, size in found["stages"].items()]
             print(
