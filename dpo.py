@@ -843,7 +843,10 @@ def main(args: Args) -> Path:
         f"{args.max_new_tokens}, is more than the {positions} positions of --model",
     )
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, weight_decay=args.weight_decay
+        policy.parameters(),
+        args.learning_rate,
+        weight_decay=args.weight_decay,
+        fused=device.type == "cuda",  # one kernel, without temporaries of the weights' size
     )
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)

@@ -912,7 +912,12 @@ def main(args: Args) -> Path:
             f"--max-prompt-length {args.max_prompt_length} + --max-new-tokens "
             f"{args.max_new_tokens} is more than the {positions} positions of {flag}",
         )
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        args.learning_rate,
+        weight_decay=0.0,
+        fused=device.type == "cuda",  # one kernel, without temporaries of the weights' size
+    )
     warmup = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup, args.total_rollouts)
     generator = torch.Generator(device).manual_seed(args.seed)

@@ -1152,6 +1152,7 @@ def main(args: Args) -> Path:
             {"params": critic.parameters(), "lr": args.critic_learning_rate},
         ],
         weight_decay=0.0,
+        fused=device.type == "cuda",  # one kernel, without temporaries of the weights' size
     )
     warmup = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup, args.total_rollouts)

@@ -679,7 +679,12 @@ def main(args: Args) -> Path:
     separate_padding(model, tokenizer, stop_ids)
     freeze_layers(model, args.train_layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(
+        trained,
+        args.learning_rate,
+        weight_decay=args.weight_decay,
+        fused=device.type == "cuda",  # one kernel, without temporaries of the weights' size
+    )
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)

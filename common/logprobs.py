@@ -1,8 +1,8 @@
 """Score completions under a model: the log-probability, and the entropy, of each sampled token.
 
 With 150,000 tokens in the vocabulary the logits are the largest tensor of all, and autograd would
-keep several of their size. Here they exist for a chunk of positions at a time, are overwritten step
-by step with their gradient, and are computed again in the backward pass instead of kept.
+keep several of their size. Here they exist for a chunk of positions at a time, give way to their
+own gradient, and are computed again in the backward pass instead of kept.
 """
 
 import weakref
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The most numbers in logits and what is derived from them at one time: 2^25 float32 are 128 MiB.
+# The most logits that exist at one time: 2^26 float32 numbers are 256 MiB.
 MAX_LOGITS = 2**26
 
 _head_is_known: weakref.WeakSet = weakref.WeakSet()

@@ -16,7 +16,18 @@ SOURCES = {
 PROGRAM = "".join(text for path, text in SOURCES.items() if path.parts[0] != "tests")
 FLAGS = {
     f"--{flag.replace('_', '-')}" for script in SCRIPTS.values() for flag in vars(script.Args())
-} | {"--help", "--out", "--metrics", "--label", "--no-scale-rewards", "--no-whiten-advantages"}
+} | {
+    "--help",
+    "--out",
+    "--metrics",
+    "--label",
+    "--floor",
+    "--profile",
+    "--repeats",
+    "--shapes",
+    "--no-scale-rewards",
+    "--no-whiten-advantages",
+}
 NAMES = {
     node.name
     for text in SOURCES.values()

@@ -5,12 +5,14 @@
     pip install "trl==1.12.0"                    # the last release that has a PPO trainer
     python docs/experiments/speed.py ppo
     python docs/experiments/speed.py --floor grpo ppo dpo dpo_online rm sft      # without TRL
+    python docs/experiments/speed.py --profile grpo ppo dpo rm sft               # without TRL
 
 Both sides train the same checkpoint on the same data with the same batch, micro-batch, lengths,
 optimiser and number of optimiser steps, in processes that take turns. The clock is the same too: a
 hook after each step of any torch optimiser. Start-up, the first steps and evaluations lie outside.
 `--floor` counts the operations of a step's matrix products and attention, and says how long they
-alone take at the rate that torch reaches here for a product of these models' size.
+alone take at the rate that torch reaches here for a product of these models' size. `--profile` says
+how a run's time divides into stages, and its processor time into operators.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Optimiser steps left out at the start, and measured. PPO takes four a rollout.
@@ -192,7 +195,7 @@ def measure(side: str, work: str) -> None:
     print(json.dumps((times[-1] - times[skip - 1]) / steps))
 
 
-def in_a_process(work: str, side: str) -> float:
+def in_a_process(work: str, side: str) -> Any:
     """What this file prints last for one side of a work."""
     command = [sys.executable, __file__, work, "--side", side]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -215,6 +218,32 @@ def floor(work: str) -> None:
     print(json.dumps((counts[-1] - counts[per_rollout - 1]) / (4 * per_rollout)))
 
 
+def profiled(work: str) -> None:
+    """Print the stages of a rollout in ms, and the shares of the operators that take most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        ours(work, 16, folder)
+        log = next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()
+    rows = [json.loads(line) for line in log[2:]]
+    lines = [
+        f"{name[5:-8]} {1e3 * statistics.median(row[name] for row in rows):.0f} ms"
+        for name in rows[0]
+        if name.startswith("time/") and name.endswith("_seconds")
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        profile(activities=[ProfilerActivity.CPU]) as found,
+    ):
+        ours(work, 16, folder)
+    operators = sorted(found.key_averages(), key=lambda x: -x.self_cpu_time_total)
+    total = sum(operator.self_cpu_time_total for operator in operators)
+    lines += [f"{x.key} {x.self_cpu_time_total / total:.0%}" for x in operators[:5]]
+    print(json.dumps(", ".join(lines)))
+
+
 def matrix_rate() -> float:
     """Operations a second of (1536, 128) x (128, 384): a micro-batch in a layer of these models."""
     import torch
@@ -232,10 +261,14 @@ def main() -> None:
     parser.add_argument("works", nargs="+", choices=WORKS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--floor", action="store_true")
-    parser.add_argument("--side", choices=["ours", "trl", "floor"], help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true")
+    sides = ["ours", "trl", "floor", "profile"]
+    parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side == "floor":
         return floor(*args.works)
+    if args.side == "profile":
+        return profiled(*args.works)
     if args.side:
         return measure(args.side, *args.works)
     if args.floor:
@@ -244,6 +277,10 @@ def main() -> None:
         for work in args.works:
             flops = in_a_process(work, "floor")
             print(f"{WORKS[work]}: {flops / 1e9:.1f} GFLOP a step, {1e3 * flops / rate:.0f} ms")
+        return
+    if args.profile:
+        for work in args.works:
+            print(f"{WORKS[work]}: {in_a_process(work, 'profile')}", flush=True)
         return
     print("milliseconds an optimiser step: median (least to most)")
     for work in args.works:
@@ -257,7 +294,10 @@ def main() -> None:
             f"({1e3 * min(found):.0f} to {1e3 * max(found):.0f})"
             for side, found in seconds.items()
         )
-        print(f"{WORKS[work]}: {', '.join(columns)}, ratio {statistics.median(ratios):.2f}")
+        print(
+            f"{WORKS[work]}: {', '.join(columns)}, ratio {statistics.median(ratios):.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
