@@ -62,3 +62,11 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
     """A model in float32 and eval mode; `overrides` go to its config."""
     torch.manual_seed(seed)
     return _ARCHITECTURES[architecture][0](tiny_config(architecture, **overrides)).eval()
+
+
+# For the tokenizer of tiny/reviews: a review follows `the :`, and after its end comes a full stop,
+# which is never sampled.
+CHAT = (
+    "<bos>{% for m in messages %}{% if m['role'] == 'assistant' %} the :{% endif %}"
+    " {{ m['content'] }} <eos> .{% endfor %}{% if add_generation_prompt %} the :{% endif %}"
+)

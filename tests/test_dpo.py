@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from models import tiny_model
+from models import CHAT, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -325,10 +325,6 @@ def preferences(tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
     return dpo.load_preference_pairs(args, "train", tokenizer, list(stop_ids))
 
 
-CHAT = (  # a review follows `the :`, and after its end comes a full stop, which is never sampled
-    "<bos>{% for m in messages %}{% if m['role'] == 'assistant' %} the :{% endif %}"
-    " {{ m['content'] }} <eos> .{% endfor %}{% if add_generation_prompt %} the :{% endif %}"
-)
 COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")
 
 

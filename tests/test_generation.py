@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import VOCAB, tiny_config, tiny_model
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache
 
 import common.generation
 from common.generation import find_stop_ids, generate, pad_rows, sample_tokens
@@ -140,6 +140,22 @@ def test_sliding_window_attention_equals_transformers():
     expected = model.generate(input_ids=ids, attention_mask=mask.long(), **settings)
     assert found.tolist() == expected.tolist()
     assert finished.any() and not finished.all()
+
+
+@pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
+@pytest.mark.parametrize("architecture, kind", [("llama", StaticCache), ("gemma2", DynamicCache)])
+def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kind, monkeypatch):
+    """How they move is decided in Python, which a captured step would not run again."""
+    model, seen = tiny_model(architecture), []
+    forward = model.forward
+
+    def spy(**inputs):
+        seen.append(type(inputs["past_key_values"]))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", spy)
+    sample(model, ragged_rows(), 3)
+    assert seen == [kind] * 3
 
 
 def test_generation_config_of_the_checkpoint_is_ignored():

@@ -204,6 +204,32 @@ def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypa
             assert inputs[i].grad.view(-1)[index].item() == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_bfloat16_autocast_rounds_values_and_gradients_only(
+    architecture, return_entropy, monkeypatch
+):
+    """As on a GPU: products in bfloat16, results and gradients of float32 weights in float32."""
+    several_chunks(monkeypatch, positions=6)
+    model, (rows, masks) = model_of(architecture), rows_and_masks()
+    inputs = batch(rows, masks)
+
+    def run(low):
+        """The outputs and the gradient of the head, taken outside of autocast as scripts do."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            outputs = completion_logprobs(model, *inputs, 0.6, return_entropy)
+        outputs = outputs if return_entropy else (outputs,)
+        loss = sum(
+            values[inputs[2]] @ weights_of(range(int(inputs[2].sum()))) for values in outputs
+        )
+        (gradient,) = torch.autograd.grad(loss, model.get_output_embeddings().weight)
+        return *outputs, gradient
+
+    for exact, rounded in zip(run(low=False), run(low=True), strict=True):
+        assert exact.dtype == rounded.dtype == torch.float32
+        assert 0 < (exact - rounded).norm() < 0.1 * exact.norm()
+
+
 def test_a_second_backward_gives_the_same_gradients(monkeypatch):
     """The first one writes over what the forward pass left."""
     several_chunks(monkeypatch)
@@ -397,6 +423,25 @@ def test_an_unknown_head_is_refused_by_name():
     for _ in range(2):  # and is not taken for known the second time
         with pytest.raises(ValueError, match="DoubledLlama"):
             completion_logprobs(model, *batch(rows, masks))
+
+
+class AdaptedHead(torch.nn.Module):
+    """A head with a low-rank term that is 0 until it is trained; `weight` alone would leave it out."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.weight, self.bias = linear, linear.weight, linear.bias
+        self.adapter = torch.nn.Parameter(torch.zeros(linear.in_features, 1))
+
+    def forward(self, hidden):
+        return self.linear(hidden) + hidden @ self.adapter
+
+
+def test_an_adapter_on_the_head_is_refused():
+    model = tiny_model("llama", tie_word_embeddings=False)
+    model.set_output_embeddings(AdaptedHead(model.get_output_embeddings()))
+    with pytest.raises(ValueError, match="output head of LlamaForCausalLM"):
+        completion_logprobs(model, *batch(*rows_and_masks()))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from models import tiny_config, tiny_model
+from models import CHAT, tiny_config, tiny_model
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -607,12 +607,6 @@ def preferences(tmp_path, rows, stop_ids=(2,), chat_template=None, **flags):
     tokenizer.chat_template = chat_template
     args = Args(dataset=dataset(tmp_path, rows), **flags)
     return rm.load_preferences(args, "train", tokenizer, list(stop_ids))
-
-
-CHAT = (  # a review follows `the :`, and after its end comes a full stop, which is never sampled
-    "<bos>{% for m in messages %}{% if m['role'] == 'assistant' %} the :{% endif %}"
-    " {{ m['content'] }} <eos> .{% endfor %}{% if add_generation_prompt %} the :{% endif %}"
-)
 
 
 def ids(words):
