@@ -426,7 +426,7 @@ def test_an_unknown_head_is_refused_by_name():
 
 
 class AdaptedHead(torch.nn.Module):
-    """A head with a low-rank term that is 0 until it is trained; `weight` alone would leave it out."""
+    """A head with a low-rank term, still 0, that `weight` alone would leave out."""
 
     def __init__(self, linear):
         super().__init__()
