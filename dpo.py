@@ -41,6 +41,7 @@ probable under another policy. If the chosen one falls by tens of nats, lower th
 raise beta or use --nll-coef.
 """
 
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -48,10 +49,13 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +64,10 @@ import numpy as np
 import torch
 import tyro
 from datasets import load_dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -71,7 +79,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.generation import find_stop_ids, generate, pad_rows
-from common.logprobs import completion_logprobs
+from common.logprobs import completion_logprobs, compute_dtype
 
 
 @dataclass
@@ -303,6 +311,8 @@ def apply_reward_fn(
     name: str, function: Callable, rows: list[dict], completions: list[str]
 ) -> torch.Tensor:
     """Rewards (B,) float32 of one completion for each row."""
+    if not rows:  # one of several processes without a completion
+        return torch.zeros(0)
     prompts = [row["prompt"] for row in rows]
     columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
     rewards = function(prompts=prompts, completions=completions, **columns)
@@ -350,7 +360,7 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
         raise SystemExit(f"error: {flag} {source}: {reason}") from None
 
 
-def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:
+def load_model(flag: str, source: str, auto_class: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     options = {"dtype": torch.float32, "output_loading_info": True}
     model, report = load(flag, source, auto_class.from_pretrained, **options)
@@ -361,7 +371,7 @@ def load_model(flag: str, source: str, auto_class: Any, device: torch.device) ->
     )
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    return model.eval()
 
 
 def apply_chat_template(
@@ -550,11 +560,151 @@ def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
     """Split a batch's rows into groups of similar length, so that little is padded.
 
-    Only the rows of one optimiser step are sorted: which rows meet in a step stays random.
+    Only the rows of one optimiser step are sorted: which rows meet in a step stays random. Of
+    several processes each gets as many groups, and of a group's neighbours every one its own; of
+    the last group one may get nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for start in range(0, len(order), micro_batch_size):
-        yield order[start : start + micro_batch_size]
+    for start in range(0, len(order), micro_batch_size * WORLD_SIZE):
+        yield order[start : start + micro_batch_size * WORLD_SIZE][RANK::WORLD_SIZE]
+
+
+# --- several processes -------------------------------------------------------------------------
+# Under torchrun each process runs this whole file. All of them plan the same batches and draw the
+# same random numbers, each computes a part of the rows with a part of the weights, and they add up
+# what they found. One process alone does nothing here.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_process() -> torch.device:
+    """The device of this process; of several, rank 0 alone prints.
+
+    One that waits for the others longer than half an hour ends with an error.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if WORLD_SIZE > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            count = torch.cuda.device_count()
+            require(
+                device.index < count, f"torchrun: more processes than this machine's {count} GPUs"
+            )
+            torch.cuda.set_device(device)
+        own = device if device.type == "cuda" else None
+        torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
+        if RANK > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return device
+
+
+def share(count: int) -> slice:
+    """Which of `count` rows are this process's, where neighbours are better kept together."""
+    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
+
+
+def gather(part: list) -> list:
+    """The lists of all processes, one after the other."""
+    parts = [part] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(parts, part)
+    return list(itertools.chain(*parts))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, written to `values`."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of a transformer, the first nearest to the embeddings."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise SystemExit(f"error: {type(model).__name__}: no list of its {count} layers was found")
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; of several processes, each keeps a part of every weight.
+
+    FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
+    and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    """
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    # For `gathered`: the same model on weights without elements.
+    empty = {id(weight): Parameter(torch.empty(0), False) for weight in model.parameters()}
+    whole = copy.deepcopy(model, empty).to(device)
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    low = torch.bfloat16 if device.type == "cuda" else None
+    head = [model.score] if hasattr(model, "score") else []
+    for module in (*head, *decoder_layers(model), model):
+        dtype = None if module in head else low
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Losses are divided by counts over all processes, so gradients are added, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.whole = [whole]  # in a list, so that it is no submodule
+    return model
+
+
+@contextmanager
+def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model with whole weights on each process, for sampling and saving.
+
+    They are gathered once, in the type that autocast computes with where it is on. It is a plain
+    model without FSDP's hooks: no process waits for another between two tokens.
+    """
+    if WORLD_SIZE == 1:
+        yield model
+        return
+    (whole,) = model.whole
+    for name, weight in model.named_parameters():
+        weight = weight.detach().to(compute_dtype(weight))
+        whole.get_parameter(name).data = weight.full_tensor()
+    yield whole
+    for weight in whole.parameters():
+        weight.data = weight.new_empty(0)
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> float:
+    """Scale gradients with a larger norm down to it; returns the norm that they had."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict with whole tensors, in the memory of rank 0's host; None elsewhere."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    if isinstance(state, DTensor):
+        state = state.full_tensor()  # together
+        return state.cpu() if RANK == 0 else None
+    return state
+
+
+def load_state(part: Any, state: dict) -> None:
+    """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
+
+    def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+            return tensor
+        layout = (like.device_mesh, like.placements)
+        return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
+
+    if isinstance(part, torch.optim.Optimizer):
+        weights = [weight for group in part.param_groups for weight in group["params"]]
+        for index, values in state["state"].items():
+            values |= {name: cut(value, weights[index]) for name, value in values.items()}
+    else:
+        own = part.state_dict()
+        state = {name: cut(value, own[name]) for name, value in state.items()}
+    part.load_state_dict(state)
 
 
 # --- run folder, checkpoint and resume ---------------------------------------------------------
@@ -584,6 +734,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
+    if RANK > 0:
+        return Path(gather([])[0])
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir, number = Path(args.output_dir) / name, 1
     while run_dir.exists():  # another run started within the same second
@@ -591,11 +743,13 @@ def make_run_dir(args: Args) -> Path:
         run_dir = Path(args.output_dir) / f"{name}-{number}"
     run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return run_dir
+    return Path(gather([str(run_dir)])[0])
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    if RANK > 0:
+        return
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
@@ -606,6 +760,8 @@ def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dic
 
 def save_checkpoint(run_dir: Path, state: dict) -> None:
     """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    if RANK > 0:
+        return
     logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
@@ -620,7 +776,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     """Read checkpoint/state.pt and cut the logs back to its moment."""
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Processes that read it together share the pages of the file, and copy their parts only.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=WORLD_SIZE > 1)
+    if RANK > 0:
+        return state
     for name, size in state["logs"].items():
         log = run_dir / name
         whole = log.is_file() and log.stat().st_size >= size
@@ -633,6 +792,8 @@ def save_model(
     run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> None:
     """Write model/ for `from_pretrained`."""
+    if RANK > 0:
+        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -695,13 +856,47 @@ def check_args(args: Args) -> None:
         f"--output-dir {args.output_dir} is a file, not a folder",
     )
     require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def complete(
+    args: Args,
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    temperature: float,
+    stop_ids: list[int],
+    pad_id: int,
+    generator: torch.Generator,
+) -> tuple[list[list[int]], list[bool]]:
+    """A completion's tokens for each prompt, and whether it ended at a stop id.
+
+    Of several processes each samples some. Random numbers are drawn for all, and for all tokens
+    that a completion may have: what is sampled depends neither on their number nor on lengths.
+    """
+    uniform = torch.rand(
+        len(prompts), args.max_new_tokens, dtype=torch.float64, generator=generator
+    )
+    part = share(len(prompts))
+    ids, mask = pad_rows(prompts[part], pad_id, "left", model.device)
+    width = ids.shape[1]
+    with autocast(model.device), gathered(model) as whole:
+        ids, mask, finished = generate(
+            whole,
+            ids,
+            mask,
+            args.max_new_tokens,
+            temperature,
+            stop_ids,
+            pad_id,
+            uniform[part].to(model.device),
+        )
+    lengths = mask.sum(dim=1).tolist()
+    sampled = [row[:n] for row, n in zip(ids[:, width:].tolist(), lengths, strict=True)]
+    return gather(sampled), gather(finished.tolist())
 
 
 @dataclass
@@ -733,26 +928,20 @@ def roll_out(
     generator: torch.Generator,
 ) -> Rollout:
     """Sample one completion for each row."""
-    device = policy.device
     # Any id will do for padding: the masks come from lengths.
     pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompt_ids, prompt_mask = pad_rows([row["ids"] for row in rows], pad_id, "left", device)
-    with autocast(device):
-        ids, completion_mask, finished = generate(
-            policy,
-            prompt_ids,
-            prompt_mask,
-            args.max_new_tokens,
-            temperature,
-            stop_ids,
-            pad_id,
-            generator,
-        )
-    attention_mask = completion_mask.clone()
-    attention_mask[:, : prompt_mask.shape[1]] = prompt_mask
-    sampled = [tokens[mask] for tokens, mask in zip(ids, completion_mask, strict=True)]
-    completions = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-    return Rollout(rows, ids, attention_mask, completion_mask, finished, completions)
+    prompts = [row["ids"] for row in rows]
+    sampled, finished = complete(args, policy, prompts, temperature, stop_ids, pad_id, generator)
+    prompt_ids, prompt_mask = pad_rows(prompts, pad_id, "left", policy.device)
+    ids, mask = pad_rows(sampled, pad_id, "right", policy.device)
+    return Rollout(
+        rows=rows,
+        ids=torch.cat([prompt_ids, ids], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask], dim=1),
+        completion_mask=torch.cat([torch.zeros_like(prompt_mask), mask], dim=1),
+        finished=torch.tensor(finished, device=policy.device),
+        completions=tokenizer.batch_decode(sampled, skip_special_tokens=True),
+    )
 
 
 def rollout_logprobs(
@@ -780,15 +969,26 @@ def pair_logprobs(model: torch.nn.Module, pairs: list[Pair], pad_id: int) -> tor
     starts = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     with autocast(model.device):
         logprobs = completion_logprobs(model, ids, mask, mask & (columns >= starts[:, None]))
-    return logprobs.sum(dim=1).view(2, -1).T
+    return logprobs.sum(dim=1).view(2, len(pairs)).T
 
 
 @torch.no_grad()
-def add_reference(model: torch.nn.Module, pairs: list[Pair], pad_id: int) -> None:
-    """Keep log pi_ref of both completions with each pair that has none yet."""
-    for pair, logprobs in zip(pairs, pair_logprobs(model, pairs, pad_id).tolist(), strict=True):
+def add_reference(
+    model: torch.nn.Module, pairs: list[Pair], batches: list[list[Pair]], pad_id: int
+) -> None:
+    """Keep log pi_ref of both completions with each of the pairs that has none yet.
+
+    Args:
+        batches: the pairs in micro-batches; of several processes, those that this one computes.
+    """
+    found = {}
+    for batch in batches:
+        logprobs = pair_logprobs(model, batch, pad_id).tolist()
+        found |= {id(pair): values for pair, values in zip(batch, logprobs, strict=True)}
+    answers = gather([[found.get(id(pair)) for pair in pairs]])  # a list for each process
+    for pair, *values in zip(pairs, *answers, strict=True):
         if pair.reference is None:
-            pair.reference = logprobs
+            pair.reference = next(value for value in values if value)
 
 
 def print_models(models: dict[str, torch.nn.Module | None]) -> None:
@@ -796,7 +996,7 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
     print(
         f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
     )
-    total = 0
+    together = 0
     for name, model in models.items():
         if model is None:
             print(f"{name:<13}{'-':>14}  not used")
@@ -805,17 +1005,19 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
         for parameter in model.parameters():
             size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         columns = (size[True] + size[False], size[True], 2 * size[True])
-        total += sum(columns)
+        together += sum(columns)
         mb = [f"{number / 1e6:,.1f} MB" for number in columns]
         role = "frozen" if not size[True] else "in part" if size[False] else "trained"
         count = f"{model.num_parameters():,}"
         print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
-    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+    where = "" if WORLD_SIZE == 1 else f", dealt out to {WORLD_SIZE} processes"
+    print(f"together {together / 1e6:,.1f} MB{where}, activations not counted")
 
 
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
+    device = start_process()
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
@@ -829,12 +1031,11 @@ def main(args: Args) -> Path:
         functions = load_reward_fns("--eval-reward-fn", specs, eval_pairs[0].row)
         ((rule_name, rule),) = functions.items()
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_model("--model", args.model, AutoModelForCausalLM, device)
+    policy = shard(load_model("--model", args.model, AutoModelForCausalLM), device)
     reference = None
     if args.online_reference:
-        reference = load_model("--model", args.model, AutoModelForCausalLM, device)
-        reference.requires_grad_(False)
+        reference = load_model("--model", args.model, AutoModelForCausalLM)
+        reference = shard(reference.requires_grad_(False), device)
     positions = getattr(policy.config, "max_position_embeddings", math.inf)
     longest = max(len(pair.prompt) for pair in eval_pairs)
     require(
@@ -857,10 +1058,10 @@ def main(args: Args) -> Path:
         lengths = [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs]
         return [[pairs[i] for i in rows] for rows in micro_batches(lengths, args.micro_batch_size)]
 
-    def step_batches(step: int) -> list[list[Pair]]:
-        """The micro-batches of an optimiser step."""
+    def step_pairs(step: int) -> list[Pair]:
+        """The pairs of an optimiser step."""
         picked = batch_rows(step, args.batch_size, len(train_pairs), args.seed)
-        return split([train_pairs[i] for i in picked])
+        return [train_pairs[i] for i in picked]
 
     first_step = 0
     if args.resume:
@@ -870,7 +1071,7 @@ def main(args: Args) -> Path:
     else:
         run_dir = make_run_dir(args)
     tracker = None
-    if args.track:
+    if args.track and RANK == 0:
         import wandb  # only here: nobody else needs an account
 
         tracker = wandb.init(
@@ -884,17 +1085,18 @@ def main(args: Args) -> Path:
         # The policy is still the reference, also on resume. In the micro-batches in which a pair is
         # met first, so that the first loss is exactly ln 2.
         first_epoch = min(total_steps, math.ceil(len(train_pairs) / args.batch_size))
-        for step in tqdm(range(first_epoch), desc="reference log-probs"):
-            for pairs in step_batches(step):
-                add_reference(policy, pairs, pad_id)
-        for pairs in eval_batches:
-            add_reference(policy, pairs, pad_id)
+        for step in tqdm(range(first_epoch), desc="reference log-probs", disable=RANK > 0):
+            pairs = step_pairs(step)
+            add_reference(policy, pairs, split(pairs), pad_id)
+        add_reference(policy, eval_pairs, eval_batches, pad_id)
 
     def losses(pairs: list[Pair]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics (B,) of each pair of a micro-batch."""
-        lengths = torch.tensor([[len(p.chosen), len(p.rejected)] for p in pairs], device=device)
+        lengths = [[len(p.chosen), len(p.rejected)] for p in pairs]
+        lengths = torch.tensor(lengths, device=device).view(-1, 2)  # (B, 2), also where B is 0
         if reference is None:
-            ref_logprobs = torch.tensor([pair.reference for pair in pairs], device=device)
+            ref_logprobs = [pair.reference for pair in pairs]
+            ref_logprobs = torch.tensor(ref_logprobs, device=device).view(-1, 2)
         else:
             with torch.no_grad():
                 ref_logprobs = pair_logprobs(reference, pairs, pad_id)
@@ -903,42 +1105,42 @@ def main(args: Args) -> Path:
     @torch.no_grad()
     def evaluate() -> tuple[dict, list[dict]]:
         """Metrics of the held-out pairs, and of a sampled completion for each of their prompts."""
-        loss, pair_metrics = zip(*map(losses, eval_batches), strict=True)
-        accuracy, margin = (
-            torch.cat([metrics[name] for metrics in pair_metrics]).mean().item()
-            for name in ("reward/accuracy", "reward/margin")
-        )
-        metrics = {
-            "eval/loss": torch.cat(loss).mean().item(),
-            "eval/pair_accuracy": accuracy,
-            "eval/margin": margin,
-        }
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        for pairs in eval_batches:
+            loss, found = losses(pairs)
+            values = (loss, found["reward/accuracy"], found["reward/margin"])
+            sums += torch.stack(values).sum(dim=1)
+        names = ("eval/loss", "eval/pair_accuracy", "eval/margin")
+        metrics = dict(zip(names, (total(sums) / len(eval_pairs)).tolist(), strict=True))
         # Only for the KL of the samples, and not kept while training.
-        judge = reference or load_model("--model", args.model, AutoModelForCausalLM, device)
+        judge = reference
+        if judge is None:
+            judge = shard(load_model("--model", args.model, AutoModelForCausalLM), device)
         # A generator of its own, so that every evaluation draws with the same random numbers.
-        draws = torch.Generator(device).manual_seed(args.seed)
-        samples, kl = [], 0.0
+        draws = torch.Generator().manual_seed(args.seed)
+        samples, kl = [], torch.zeros((), dtype=torch.float64, device=device)
         for start in range(0, len(eval_pairs), 2 * args.batch_size):
             rows = [pair.row for pair in eval_pairs[start : start + 2 * args.batch_size]]
             rollout = roll_out(args, policy, tokenizer, stop_ids, rows, args.temperature, draws)
             lengths = rollout.completion_mask.sum(dim=1).tolist()
             for some in micro_batches(lengths, 2 * args.micro_batch_size):
-                at = rollout.index(torch.tensor(some, device=device))
+                at = rollout.index(torch.tensor(some, dtype=torch.long, device=device))
                 logprobs, ref_logprobs = (
                     rollout_logprobs(args, model, rollout, at) for model in (policy, judge)
                 )
                 # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
-                kl += (logprobs - ref_logprobs).sum().item()  # 0 outside the completions
+                kl += (logprobs - ref_logprobs).sum()  # 0 outside the completions
             found = [
                 {"prompt": row["prompt"], "completion": text, "length": length}
                 for row, text, length in zip(rows, rollout.completions, lengths, strict=True)
             ]
             if args.eval_reward_fn:
-                rewards = apply_reward_fn(rule_name, rule, rows, rollout.completions)
-                for sample, reward in zip(found, rewards.tolist(), strict=True):
+                part = share(len(rows))
+                rewards = apply_reward_fn(rule_name, rule, rows[part], rollout.completions[part])
+                for sample, reward in zip(found, gather(rewards.tolist()), strict=True):
                     sample["reward"] = reward
             samples += found
-        metrics["eval/kl"] = kl / len(samples)
+        metrics["eval/kl"] = total(kl).item() / len(samples)
         metrics["eval/length_mean"] = np.mean([sample["length"] for sample in samples])
         if args.eval_reward_fn:
             rewards = np.array([sample["reward"] for sample in samples])
@@ -946,37 +1148,37 @@ def main(args: Args) -> Path:
         return metrics, samples
 
     if args.resume:
-        policy.load_state_dict(state["policy"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(policy, state["policy"])
+        load_state(optimizer, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         del state  # a second copy of all that was loaded
     else:
         log(run_dir, tracker, 0, *evaluate())
 
-    progress = tqdm(range(first_step, total_steps), initial=first_step, total=total_steps)
+    progress = tqdm(
+        range(first_step, total_steps), initial=first_step, total=total_steps, disable=RANK > 0
+    )
     for step in progress:
         started = time.perf_counter()
 
         # 1. draw the pairs of this step
-        batches = step_batches(step)
-        tokens = sum(
-            2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
-            for pairs in batches
-            for pair in pairs
-        )
+        pairs = step_pairs(step)
+        tokens = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
 
         # 2. optimise: one step, its gradient summed over micro-batches
-        loss, sums = 0.0, defaultdict(float)
-        for pairs in batches:
-            pair_losses, pair_metrics = losses(pairs)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        sums = defaultdict(lambda: torch.zeros_like(loss))
+        for batch in split(pairs):
+            pair_losses, pair_metrics = losses(batch)
             micro_loss = pair_losses.sum() / args.batch_size
             micro_loss.backward()
-            loss += micro_loss.item()
+            loss += micro_loss.detach()
             for name, values in pair_metrics.items():
-                sums[name] += values.sum().item()
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                sums[name] += values.sum()
+        loss = total(loss).item()
+        grad_norm = clip_gradients(policy.parameters(), args.max_grad_norm)
         require(
-            math.isfinite(loss) and grad_norm.isfinite(),
+            math.isfinite(loss) and math.isfinite(grad_norm),
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. Likely "
             "causes: --learning-rate too high, a broken --model. The last checkpoint, if any, is "
             f"in {run_dir / 'checkpoint'}",
@@ -988,8 +1190,8 @@ def main(args: Args) -> Path:
         done, last = step + 1, step + 1 == total_steps
         metrics = {
             "objective/loss": loss,
-            **{name: total / args.batch_size for name, total in sums.items()},
-            "policy/grad_norm": grad_norm.item(),
+            **{name: total(value).item() / args.batch_size for name, value in sums.items()},
+            "policy/grad_norm": grad_norm,
             "policy/learning_rate": scheduler.get_last_lr()[0],
             "time/epoch": done * args.batch_size / len(train_pairs),
             "time/tokens_per_second": tokens / (time.perf_counter() - started),
@@ -1003,14 +1205,19 @@ def main(args: Args) -> Path:
         progress.set_postfix(loss=f"{loss:.3f}", accuracy=f"{metrics['reward/accuracy']:.2f}")
         if done % args.save_every == 0 or last:
             state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
-            state = {name: part.state_dict() for name, part in state.items()}
+            state = {name: whole_state(part.state_dict()) for name, part in state.items()}
             save_checkpoint(run_dir, state | {"step": done})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    print_evaluations(run_dir)
-    print_example(run_dir)
+    with gathered(policy) as whole:
+        save_model(run_dir, whole, tokenizer, stop_ids)
+    if RANK == 0:
+        print_evaluations(run_dir)
+        print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
     print(f"next: generate with it, or train on from it with --model {run_dir / 'model'}")
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        torch.distributed.destroy_process_group()
     return run_dir
 
 

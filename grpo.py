@@ -38,6 +38,7 @@ to 0 at once; `reward/zero_variance_groups` rises as prompts are solved; clip fr
 few per cent; `completions/truncated_fraction` stays low.
 """
 
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -45,10 +46,13 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +61,10 @@ import numpy as np
 import torch
 import tyro
 from datasets import load_dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -69,7 +77,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.generation import find_stop_ids, generate, pad_rows
-from common.logprobs import completion_logprobs
+from common.logprobs import as_forward, completion_logprobs, compute_dtype
 
 
 @dataclass
@@ -390,6 +398,8 @@ def apply_reward_fn(
     name: str, function: Callable, rows: list[dict], completions: list[str]
 ) -> torch.Tensor:
     """Rewards (B,) float32 of one completion for each row."""
+    if not rows:  # one of several processes without a completion
+        return torch.zeros(0)
     prompts = [row["prompt"] for row in rows]
     columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
     rewards = function(prompts=prompts, completions=completions, **columns)
@@ -415,6 +425,7 @@ def apply_reward_fn(
     return torch.tensor(values)
 
 
+@as_forward
 def reward_model_scores(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
@@ -422,8 +433,11 @@ def reward_model_scores(
 
     That token is found from the mask, so that the side and the amount of padding do not matter.
     transformers looks for the last id that is not the padding id, which misses a real EOS where
-    the tokenizer has one id for both.
+    the tokenizer has one id for both. B may be 0, as in `completion_logprobs`.
     """
+    batch = len(input_ids)
+    if batch == 0:
+        input_ids, attention_mask = input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1)
     attention_mask = attention_mask.long()
     positions = attention_mask.cumsum(dim=1)
     hidden = model.base_model(
@@ -432,20 +446,19 @@ def reward_model_scores(
         position_ids=(positions - 1).clamp(min=0),
         use_cache=False,
     ).last_hidden_state
-    last = (positions * attention_mask).argmax(dim=1)
+    last = (positions * attention_mask).argmax(dim=1)[:batch]
     rows = torch.arange(len(last), device=last.device)
     with torch.autocast(last.device.type, enabled=False):  # bfloat16 would make near rewards equal
-        return model.score(hidden[rows, last].float()).squeeze(1)
+        scores = model.score(hidden[rows, last].float())  # (B, 1)
+    return scores.squeeze(1).clone()  # FSDP needs no view, but a tensor of its own
 
 
-def load_reward_model(
-    source: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> torch.nn.Module:
+def load_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
     """A frozen classifier with one label that knows the policy's tokens: it scores their ids."""
     own = load("--reward-model", source, AutoTokenizer.from_pretrained)
     same = tokenizer.get_vocab().items() <= own.get_vocab().items()  # it may have one for padding
     require(same, f"--reward-model {source}: its tokenizer is not that of --model")
-    model = load_model("--reward-model", source, AutoModelForSequenceClassification, device)
+    model = load_model("--reward-model", source, AutoModelForSequenceClassification)
     require(
         model.config.num_labels == 1 and hasattr(model, "score"),
         f"--reward-model {source}: {type(model).__name__} with {model.config.num_labels} labels; "
@@ -476,7 +489,7 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
         raise SystemExit(f"error: {flag} {source}: {reason}") from None
 
 
-def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:
+def load_model(flag: str, source: str, auto_class: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     options = {"dtype": torch.float32, "output_loading_info": True}
     model, report = load(flag, source, auto_class.from_pretrained, **options)
@@ -487,7 +500,7 @@ def load_model(flag: str, source: str, auto_class: Any, device: torch.device) ->
     )
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    return model.eval()
 
 
 def apply_chat_template(
@@ -572,11 +585,151 @@ def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
     """Split a batch's rows into groups of similar length, so that little is padded.
 
-    Only the rows of one optimiser step are sorted: which rows meet in a step stays random.
+    Only the rows of one optimiser step are sorted: which rows meet in a step stays random. Of
+    several processes each gets as many groups, and of a group's neighbours every one its own; of
+    the last group one may get nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for start in range(0, len(order), micro_batch_size):
-        yield order[start : start + micro_batch_size]
+    for start in range(0, len(order), micro_batch_size * WORLD_SIZE):
+        yield order[start : start + micro_batch_size * WORLD_SIZE][RANK::WORLD_SIZE]
+
+
+# --- several processes -------------------------------------------------------------------------
+# Under torchrun each process runs this whole file. All of them plan the same batches and draw the
+# same random numbers, each computes a part of the rows with a part of the weights, and they add up
+# what they found. One process alone does nothing here.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_process() -> torch.device:
+    """The device of this process; of several, rank 0 alone prints.
+
+    One that waits for the others longer than half an hour ends with an error.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if WORLD_SIZE > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            count = torch.cuda.device_count()
+            require(
+                device.index < count, f"torchrun: more processes than this machine's {count} GPUs"
+            )
+            torch.cuda.set_device(device)
+        own = device if device.type == "cuda" else None
+        torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
+        if RANK > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return device
+
+
+def share(count: int) -> slice:
+    """Which of `count` rows are this process's, where neighbours are better kept together."""
+    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
+
+
+def gather(part: list) -> list:
+    """The lists of all processes, one after the other."""
+    parts = [part] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(parts, part)
+    return list(itertools.chain(*parts))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, written to `values`."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of a transformer, the first nearest to the embeddings."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise SystemExit(f"error: {type(model).__name__}: no list of its {count} layers was found")
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; of several processes, each keeps a part of every weight.
+
+    FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
+    and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    """
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    # For `gathered`: the same model on weights without elements.
+    empty = {id(weight): Parameter(torch.empty(0), False) for weight in model.parameters()}
+    whole = copy.deepcopy(model, empty).to(device)
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    low = torch.bfloat16 if device.type == "cuda" else None
+    head = [model.score] if hasattr(model, "score") else []
+    for module in (*head, *decoder_layers(model), model):
+        dtype = None if module in head else low
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Losses are divided by counts over all processes, so gradients are added, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.whole = [whole]  # in a list, so that it is no submodule
+    return model
+
+
+@contextmanager
+def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model with whole weights on each process, for sampling and saving.
+
+    They are gathered once, in the type that autocast computes with where it is on. It is a plain
+    model without FSDP's hooks: no process waits for another between two tokens.
+    """
+    if WORLD_SIZE == 1:
+        yield model
+        return
+    (whole,) = model.whole
+    for name, weight in model.named_parameters():
+        weight = weight.detach().to(compute_dtype(weight))
+        whole.get_parameter(name).data = weight.full_tensor()
+    yield whole
+    for weight in whole.parameters():
+        weight.data = weight.new_empty(0)
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> float:
+    """Scale gradients with a larger norm down to it; returns the norm that they had."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict with whole tensors, in the memory of rank 0's host; None elsewhere."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    if isinstance(state, DTensor):
+        state = state.full_tensor()  # together
+        return state.cpu() if RANK == 0 else None
+    return state
+
+
+def load_state(part: Any, state: dict) -> None:
+    """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
+
+    def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+            return tensor
+        layout = (like.device_mesh, like.placements)
+        return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
+
+    if isinstance(part, torch.optim.Optimizer):
+        weights = [weight for group in part.param_groups for weight in group["params"]]
+        for index, values in state["state"].items():
+            values |= {name: cut(value, weights[index]) for name, value in values.items()}
+    else:
+        own = part.state_dict()
+        state = {name: cut(value, own[name]) for name, value in state.items()}
+    part.load_state_dict(state)
 
 
 # --- run folder, checkpoint and resume ---------------------------------------------------------
@@ -606,6 +759,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
+    if RANK > 0:
+        return Path(gather([])[0])
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir, number = Path(args.output_dir) / name, 1
     while run_dir.exists():  # another run started within the same second
@@ -613,11 +768,13 @@ def make_run_dir(args: Args) -> Path:
         run_dir = Path(args.output_dir) / f"{name}-{number}"
     run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return run_dir
+    return Path(gather([str(run_dir)])[0])
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    if RANK > 0:
+        return
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
@@ -628,6 +785,8 @@ def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dic
 
 def save_checkpoint(run_dir: Path, state: dict) -> None:
     """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    if RANK > 0:
+        return
     logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
@@ -642,7 +801,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     """Read checkpoint/state.pt and cut the logs back to its moment."""
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Processes that read it together share the pages of the file, and copy their parts only.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=WORLD_SIZE > 1)
+    if RANK > 0:
+        return state
     for name, size in state["logs"].items():
         log = run_dir / name
         whole = log.is_file() and log.stat().st_size >= size
@@ -655,6 +817,8 @@ def save_model(
     run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> None:
     """Write model/ for `from_pretrained`."""
+    if RANK > 0:
+        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -727,13 +891,47 @@ def check_args(args: Args) -> None:
         f"--output-dir {args.output_dir} is a file, not a folder",
     )
     require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def complete(
+    args: Args,
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    temperature: float,
+    stop_ids: list[int],
+    pad_id: int,
+    generator: torch.Generator,
+) -> tuple[list[list[int]], list[bool]]:
+    """A completion's tokens for each prompt, and whether it ended at a stop id.
+
+    Of several processes each samples some. Random numbers are drawn for all, and for all tokens
+    that a completion may have: what is sampled depends neither on their number nor on lengths.
+    """
+    uniform = torch.rand(
+        len(prompts), args.max_new_tokens, dtype=torch.float64, generator=generator
+    )
+    part = share(len(prompts))
+    ids, mask = pad_rows(prompts[part], pad_id, "left", model.device)
+    width = ids.shape[1]
+    with autocast(model.device), gathered(model) as whole:
+        ids, mask, finished = generate(
+            whole,
+            ids,
+            mask,
+            args.max_new_tokens,
+            temperature,
+            stop_ids,
+            pad_id,
+            uniform[part].to(model.device),
+        )
+    lengths = mask.sum(dim=1).tolist()
+    sampled = [row[:n] for row, n in zip(ids[:, width:].tolist(), lengths, strict=True)]
+    return gather(sampled), gather(finished.tolist())
 
 
 @dataclass
@@ -765,26 +963,20 @@ def roll_out(
     generator: torch.Generator,
 ) -> Rollout:
     """Sample one completion for each row."""
-    device = policy.device
     # Any id will do for padding: the masks come from lengths.
     pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompt_ids, prompt_mask = pad_rows([row["ids"] for row in rows], pad_id, "left", device)
-    with autocast(device):
-        ids, completion_mask, finished = generate(
-            policy,
-            prompt_ids,
-            prompt_mask,
-            args.max_new_tokens,
-            temperature,
-            stop_ids,
-            pad_id,
-            generator,
-        )
-    attention_mask = completion_mask.clone()
-    attention_mask[:, : prompt_mask.shape[1]] = prompt_mask
-    sampled = [tokens[mask] for tokens, mask in zip(ids, completion_mask, strict=True)]
-    completions = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-    return Rollout(rows, ids, attention_mask, completion_mask, finished, completions)
+    prompts = [row["ids"] for row in rows]
+    sampled, finished = complete(args, policy, prompts, temperature, stop_ids, pad_id, generator)
+    prompt_ids, prompt_mask = pad_rows(prompts, pad_id, "left", policy.device)
+    ids, mask = pad_rows(sampled, pad_id, "right", policy.device)
+    return Rollout(
+        rows=rows,
+        ids=torch.cat([prompt_ids, ids], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask], dim=1),
+        completion_mask=torch.cat([torch.zeros_like(prompt_mask), mask], dim=1),
+        finished=torch.tensor(finished, device=policy.device),
+        completions=tokenizer.batch_decode(sampled, skip_special_tokens=True),
+    )
 
 
 def score(
@@ -799,18 +991,21 @@ def score(
     `rm_bradley_terry.py` leaves with its models the mean score of preferred completions; it is
     subtracted, so that such a completion scores about 0 (after InstructGPT, section 3.5).
     """
-    device = rollout.ids.device
-    parts = {
-        name: apply_reward_fn(name, function, rollout.rows, rollout.completions).to(device)
-        for name, function in functions.items()
-    }
+    device, part, parts = rollout.ids.device, share(len(rollout.rows)), {}
+    for name, function in functions.items():
+        rewards = apply_reward_fn(name, function, rollout.rows[part], rollout.completions[part])
+        parts[name] = torch.tensor(gather(rewards.tolist()), device=device)
     if reward_model is not None:
-        ids = rollout.ids.split(args.micro_batch_size)
-        masks = rollout.attention_mask.split(args.micro_batch_size)
-        with autocast(device):
-            scores = map(reward_model_scores, itertools.repeat(reward_model), ids, masks)
-            scores = torch.cat(list(scores))
-        parts["reward_model"] = scores - getattr(reward_model.config, "score_mean", 0.0)
+        scores = torch.zeros(len(rollout.rows), device=device)
+        lengths = rollout.attention_mask.sum(dim=1).tolist()
+        for rows in micro_batches(lengths, args.micro_batch_size):
+            rows = torch.tensor(rows, dtype=torch.long, device=device)
+            at = rollout.index(rows)
+            with autocast(device):
+                scores[rows] = reward_model_scores(
+                    reward_model, rollout.ids[at], rollout.attention_mask[at]
+                )
+        parts["reward_model"] = total(scores) - getattr(reward_model.config, "score_mean", 0.0)
     weights = torch.tensor(weights or [1.0] * len(parts), dtype=torch.float32, device=device)
     return weights @ torch.stack(list(parts.values())), parts
 
@@ -832,11 +1027,17 @@ def rollout_logprobs(
 
 def plan_pass(
     args: Args, lengths: torch.Tensor, generator: torch.Generator
-) -> list[list[torch.Tensor]]:
-    """Row numbers of a pass over a rollout in random order: minibatches of micro-batches."""
-    order = torch.randperm(len(lengths), generator=generator, device=lengths.device)
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """A pass over a rollout in random order: row numbers of each minibatch, and its micro-batches.
+
+    Of several processes each gets all of the former, but micro-batches of its own rows.
+    """
+    order = torch.randperm(len(lengths), generator=generator).to(lengths.device)
     return [
-        [rows[some] for some in micro_batches(lengths[rows].tolist(), args.micro_batch_size)]
+        (
+            rows,
+            [rows[some] for some in micro_batches(lengths[rows].tolist(), args.micro_batch_size)],
+        )
         for rows in order.tensor_split(args.num_minibatches)
     ]
 
@@ -861,7 +1062,7 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
     print(
         f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
     )
-    total = 0
+    together = 0
     for name, model in models.items():
         if model is None:
             print(f"{name:<13}{'-':>14}  not used")
@@ -870,17 +1071,19 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
         for parameter in model.parameters():
             size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         columns = (size[True] + size[False], size[True], 2 * size[True])
-        total += sum(columns)
+        together += sum(columns)
         mb = [f"{number / 1e6:,.1f} MB" for number in columns]
         role = "frozen" if not size[True] else "in part" if size[False] else "trained"
         count = f"{model.num_parameters():,}"
         print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
-    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+    where = "" if WORLD_SIZE == 1 else f", dealt out to {WORLD_SIZE} processes"
+    print(f"together {together / 1e6:,.1f} MB{where}, activations not counted")
 
 
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
+    device = start_process()
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
@@ -893,14 +1096,13 @@ def main(args: Args) -> Path:
         specs = (args.eval_reward_fn,)
         eval_functions = load_reward_fns("--eval-reward-fn", specs, eval_rows[0])
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_model("--model", args.model, AutoModelForCausalLM, device)
+    policy = shard(load_model("--model", args.model, AutoModelForCausalLM), device)
     reference = reward_model = None
     if args.beta > 0:
-        reference = load_model("--model", args.model, AutoModelForCausalLM, device)
-        reference.requires_grad_(False)
+        reference = load_model("--model", args.model, AutoModelForCausalLM)
+        reference = shard(reference.requires_grad_(False), device)
     if args.reward_model:
-        reward_model = load_reward_model(args.reward_model, tokenizer, device)
+        reward_model = shard(load_reward_model(args.reward_model, tokenizer), device)
         require(
             reward_model.config.vocab_size >= policy.config.vocab_size,
             f"--reward-model {args.reward_model} has fewer embeddings than the policy may sample",
@@ -920,7 +1122,7 @@ def main(args: Args) -> Path:
     )
     warmup = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup, args.total_rollouts)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     needs_old = kl_in_reward or args.update_epochs * args.num_minibatches > 1
     clip_high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
@@ -928,7 +1130,7 @@ def main(args: Args) -> Path:
     def evaluate() -> tuple[dict, list[dict]]:
         """Metrics and samples of one completion for each held-out prompt."""
         # A generator of its own, so that every evaluation draws with the same random numbers.
-        draws = torch.Generator(device).manual_seed(args.seed)
+        draws = torch.Generator().manual_seed(args.seed)
         samples, right, size = [], [], args.prompts_per_rollout * args.group_size
         for start in range(0, len(eval_rows), size):
             rows = eval_rows[start : start + size]
@@ -958,8 +1160,8 @@ def main(args: Args) -> Path:
     if args.resume:
         run_dir = Path(args.resume)
         state = load_checkpoint(run_dir)
-        policy.load_state_dict(state["policy"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(policy, state["policy"])
+        load_state(optimizer, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         generator.set_state(state["generator"])
         first_step = state["step"]
@@ -967,7 +1169,7 @@ def main(args: Args) -> Path:
     else:
         run_dir = make_run_dir(args)
     tracker = None
-    if args.track:
+    if args.track and RANK == 0:
         import wandb  # only here: nobody else needs an account
 
         tracker = wandb.init(
@@ -979,7 +1181,10 @@ def main(args: Args) -> Path:
         log(run_dir, tracker, 0, *evaluate())
 
     progress = tqdm(
-        range(first_step, args.total_rollouts), initial=first_step, total=args.total_rollouts
+        range(first_step, args.total_rollouts),
+        initial=first_step,
+        total=args.total_rollouts,
+        disable=RANK > 0,
     )
     for step in progress:
         started = time.perf_counter()
@@ -1001,12 +1206,13 @@ def main(args: Args) -> Path:
         with torch.no_grad():
             # Over the micro-batches of the first pass: the first ratio is then exactly 1. With one
             # optimiser step a rollout the old policy is the current one, and needs no pass.
-            for rows in itertools.chain(*passes[0]):
+            for rows in itertools.chain(*(micro for _, micro in passes[0])):
                 at = rollout.index(rows)
                 if needs_old:
                     old_logprobs[at] = rollout_logprobs(args, policy, rollout, at)
                 if reference is not None:
                     ref_logprobs[at] = rollout_logprobs(args, reference, rollout, at)
+        total(old_logprobs), total(ref_logprobs)
 
         # 4. advantages against the group's mean, the same for every token of a completion
         returns = rewards  # (B,)
@@ -1020,13 +1226,13 @@ def main(args: Args) -> Path:
         if args.mask_truncated:
             loss_mask = loss_mask & rollout.finished[:, None]
         losses, grad_norms, sums = [], [], defaultdict(float)
-        for minibatch in itertools.chain(*passes):
-            step_mask = loss_mask[torch.cat(minibatch)]  # (rows of the step, L)
-            weights = token_weights(step_mask, args.loss_norm, args.max_new_tokens)
-            losses.append(0.0)
-            for rows, row_weights in zip(
-                minibatch, weights.split(args.micro_batch_size), strict=True
-            ):
+        for step_rows, minibatch in itertools.chain(*passes):
+            weights = torch.zeros(loss_mask.shape, device=device)  # (B, L)
+            weights[step_rows] = token_weights(
+                loss_mask[step_rows], args.loss_norm, args.max_new_tokens
+            )
+            step_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for rows in minibatch:
                 at = rollout.index(rows)
                 logprobs, entropy = rollout_logprobs(args, policy, rollout, at, return_entropy=True)
                 loss, loss_sums = grpo_loss(
@@ -1035,18 +1241,18 @@ def main(args: Args) -> Path:
                     ref_logprobs[at] if reference is not None else None,
                     advantages[rows],
                     rollout.completion_mask[at],
-                    row_weights[:, at[1]],
+                    weights[at],
                     args.clip_coef,
                     clip_high,
                     0.0 if kl_in_reward else args.beta,
                 )
                 loss.backward()
-                losses[-1] += loss.item()
+                step_loss += loss.detach()
                 sums["policy/entropy"] += entropy.detach().sum()
                 for name, value in loss_sums.items():
                     sums[name] += value
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            grad_norms.append(norm.item())
+            losses.append(total(step_loss).item())
+            grad_norms.append(clip_gradients(policy.parameters(), args.max_grad_norm))
             require(
                 math.isfinite(losses[-1]) and math.isfinite(grad_norms[-1]),
                 f"rollout {step + 1}: loss {losses[-1]}, gradient norm {grad_norms[-1]}; no step "
@@ -1073,10 +1279,10 @@ def main(args: Args) -> Path:
             "time/tokens_per_second": tokens / (updated - started),
         }
         if reference is not None:  # a completion; the others are means a token
-            kl = sums.pop("objective/kl").item()
+            kl = total(sums.pop("objective/kl")).item()
             metrics["objective/kl"] = kl / (len(lengths) * args.update_epochs)
-        for name, total in sums.items():
-            metrics[name] = total.item() / (tokens * args.update_epochs)
+        for name, value in sums.items():
+            metrics[name] = total(value).item() / (tokens * args.update_epochs)
         scheduler.step()
         done, last = step + 1, step + 1 == args.total_rollouts
         samples = []
@@ -1088,16 +1294,21 @@ def main(args: Args) -> Path:
         progress.set_postfix({name: f"{metrics[name]:.2f}" for name in shown})
         if done % args.save_every == 0 or last:
             state = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler}
-            state = {name: part.state_dict() for name, part in state.items()}
+            state = {name: whole_state(part.state_dict()) for name, part in state.items()}
             save_checkpoint(run_dir, state | {"generator": generator.get_state(), "step": done})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    print_evaluations(run_dir)
-    print_example(run_dir)
+    with gathered(policy) as whole:
+        save_model(run_dir, whole, tokenizer, stop_ids)
+    if RANK == 0:
+        print_evaluations(run_dir)
+        print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
     print(
         f"next: generate with it, or train on with --model {run_dir / 'model'}, also as reference"
     )
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        torch.distributed.destroy_process_group()
     return run_dir
 
 

@@ -52,6 +52,7 @@ is one; where the first climbs and the second falls, the reward model is being h
 first rollouts; clip fractions stay below 0.2; `policy/entropy` falls slowly.
 """
 
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -59,10 +60,13 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +75,10 @@ import numpy as np
 import torch
 import tyro
 from datasets import load_dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -84,7 +92,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.generation import find_stop_ids, generate, pad_rows
-from common.logprobs import completion_logprobs
+from common.logprobs import as_forward, completion_logprobs, compute_dtype
 
 
 @dataclass
@@ -518,6 +526,8 @@ def apply_reward_fn(
     name: str, function: Callable, rows: list[dict], completions: list[str]
 ) -> torch.Tensor:
     """Rewards (B,) float32 of one completion for each row."""
+    if not rows:  # one of several processes without a completion
+        return torch.zeros(0)
     prompts = [row["prompt"] for row in rows]
     columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
     rewards = function(prompts=prompts, completions=completions, **columns)
@@ -543,6 +553,7 @@ def apply_reward_fn(
     return torch.tensor(values)
 
 
+@as_forward
 def reward_model_scores(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
@@ -550,8 +561,11 @@ def reward_model_scores(
 
     That token is found from the mask, so that the side and the amount of padding do not matter.
     transformers looks for the last id that is not the padding id, which misses a real EOS where
-    the tokenizer has one id for both.
+    the tokenizer has one id for both. B may be 0, as in `completion_logprobs`.
     """
+    batch = len(input_ids)
+    if batch == 0:
+        input_ids, attention_mask = input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1)
     attention_mask = attention_mask.long()
     positions = attention_mask.cumsum(dim=1)
     hidden = model.base_model(
@@ -560,20 +574,19 @@ def reward_model_scores(
         position_ids=(positions - 1).clamp(min=0),
         use_cache=False,
     ).last_hidden_state
-    last = (positions * attention_mask).argmax(dim=1)
+    last = (positions * attention_mask).argmax(dim=1)[:batch]
     rows = torch.arange(len(last), device=last.device)
     with torch.autocast(last.device.type, enabled=False):  # bfloat16 would make near rewards equal
-        return model.score(hidden[rows, last].float()).squeeze(1)
+        scores = model.score(hidden[rows, last].float())  # (B, 1)
+    return scores.squeeze(1).clone()  # FSDP needs no view, but a tensor of its own
 
 
-def load_reward_model(
-    source: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> torch.nn.Module:
+def load_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
     """A frozen classifier with one label that knows the policy's tokens: it scores their ids."""
     own = load("--reward-model", source, AutoTokenizer.from_pretrained)
     same = tokenizer.get_vocab().items() <= own.get_vocab().items()  # it may have one for padding
     require(same, f"--reward-model {source}: its tokenizer is not that of --model")
-    model = load_model("--reward-model", source, AutoModelForSequenceClassification, device)
+    model = load_model("--reward-model", source, AutoModelForSequenceClassification)
     require(
         model.config.num_labels == 1 and hasattr(model, "score"),
         f"--reward-model {source}: {type(model).__name__} with {model.config.num_labels} labels; "
@@ -585,7 +598,7 @@ def load_reward_model(
 # --- the critic --------------------------------------------------------------------------------
 
 
-def load_classifier(flag: str, source: str, device: torch.device, seed: int) -> torch.nn.Module:
+def load_classifier(flag: str, source: str, seed: int) -> torch.nn.Module:
     """A transformer with a head of one output, in float32 and in eval mode: dropout is off.
 
     A head that the checkpoint lacks is drawn from N(0, 1 / (d + 1)) without a bias, d being the
@@ -609,22 +622,23 @@ def load_classifier(flag: str, source: str, device: torch.device, seed: int) -> 
         torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    return model.eval()
 
 
-def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
+def load_critic(args: Args) -> torch.nn.Module:
     """A model with one output at each token, started as --critic-init says."""
     if args.critic_init == "reward_model":
-        return load_classifier("--reward-model", args.reward_model, device, args.seed)
+        return load_classifier("--reward-model", args.reward_model, args.seed)
     if args.critic_init == "sft":
-        return load_classifier("--model", args.model, device, args.seed)
+        return load_classifier("--model", args.model, args.seed)
     config = load("--model", args.model, AutoConfig.from_pretrained, num_labels=1)
     torch.manual_seed(args.seed)
     critic = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     critic.get_input_embeddings().padding_idx = None  # as in load_model
-    return critic.to(device).eval()
+    return critic.eval()
 
 
+@as_forward
 def critic_values(
     critic: torch.nn.Module,
     input_ids: torch.Tensor,
@@ -634,13 +648,17 @@ def critic_values(
     """V_t, what the critic expects when it has read all tokens before t, in units of reward.
 
     Args:
-        input_ids: (B, L) token ids, padded on either side.
+        input_ids: (B, L) token ids, padded on either side; B may be 0, as in `completion_logprobs`.
         attention_mask: (B, L) 1 at real tokens, 0 at padding.
         completion_mask: (B, L) true at the tokens to value.
 
     Returns:
         (B, L) float32, 0 where `completion_mask` is not set.
     """
+    batch = len(input_ids)
+    if batch == 0:
+        blank = (1, max(1, input_ids.shape[1]))
+        input_ids, attention_mask = input_ids.new_zeros(blank), attention_mask.new_ones(blank)
     attention_mask = attention_mask.long()
     hidden = critic.base_model(
         input_ids=input_ids,
@@ -649,7 +667,7 @@ def critic_values(
         use_cache=False,
     ).last_hidden_state
     with torch.autocast(hidden.device.type, enabled=False):
-        values = critic.score(hidden[:, :-1].float()).squeeze(2)  # the one at t - 1 values t
+        values = critic.score(hidden[:batch, :-1].float()).squeeze(2)  # the one at t - 1 values t
     # One that was a reward model has learnt scores before they were centred.
     values = values - getattr(critic.config, "score_mean", 0.0)
     return torch.nn.functional.pad(values, (1, 0)).masked_fill(~completion_mask, 0.0)
@@ -677,7 +695,7 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
         raise SystemExit(f"error: {flag} {source}: {reason}") from None
 
 
-def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:
+def load_model(flag: str, source: str, auto_class: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     options = {"dtype": torch.float32, "output_loading_info": True}
     model, report = load(flag, source, auto_class.from_pretrained, **options)
@@ -688,7 +706,7 @@ def load_model(flag: str, source: str, auto_class: Any, device: torch.device) ->
     )
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    return model.eval()
 
 
 def apply_chat_template(
@@ -773,11 +791,151 @@ def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
     """Split a batch's rows into groups of similar length, so that little is padded.
 
-    Only the rows of one optimiser step are sorted: which rows meet in a step stays random.
+    Only the rows of one optimiser step are sorted: which rows meet in a step stays random. Of
+    several processes each gets as many groups, and of a group's neighbours every one its own; of
+    the last group one may get nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for start in range(0, len(order), micro_batch_size):
-        yield order[start : start + micro_batch_size]
+    for start in range(0, len(order), micro_batch_size * WORLD_SIZE):
+        yield order[start : start + micro_batch_size * WORLD_SIZE][RANK::WORLD_SIZE]
+
+
+# --- several processes -------------------------------------------------------------------------
+# Under torchrun each process runs this whole file. All of them plan the same batches and draw the
+# same random numbers, each computes a part of the rows with a part of the weights, and they add up
+# what they found. One process alone does nothing here.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_process() -> torch.device:
+    """The device of this process; of several, rank 0 alone prints.
+
+    One that waits for the others longer than half an hour ends with an error.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if WORLD_SIZE > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            count = torch.cuda.device_count()
+            require(
+                device.index < count, f"torchrun: more processes than this machine's {count} GPUs"
+            )
+            torch.cuda.set_device(device)
+        own = device if device.type == "cuda" else None
+        torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
+        if RANK > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return device
+
+
+def share(count: int) -> slice:
+    """Which of `count` rows are this process's, where neighbours are better kept together."""
+    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
+
+
+def gather(part: list) -> list:
+    """The lists of all processes, one after the other."""
+    parts = [part] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(parts, part)
+    return list(itertools.chain(*parts))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, written to `values`."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of a transformer, the first nearest to the embeddings."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise SystemExit(f"error: {type(model).__name__}: no list of its {count} layers was found")
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; of several processes, each keeps a part of every weight.
+
+    FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
+    and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    """
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    # For `gathered`: the same model on weights without elements.
+    empty = {id(weight): Parameter(torch.empty(0), False) for weight in model.parameters()}
+    whole = copy.deepcopy(model, empty).to(device)
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    low = torch.bfloat16 if device.type == "cuda" else None
+    head = [model.score] if hasattr(model, "score") else []
+    for module in (*head, *decoder_layers(model), model):
+        dtype = None if module in head else low
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Losses are divided by counts over all processes, so gradients are added, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.whole = [whole]  # in a list, so that it is no submodule
+    return model
+
+
+@contextmanager
+def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model with whole weights on each process, for sampling and saving.
+
+    They are gathered once, in the type that autocast computes with where it is on. It is a plain
+    model without FSDP's hooks: no process waits for another between two tokens.
+    """
+    if WORLD_SIZE == 1:
+        yield model
+        return
+    (whole,) = model.whole
+    for name, weight in model.named_parameters():
+        weight = weight.detach().to(compute_dtype(weight))
+        whole.get_parameter(name).data = weight.full_tensor()
+    yield whole
+    for weight in whole.parameters():
+        weight.data = weight.new_empty(0)
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> float:
+    """Scale gradients with a larger norm down to it; returns the norm that they had."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict with whole tensors, in the memory of rank 0's host; None elsewhere."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    if isinstance(state, DTensor):
+        state = state.full_tensor()  # together
+        return state.cpu() if RANK == 0 else None
+    return state
+
+
+def load_state(part: Any, state: dict) -> None:
+    """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
+
+    def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+            return tensor
+        layout = (like.device_mesh, like.placements)
+        return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
+
+    if isinstance(part, torch.optim.Optimizer):
+        weights = [weight for group in part.param_groups for weight in group["params"]]
+        for index, values in state["state"].items():
+            values |= {name: cut(value, weights[index]) for name, value in values.items()}
+    else:
+        own = part.state_dict()
+        state = {name: cut(value, own[name]) for name, value in state.items()}
+    part.load_state_dict(state)
 
 
 # --- run folder, checkpoint and resume ---------------------------------------------------------
@@ -807,6 +965,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
+    if RANK > 0:
+        return Path(gather([])[0])
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir, number = Path(args.output_dir) / name, 1
     while run_dir.exists():  # another run started within the same second
@@ -814,11 +974,13 @@ def make_run_dir(args: Args) -> Path:
         run_dir = Path(args.output_dir) / f"{name}-{number}"
     run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return run_dir
+    return Path(gather([str(run_dir)])[0])
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    if RANK > 0:
+        return
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
@@ -829,6 +991,8 @@ def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dic
 
 def save_checkpoint(run_dir: Path, state: dict) -> None:
     """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    if RANK > 0:
+        return
     logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
@@ -843,7 +1007,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     """Read checkpoint/state.pt and cut the logs back to its moment."""
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Processes that read it together share the pages of the file, and copy their parts only.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=WORLD_SIZE > 1)
+    if RANK > 0:
+        return state
     for name, size in state["logs"].items():
         log = run_dir / name
         whole = log.is_file() and log.stat().st_size >= size
@@ -856,6 +1023,8 @@ def save_model(
     run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> None:
     """Write model/ for `from_pretrained`."""
+    if RANK > 0:
+        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -951,13 +1120,47 @@ def check_args(args: Args) -> None:
         f"--output-dir {args.output_dir} is a file, not a folder",
     )
     require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def complete(
+    args: Args,
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    temperature: float,
+    stop_ids: list[int],
+    pad_id: int,
+    generator: torch.Generator,
+) -> tuple[list[list[int]], list[bool]]:
+    """A completion's tokens for each prompt, and whether it ended at a stop id.
+
+    Of several processes each samples some. Random numbers are drawn for all, and for all tokens
+    that a completion may have: what is sampled depends neither on their number nor on lengths.
+    """
+    uniform = torch.rand(
+        len(prompts), args.max_new_tokens, dtype=torch.float64, generator=generator
+    )
+    part = share(len(prompts))
+    ids, mask = pad_rows(prompts[part], pad_id, "left", model.device)
+    width = ids.shape[1]
+    with autocast(model.device), gathered(model) as whole:
+        ids, mask, finished = generate(
+            whole,
+            ids,
+            mask,
+            args.max_new_tokens,
+            temperature,
+            stop_ids,
+            pad_id,
+            uniform[part].to(model.device),
+        )
+    lengths = mask.sum(dim=1).tolist()
+    sampled = [row[:n] for row, n in zip(ids[:, width:].tolist(), lengths, strict=True)]
+    return gather(sampled), gather(finished.tolist())
 
 
 @dataclass
@@ -989,26 +1192,20 @@ def roll_out(
     generator: torch.Generator,
 ) -> Rollout:
     """Sample one completion for each row."""
-    device = policy.device
     # Any id will do for padding: the masks come from lengths.
     pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompt_ids, prompt_mask = pad_rows([row["ids"] for row in rows], pad_id, "left", device)
-    with autocast(device):
-        ids, completion_mask, finished = generate(
-            policy,
-            prompt_ids,
-            prompt_mask,
-            args.max_new_tokens,
-            temperature,
-            stop_ids,
-            pad_id,
-            generator,
-        )
-    attention_mask = completion_mask.clone()
-    attention_mask[:, : prompt_mask.shape[1]] = prompt_mask
-    sampled = [tokens[mask] for tokens, mask in zip(ids, completion_mask, strict=True)]
-    completions = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-    return Rollout(rows, ids, attention_mask, completion_mask, finished, completions)
+    prompts = [row["ids"] for row in rows]
+    sampled, finished = complete(args, policy, prompts, temperature, stop_ids, pad_id, generator)
+    prompt_ids, prompt_mask = pad_rows(prompts, pad_id, "left", policy.device)
+    ids, mask = pad_rows(sampled, pad_id, "right", policy.device)
+    return Rollout(
+        rows=rows,
+        ids=torch.cat([prompt_ids, ids], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask], dim=1),
+        completion_mask=torch.cat([torch.zeros_like(prompt_mask), mask], dim=1),
+        finished=torch.tensor(finished, device=policy.device),
+        completions=tokenizer.batch_decode(sampled, skip_special_tokens=True),
+    )
 
 
 def score(
@@ -1023,18 +1220,21 @@ def score(
     `rm_bradley_terry.py` leaves with its models the mean score of preferred completions; it is
     subtracted, so that such a completion scores about 0 (after InstructGPT, section 3.5).
     """
-    device = rollout.ids.device
-    parts = {
-        name: apply_reward_fn(name, function, rollout.rows, rollout.completions).to(device)
-        for name, function in functions.items()
-    }
+    device, part, parts = rollout.ids.device, share(len(rollout.rows)), {}
+    for name, function in functions.items():
+        rewards = apply_reward_fn(name, function, rollout.rows[part], rollout.completions[part])
+        parts[name] = torch.tensor(gather(rewards.tolist()), device=device)
     if reward_model is not None:
-        ids = rollout.ids.split(args.micro_batch_size)
-        masks = rollout.attention_mask.split(args.micro_batch_size)
-        with autocast(device):
-            scores = map(reward_model_scores, itertools.repeat(reward_model), ids, masks)
-            scores = torch.cat(list(scores))
-        parts["reward_model"] = scores - getattr(reward_model.config, "score_mean", 0.0)
+        scores = torch.zeros(len(rollout.rows), device=device)
+        lengths = rollout.attention_mask.sum(dim=1).tolist()
+        for rows in micro_batches(lengths, args.micro_batch_size):
+            rows = torch.tensor(rows, dtype=torch.long, device=device)
+            at = rollout.index(rows)
+            with autocast(device):
+                scores[rows] = reward_model_scores(
+                    reward_model, rollout.ids[at], rollout.attention_mask[at]
+                )
+        parts["reward_model"] = total(scores) - getattr(reward_model.config, "score_mean", 0.0)
     weights = torch.tensor(weights or [1.0] * len(parts), dtype=torch.float32, device=device)
     return weights @ torch.stack(list(parts.values())), parts
 
@@ -1066,11 +1266,17 @@ def rollout_values(
 
 def plan_pass(
     args: Args, lengths: torch.Tensor, generator: torch.Generator
-) -> list[list[torch.Tensor]]:
-    """Row numbers of a pass over a rollout in random order: minibatches of micro-batches."""
-    order = torch.randperm(len(lengths), generator=generator, device=lengths.device)
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """A pass over a rollout in random order: row numbers of each minibatch, and its micro-batches.
+
+    Of several processes each gets all of the former, but micro-batches of its own rows.
+    """
+    order = torch.randperm(len(lengths), generator=generator).to(lengths.device)
     return [
-        [rows[some] for some in micro_batches(lengths[rows].tolist(), args.micro_batch_size)]
+        (
+            rows,
+            [rows[some] for some in micro_batches(lengths[rows].tolist(), args.micro_batch_size)],
+        )
         for rows in order.tensor_split(args.num_minibatches)
     ]
 
@@ -1095,7 +1301,7 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
     print(
         f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
     )
-    total = 0
+    together = 0
     for name, model in models.items():
         if model is None:
             print(f"{name:<13}{'-':>14}  not used")
@@ -1104,17 +1310,19 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
         for parameter in model.parameters():
             size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         columns = (size[True] + size[False], size[True], 2 * size[True])
-        total += sum(columns)
+        together += sum(columns)
         mb = [f"{number / 1e6:,.1f} MB" for number in columns]
         role = "frozen" if not size[True] else "in part" if size[False] else "trained"
         count = f"{model.num_parameters():,}"
         print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
-    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+    where = "" if WORLD_SIZE == 1 else f", dealt out to {WORLD_SIZE} processes"
+    print(f"together {together / 1e6:,.1f} MB{where}, activations not counted")
 
 
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
+    device = start_process()
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
@@ -1126,19 +1334,18 @@ def main(args: Args) -> Path:
         specs = (args.eval_reward_fn,)
         eval_functions = load_reward_fns("--eval-reward-fn", specs, eval_rows[0])
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_model("--model", args.model, AutoModelForCausalLM, device)
+    policy = shard(load_model("--model", args.model, AutoModelForCausalLM), device)
     reference = reward_model = None
     if args.beta > 0:
-        reference = load_model("--model", args.model, AutoModelForCausalLM, device)
-        reference.requires_grad_(False)
+        reference = load_model("--model", args.model, AutoModelForCausalLM)
+        reference = shard(reference.requires_grad_(False), device)
     if args.reward_model:
-        reward_model = load_reward_model(args.reward_model, tokenizer, device)
+        reward_model = shard(load_reward_model(args.reward_model, tokenizer), device)
         require(
             reward_model.config.vocab_size >= policy.config.vocab_size,
             f"--reward-model {args.reward_model} has fewer embeddings than the policy may sample",
         )
-    critic = load_critic(args, device)
+    critic = shard(load_critic(args), device)
     for flag, model in (("--model", policy), ("--reward-model", reward_model or policy)):
         positions = getattr(model.config, "max_position_embeddings", math.inf)
         require(
@@ -1156,13 +1363,13 @@ def main(args: Args) -> Path:
     )
     warmup = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup, args.total_rollouts)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
     beta = args.beta
 
     def evaluate() -> tuple[dict, list[dict]]:
         """Metrics and samples of one completion for each held-out prompt."""
         # A generator of its own, so that every evaluation draws with the same random numbers.
-        draws = torch.Generator(device).manual_seed(args.seed)
+        draws = torch.Generator().manual_seed(args.seed)
         samples, right = [], []
         for start in range(0, len(eval_rows), args.prompts_per_rollout):
             rows = eval_rows[start : start + args.prompts_per_rollout]
@@ -1192,9 +1399,9 @@ def main(args: Args) -> Path:
     if args.resume:
         run_dir = Path(args.resume)
         state = load_checkpoint(run_dir)
-        policy.load_state_dict(state["policy"])
-        critic.load_state_dict(state["critic"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(policy, state["policy"])
+        load_state(critic, state["critic"])
+        load_state(optimizer, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         generator.set_state(state["generator"])
         first_step, beta = state["step"], state["beta"]
@@ -1202,7 +1409,7 @@ def main(args: Args) -> Path:
     else:
         run_dir = make_run_dir(args)
     tracker = None
-    if args.track:
+    if args.track and RANK == 0:
         import wandb  # only here: nobody else needs an account
 
         tracker = wandb.init(
@@ -1215,7 +1422,10 @@ def main(args: Args) -> Path:
         log(run_dir, tracker, 0, *evaluate())
 
     progress = tqdm(
-        range(first_step, args.total_rollouts), initial=first_step, total=args.total_rollouts
+        range(first_step, args.total_rollouts),
+        initial=first_step,
+        total=args.total_rollouts,
+        disable=RANK > 0,
     )
     for step in progress:
         started = time.perf_counter()
@@ -1238,12 +1448,13 @@ def main(args: Args) -> Path:
         old_logprobs, ref_logprobs, old_values = torch.zeros(3, *mask.shape, device=device)
         with torch.no_grad():
             # Over the micro-batches of the first pass: the first ratio is then exactly 1.
-            for rows in itertools.chain(*passes[0]):
+            for rows in itertools.chain(*(micro for _, micro in passes[0])):
                 at = rollout.index(rows)
                 old_logprobs[at] = rollout_logprobs(args, policy, rollout, at)
                 old_values[at] = rollout_values(critic, rollout, at)
                 if reference is not None:
                     ref_logprobs[at] = rollout_logprobs(args, reference, rollout, at)
+        total(old_logprobs), total(ref_logprobs), total(old_values)
 
         # 4. a reward for each token: the KL penalty, and the score at the last
         kl_in_reward = beta if args.kl_placement == "reward" else 0.0
@@ -1260,10 +1471,10 @@ def main(args: Args) -> Path:
         losses, policy_norms, value_norms, sums = [], [], [], defaultdict(float)
         tokens_seen = 0
         for minibatches in passes:
-            for minibatch in minibatches:
-                tokens = lengths[torch.cat(minibatch)].sum().item()
-                losses.append(0.0)
-                approx_kl = 0.0
+            for step_rows, minibatch in minibatches:
+                tokens = lengths[step_rows].sum().item()
+                step_loss = torch.zeros((), dtype=torch.float64, device=device)
+                approx_kl = torch.zeros_like(step_loss)
                 for rows in minibatch:
                     at = rollout.index(rows)
                     logprobs, entropy = rollout_logprobs(
@@ -1287,14 +1498,14 @@ def main(args: Args) -> Path:
                         values, old_values[at], returns[at], mask[at], tokens, args.vf_clip_coef
                     )
                     (args.vf_coef * v_loss).backward()
-                    losses[-1] += p_loss.item() + args.vf_coef * v_loss.item()
-                    approx_kl += p_sums["policy/approx_kl"].item() / tokens
+                    step_loss += p_loss.detach() + args.vf_coef * v_loss.detach()
+                    approx_kl += p_sums["policy/approx_kl"] / tokens
                     for name, value in (p_sums | v_sums).items():
                         sums[name] += value
                 tokens_seen += tokens
+                losses.append(total(step_loss).item())
                 for model, norms in ((policy, policy_norms), (critic, value_norms)):
-                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                    norms.append(norm.item())
+                    norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
                 require(
                     math.isfinite(losses[-1] + policy_norms[-1] + value_norms[-1]),
                     f"rollout {step + 1}: loss {losses[-1]}, gradient norms {policy_norms[-1]} and "
@@ -1304,7 +1515,7 @@ def main(args: Args) -> Path:
                 )
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            if args.target_kl is not None and approx_kl > args.target_kl:
+            if args.target_kl is not None and total(approx_kl) > args.target_kl:
                 break
         updated = time.perf_counter()
 
@@ -1326,8 +1537,8 @@ def main(args: Args) -> Path:
             "time/update_seconds": updated - scored,
             "time/tokens_per_second": lengths.sum().item() / (updated - started),
         }
-        for name, total in sums.items():  # means a token
-            metrics[name] = total.item() / tokens_seen
+        for name, value in sums.items():  # means a token
+            metrics[name] = total(value).item() / tokens_seen
         metrics["objective/reward"] = scores.mean().item()
         if reference is not None:  # nats a completion
             k1 = (old_logprobs - ref_logprobs).sum(dim=1).mean().item()
@@ -1350,17 +1561,22 @@ def main(args: Args) -> Path:
         if done % args.save_every == 0 or last:
             state = {"policy": policy, "critic": critic}
             state |= {"optimizer": optimizer, "scheduler": scheduler}
-            state = {name: part.state_dict() for name, part in state.items()}
+            state = {name: whole_state(part.state_dict()) for name, part in state.items()}
             state |= {"generator": generator.get_state(), "beta": beta, "step": done}
             save_checkpoint(run_dir, state)
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    print_evaluations(run_dir)
-    print_example(run_dir)
+    with gathered(policy) as whole:
+        save_model(run_dir, whole, tokenizer, stop_ids)
+    if RANK == 0:
+        print_evaluations(run_dir)
+        print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
     print(
         f"next: generate with it, or train on with --model {run_dir / 'model'}, also as reference"
     )
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        torch.distributed.destroy_process_group()
     return run_dir
 
 

@@ -37,14 +37,18 @@ about the rate at which people agree with each other, seldom above 0.8 on real d
 to 1, it learns by heart: fewer epochs.
 """
 
+import copy
 import itertools
 import json
 import math
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +56,10 @@ import numpy as np
 import torch
 import tyro
 from datasets import load_dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
@@ -63,6 +71,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.generation import find_stop_ids, pad_rows
+from common.logprobs import as_forward, compute_dtype
 
 
 @dataclass
@@ -201,6 +210,7 @@ def calibration(margins: torch.Tensor, bins: int = 5) -> tuple[list[dict[str, fl
 # --- the reward --------------------------------------------------------------------------------
 
 
+@as_forward
 def reward_model_scores(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
@@ -208,8 +218,11 @@ def reward_model_scores(
 
     That token is found from the mask, so that the side and the amount of padding do not matter.
     transformers looks for the last id that is not the padding id, which misses a real EOS where
-    the tokenizer has one id for both.
+    the tokenizer has one id for both. B may be 0, as in `completion_logprobs`.
     """
+    batch = len(input_ids)
+    if batch == 0:
+        input_ids, attention_mask = input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1)
     attention_mask = attention_mask.long()
     positions = attention_mask.cumsum(dim=1)
     hidden = model.base_model(
@@ -218,13 +231,14 @@ def reward_model_scores(
         position_ids=(positions - 1).clamp(min=0),
         use_cache=False,
     ).last_hidden_state
-    last = (positions * attention_mask).argmax(dim=1)
+    last = (positions * attention_mask).argmax(dim=1)[:batch]
     rows = torch.arange(len(last), device=last.device)
     with torch.autocast(last.device.type, enabled=False):  # bfloat16 would make near rewards equal
-        return model.score(hidden[rows, last].float()).squeeze(1)
+        scores = model.score(hidden[rows, last].float())  # (B, 1)
+    return scores.squeeze(1).clone()  # FSDP needs no view, but a tensor of its own
 
 
-def load_classifier(flag: str, source: str, device: torch.device, seed: int) -> torch.nn.Module:
+def load_classifier(flag: str, source: str, seed: int) -> torch.nn.Module:
     """A transformer with a head of one output, in float32 and in eval mode: dropout is off.
 
     A head that the checkpoint lacks is drawn from N(0, 1 / (d + 1)) without a bias, d being the
@@ -248,22 +262,18 @@ def load_classifier(flag: str, source: str, device: torch.device, seed: int) -> 
         torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    return model.eval()
 
 
 def freeze_layers(model: torch.nn.Module, train_layers: str | int) -> None:
     """Leave only the head and the last `train_layers` layers to be trained; "all" freezes none."""
     if train_layers == "all":
         return
-    count = model.config.get_text_config().num_hidden_layers
+    layers = decoder_layers(model)
+    count = len(layers)
     require(
         0 <= train_layers <= count,
         f"--train-layers {train_layers}: all, or a number from 0 to the model's {count} layers",
-    )
-    layers = next(
-        module
-        for module in model.base_model.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count
     )
     model.requires_grad_(False)
     for module in (model.score, *layers[count - train_layers :]):
@@ -491,11 +501,151 @@ def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
     """Split a batch's rows into groups of similar length, so that little is padded.
 
-    Only the rows of one optimiser step are sorted: which rows meet in a step stays random.
+    Only the rows of one optimiser step are sorted: which rows meet in a step stays random. Of
+    several processes each gets as many groups, and of a group's neighbours every one its own; of
+    the last group one may get nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for start in range(0, len(order), micro_batch_size):
-        yield order[start : start + micro_batch_size]
+    for start in range(0, len(order), micro_batch_size * WORLD_SIZE):
+        yield order[start : start + micro_batch_size * WORLD_SIZE][RANK::WORLD_SIZE]
+
+
+# --- several processes -------------------------------------------------------------------------
+# Under torchrun each process runs this whole file. All of them plan the same batches and draw the
+# same random numbers, each computes a part of the rows with a part of the weights, and they add up
+# what they found. One process alone does nothing here.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_process() -> torch.device:
+    """The device of this process; of several, rank 0 alone prints.
+
+    One that waits for the others longer than half an hour ends with an error.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if WORLD_SIZE > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            count = torch.cuda.device_count()
+            require(
+                device.index < count, f"torchrun: more processes than this machine's {count} GPUs"
+            )
+            torch.cuda.set_device(device)
+        own = device if device.type == "cuda" else None
+        torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
+        if RANK > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return device
+
+
+def share(count: int) -> slice:
+    """Which of `count` rows are this process's, where neighbours are better kept together."""
+    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
+
+
+def gather(part: list) -> list:
+    """The lists of all processes, one after the other."""
+    parts = [part] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(parts, part)
+    return list(itertools.chain(*parts))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, written to `values`."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of a transformer, the first nearest to the embeddings."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise SystemExit(f"error: {type(model).__name__}: no list of its {count} layers was found")
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; of several processes, each keeps a part of every weight.
+
+    FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
+    and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    """
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    # For `gathered`: the same model on weights without elements.
+    empty = {id(weight): Parameter(torch.empty(0), False) for weight in model.parameters()}
+    whole = copy.deepcopy(model, empty).to(device)
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    low = torch.bfloat16 if device.type == "cuda" else None
+    head = [model.score] if hasattr(model, "score") else []
+    for module in (*head, *decoder_layers(model), model):
+        dtype = None if module in head else low
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Losses are divided by counts over all processes, so gradients are added, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.whole = [whole]  # in a list, so that it is no submodule
+    return model
+
+
+@contextmanager
+def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model with whole weights on each process, for sampling and saving.
+
+    They are gathered once, in the type that autocast computes with where it is on. It is a plain
+    model without FSDP's hooks: no process waits for another between two tokens.
+    """
+    if WORLD_SIZE == 1:
+        yield model
+        return
+    (whole,) = model.whole
+    for name, weight in model.named_parameters():
+        weight = weight.detach().to(compute_dtype(weight))
+        whole.get_parameter(name).data = weight.full_tensor()
+    yield whole
+    for weight in whole.parameters():
+        weight.data = weight.new_empty(0)
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> float:
+    """Scale gradients with a larger norm down to it; returns the norm that they had."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict with whole tensors, in the memory of rank 0's host; None elsewhere."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    if isinstance(state, DTensor):
+        state = state.full_tensor()  # together
+        return state.cpu() if RANK == 0 else None
+    return state
+
+
+def load_state(part: Any, state: dict) -> None:
+    """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
+
+    def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+            return tensor
+        layout = (like.device_mesh, like.placements)
+        return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
+
+    if isinstance(part, torch.optim.Optimizer):
+        weights = [weight for group in part.param_groups for weight in group["params"]]
+        for index, values in state["state"].items():
+            values |= {name: cut(value, weights[index]) for name, value in values.items()}
+    else:
+        own = part.state_dict()
+        state = {name: cut(value, own[name]) for name, value in state.items()}
+    part.load_state_dict(state)
 
 
 # --- run folder, checkpoint and resume ---------------------------------------------------------
@@ -525,6 +675,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
+    if RANK > 0:
+        return Path(gather([])[0])
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir, number = Path(args.output_dir) / name, 1
     while run_dir.exists():  # another run started within the same second
@@ -532,11 +684,13 @@ def make_run_dir(args: Args) -> Path:
         run_dir = Path(args.output_dir) / f"{name}-{number}"
     run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return run_dir
+    return Path(gather([str(run_dir)])[0])
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    if RANK > 0:
+        return
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
@@ -547,6 +701,8 @@ def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dic
 
 def save_checkpoint(run_dir: Path, state: dict) -> None:
     """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    if RANK > 0:
+        return
     logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
@@ -561,7 +717,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     """Read checkpoint/state.pt and cut the logs back to its moment."""
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Processes that read it together share the pages of the file, and copy their parts only.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=WORLD_SIZE > 1)
+    if RANK > 0:
+        return state
     for name, size in state["logs"].items():
         log = run_dir / name
         whole = log.is_file() and log.stat().st_size >= size
@@ -574,6 +733,8 @@ def save_model(
     run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> None:
     """Write model/ for `from_pretrained`."""
+    if RANK > 0:
+        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -616,8 +777,6 @@ def check_args(args: Args) -> None:
         f"--output-dir {args.output_dir} is a file, not a folder",
     )
     require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -633,8 +792,8 @@ def score_pairs(
     rows += [pair.prompt + pair.rejected for pair in pairs]
     ids, mask = pad_rows(rows, pad_id, "right", model.device)  # (2B, L)
     with autocast(model.device):
-        chosen, rejected = reward_model_scores(model, ids, mask).chunk(2)
-    return chosen, rejected
+        scores = reward_model_scores(model, ids, mask)
+    return scores[: len(pairs)], scores[len(pairs) :]
 
 
 def print_models(models: dict[str, torch.nn.Module | None]) -> None:
@@ -642,7 +801,7 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
     print(
         f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
     )
-    total = 0
+    together = 0
     for name, model in models.items():
         if model is None:
             print(f"{name:<13}{'-':>14}  not used")
@@ -651,17 +810,19 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
         for parameter in model.parameters():
             size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         columns = (size[True] + size[False], size[True], 2 * size[True])
-        total += sum(columns)
+        together += sum(columns)
         mb = [f"{number / 1e6:,.1f} MB" for number in columns]
         role = "frozen" if not size[True] else "in part" if size[False] else "trained"
         count = f"{model.num_parameters():,}"
         print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
-    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+    where = "" if WORLD_SIZE == 1 else f", dealt out to {WORLD_SIZE} processes"
+    print(f"together {together / 1e6:,.1f} MB{where}, activations not counted")
 
 
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
+    device = start_process()
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
@@ -669,8 +830,7 @@ def main(args: Args) -> Path:
     train_pairs = load_preferences(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_preferences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_classifier("--model", args.model, device, args.seed)
+    model = load_classifier("--model", args.model, args.seed)
     positions = getattr(model.config, "max_position_embeddings", math.inf)
     require(
         args.max_length <= positions,
@@ -678,6 +838,7 @@ def main(args: Args) -> Path:
     )
     separate_padding(model, tokenizer, stop_ids)
     freeze_layers(model, args.train_layers)
+    model = shard(model, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         trained,
@@ -689,6 +850,10 @@ def main(args: Args) -> Path:
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
 
+    def lengths(pairs: list[Preference]) -> list[int]:
+        """Tokens of each pair's longer row."""
+        return [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs]
+
     def losses(pairs: list[Preference]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Loss, score of the chosen and score of the rejected completion, each (B,)."""
         chosen, rejected = score_pairs(model, pairs, tokenizer.pad_token_id)
@@ -698,11 +863,13 @@ def main(args: Args) -> Path:
     @torch.no_grad()
     def evaluate(run_dir: Path) -> tuple[dict, list[dict]]:
         """Metrics and scored samples of the held-out pairs; writes calibration.json."""
-        size = args.micro_batch_size
-        parts = [losses(eval_pairs[i : i + size]) for i in range(0, len(eval_pairs), size)]
-        loss, chosen, rejected = map(torch.cat, zip(*parts, strict=True))  # (N,) each
+        values = torch.zeros(3, len(eval_pairs), device=device)
+        for rows in micro_batches(lengths(eval_pairs), args.micro_batch_size):
+            values[:, rows] = torch.stack(losses([eval_pairs[i] for i in rows]))
+        loss, chosen, rejected = total(values)  # (N,) each
         table, error = calibration(chosen - rejected)
-        (run_dir / "calibration.json").write_text(json.dumps(table, indent=2) + "\n")
+        if RANK == 0:
+            (run_dir / "calibration.json").write_text(json.dumps(table, indent=2) + "\n")
         metrics = {
             "eval/loss": loss.mean().item(),
             "eval/pair_accuracy": (chosen > rejected).float().mean().item(),
@@ -727,15 +894,15 @@ def main(args: Args) -> Path:
     if args.resume:
         run_dir = Path(args.resume)
         state = load_checkpoint(run_dir)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(model, state["model"])
+        load_state(optimizer, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step = state["step"]
         del state  # a second copy of all that was loaded
     else:
         run_dir = make_run_dir(args)
     tracker = None
-    if args.track:
+    if args.track and RANK == 0:
         import wandb  # only here: nobody else needs an account
 
         tracker = wandb.init(
@@ -746,26 +913,27 @@ def main(args: Args) -> Path:
     if not args.resume:
         log(run_dir, tracker, 0, *evaluate(run_dir))
 
-    progress = tqdm(range(first_step, total_steps), initial=first_step, total=total_steps)
+    progress = tqdm(
+        range(first_step, total_steps), initial=first_step, total=total_steps, disable=RANK > 0
+    )
     for step in progress:
         started = time.perf_counter()
 
         # 1. draw the pairs of this step
         picked = batch_rows(step, args.batch_size, len(train_pairs), args.seed)
         pairs = [train_pairs[i] for i in picked]
-        lengths = [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs]
 
         # 2. optimise: one step, its gradient summed over micro-batches
-        scores, loss = [], 0.0
-        for rows in micro_batches(lengths, args.micro_batch_size):
+        values = torch.zeros(3, len(pairs), device=device)
+        for rows in micro_batches(lengths(pairs), args.micro_batch_size):
             pair_losses, chosen, rejected = losses([pairs[i] for i in rows])
-            micro_loss = pair_losses.sum() / len(pairs)
-            micro_loss.backward()
-            loss += micro_loss.item()
-            scores.append(torch.stack([chosen, rejected]).detach())
-        grad_norm = torch.nn.utils.clip_grad_norm_(trained, args.max_grad_norm)
+            (pair_losses.sum() / len(pairs)).backward()
+            values[:, rows] = torch.stack([pair_losses, chosen, rejected]).detach()
+        pair_losses, chosen, rejected = total(values)  # (B,) each
+        loss = pair_losses.mean().item()
+        grad_norm = clip_gradients(trained, args.max_grad_norm)
         require(
-            math.isfinite(loss) and grad_norm.isfinite(),
+            math.isfinite(loss) and math.isfinite(grad_norm),
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. Likely "
             "causes: --learning-rate too high, a broken --model. The last checkpoint, if any, is "
             f"in {run_dir / 'checkpoint'}",
@@ -775,7 +943,6 @@ def main(args: Args) -> Path:
 
         # 3. log, evaluate, save
         done, last = step + 1, step + 1 == total_steps
-        chosen, rejected = torch.cat(scores, dim=1)  # (B,) each
         tokens = sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in pairs)
         metrics = {
             "objective/loss": loss,
@@ -783,7 +950,7 @@ def main(args: Args) -> Path:
             "reward/margin": (chosen - rejected).mean().item(),
             "reward/chosen": chosen.mean().item(),
             "reward/rejected": rejected.mean().item(),
-            "reward/grad_norm": grad_norm.item(),
+            "reward/grad_norm": grad_norm,
             "reward/learning_rate": scheduler.get_last_lr()[0],
             "time/epoch": done * args.batch_size / len(train_pairs),
             "time/tokens_per_second": tokens / (time.perf_counter() - started),
@@ -797,18 +964,28 @@ def main(args: Args) -> Path:
         progress.set_postfix(loss=f"{loss:.3f}", accuracy=f"{metrics['reward/accuracy']:.2f}")
         if done % args.save_every == 0 or last:
             state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-            state = {name: part.state_dict() for name, part in state.items()}
+            state = {name: whole_state(part.state_dict()) for name, part in state.items()}
             save_checkpoint(run_dir, state | {"step": done})
 
     # What a good completion scores, for the algorithms that want it to be 0.
-    model.config.score_mean = evaluate(run_dir)[0]["eval/score_chosen"]
-    save_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print_evaluations(run_dir)
-    print("calibration of the last evaluation: the predicted winner wins")
-    for row in json.loads((run_dir / "calibration.json").read_text()):
-        print("  predicted {predicted:.2f}, observed {observed:.2f} in {pairs} pairs".format(**row))
+    score_mean = evaluate(run_dir)[0]["eval/score_chosen"]
+    with gathered(model) as whole:
+        whole.config.score_mean = score_mean
+        save_model(run_dir, whole.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    if RANK == 0:
+        print_evaluations(run_dir)
+        print("calibration of the last evaluation: the predicted winner wins")
+        for row in json.loads((run_dir / "calibration.json").read_text()):
+            print(
+                "  predicted {predicted:.2f}, observed {observed:.2f} in {pairs} pairs".format(
+                    **row
+                )
+            )
     print(f"model: {run_dir / 'model'}")
     print(f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'} (with --model its policy)")
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        torch.distributed.destroy_process_group()
     return run_dir
 
 

@@ -28,13 +28,18 @@ settles after the warm-up; the samples end by themselves. If `eval/loss` turns u
 fewer epochs.
 """
 
+import copy
+import itertools
 import json
 import math
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +47,10 @@ import numpy as np
 import torch
 import tyro
 from datasets import load_dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -54,7 +63,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.generation import find_stop_ids, generate, pad_rows
-from common.logprobs import completion_logprobs
+from common.logprobs import completion_logprobs, compute_dtype
 
 
 @dataclass
@@ -174,7 +183,7 @@ def load(flag: str, source: str, loader: Callable, **options: Any) -> Any:
         raise SystemExit(f"error: {flag} {source}: {reason}") from None
 
 
-def load_model(flag: str, source: str, auto_class: Any, device: torch.device) -> torch.nn.Module:
+def load_model(flag: str, source: str, auto_class: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     options = {"dtype": torch.float32, "output_loading_info": True}
     model, report = load(flag, source, auto_class.from_pretrained, **options)
@@ -185,7 +194,7 @@ def load_model(flag: str, source: str, auto_class: Any, device: torch.device) ->
     )
     # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
     model.get_input_embeddings().padding_idx = None
-    return model.to(device).eval()
+    return model.eval()
 
 
 def apply_chat_template(
@@ -329,11 +338,151 @@ def batch_rows(step: int, batch_size: int, num_rows: int, seed: int) -> list[int
 def micro_batches(lengths: list[int], micro_batch_size: int) -> Iterator[list[int]]:
     """Split a batch's rows into groups of similar length, so that little is padded.
 
-    Only the rows of one optimiser step are sorted: which rows meet in a step stays random.
+    Only the rows of one optimiser step are sorted: which rows meet in a step stays random. Of
+    several processes each gets as many groups, and of a group's neighbours every one its own; of
+    the last group one may get nothing.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for start in range(0, len(order), micro_batch_size):
-        yield order[start : start + micro_batch_size]
+    for start in range(0, len(order), micro_batch_size * WORLD_SIZE):
+        yield order[start : start + micro_batch_size * WORLD_SIZE][RANK::WORLD_SIZE]
+
+
+# --- several processes -------------------------------------------------------------------------
+# Under torchrun each process runs this whole file. All of them plan the same batches and draw the
+# same random numbers, each computes a part of the rows with a part of the weights, and they add up
+# what they found. One process alone does nothing here.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_process() -> torch.device:
+    """The device of this process; of several, rank 0 alone prints.
+
+    One that waits for the others longer than half an hour ends with an error.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if WORLD_SIZE > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            count = torch.cuda.device_count()
+            require(
+                device.index < count, f"torchrun: more processes than this machine's {count} GPUs"
+            )
+            torch.cuda.set_device(device)
+        own = device if device.type == "cuda" else None
+        torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
+        if RANK > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return device
+
+
+def share(count: int) -> slice:
+    """Which of `count` rows are this process's, where neighbours are better kept together."""
+    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
+
+
+def gather(part: list) -> list:
+    """The lists of all processes, one after the other."""
+    parts = [part] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(parts, part)
+    return list(itertools.chain(*parts))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, written to `values`."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of a transformer, the first nearest to the embeddings."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise SystemExit(f"error: {type(model).__name__}: no list of its {count} layers was found")
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; of several processes, each keeps a part of every weight.
+
+    FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
+    and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    """
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    # For `gathered`: the same model on weights without elements.
+    empty = {id(weight): Parameter(torch.empty(0), False) for weight in model.parameters()}
+    whole = copy.deepcopy(model, empty).to(device)
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    low = torch.bfloat16 if device.type == "cuda" else None
+    head = [model.score] if hasattr(model, "score") else []
+    for module in (*head, *decoder_layers(model), model):
+        dtype = None if module in head else low
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # Losses are divided by counts over all processes, so gradients are added, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.whole = [whole]  # in a list, so that it is no submodule
+    return model
+
+
+@contextmanager
+def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model with whole weights on each process, for sampling and saving.
+
+    They are gathered once, in the type that autocast computes with where it is on. It is a plain
+    model without FSDP's hooks: no process waits for another between two tokens.
+    """
+    if WORLD_SIZE == 1:
+        yield model
+        return
+    (whole,) = model.whole
+    for name, weight in model.named_parameters():
+        weight = weight.detach().to(compute_dtype(weight))
+        whole.get_parameter(name).data = weight.full_tensor()
+    yield whole
+    for weight in whole.parameters():
+        weight.data = weight.new_empty(0)
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> float:
+    """Scale gradients with a larger norm down to it; returns the norm that they had."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict with whole tensors, in the memory of rank 0's host; None elsewhere."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    if isinstance(state, DTensor):
+        state = state.full_tensor()  # together
+        return state.cpu() if RANK == 0 else None
+    return state
+
+
+def load_state(part: Any, state: dict) -> None:
+    """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
+
+    def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+            return tensor
+        layout = (like.device_mesh, like.placements)
+        return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
+
+    if isinstance(part, torch.optim.Optimizer):
+        weights = [weight for group in part.param_groups for weight in group["params"]]
+        for index, values in state["state"].items():
+            values |= {name: cut(value, weights[index]) for name, value in values.items()}
+    else:
+        own = part.state_dict()
+        state = {name: cut(value, own[name]) for name, value in state.items()}
+    part.load_state_dict(state)
 
 
 # --- run folder, checkpoint and resume ---------------------------------------------------------
@@ -363,6 +512,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
+    if RANK > 0:
+        return Path(gather([])[0])
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir, number = Path(args.output_dir) / name, 1
     while run_dir.exists():  # another run started within the same second
@@ -370,11 +521,13 @@ def make_run_dir(args: Args) -> Path:
         run_dir = Path(args.output_dir) / f"{name}-{number}"
     run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
     (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return run_dir
+    return Path(gather([str(run_dir)])[0])
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
+    if RANK > 0:
+        return
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
@@ -385,6 +538,8 @@ def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dic
 
 def save_checkpoint(run_dir: Path, state: dict) -> None:
     """Replace checkpoint/state.pt; a kill at any moment leaves a whole file, the old or the new."""
+    if RANK > 0:
+        return
     logs = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     path = run_dir / "checkpoint" / "state.pt"
     path.parent.mkdir(exist_ok=True)
@@ -399,7 +554,10 @@ def load_checkpoint(run_dir: Path) -> dict:
     """Read checkpoint/state.pt and cut the logs back to its moment."""
     path = run_dir / "checkpoint" / "state.pt"
     require(path.is_file(), f"--resume {run_dir}: no checkpoint was saved yet; start anew")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Processes that read it together share the pages of the file, and copy their parts only.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=WORLD_SIZE > 1)
+    if RANK > 0:
+        return state
     for name, size in state["logs"].items():
         log = run_dir / name
         whole = log.is_file() and log.stat().st_size >= size
@@ -412,6 +570,8 @@ def save_model(
     run_dir: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
 ) -> None:
     """Write model/ for `from_pretrained`."""
+    if RANK > 0:
+        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -466,13 +626,47 @@ def check_args(args: Args) -> None:
         f"--output-dir {args.output_dir} is a file, not a folder",
     )
     require(args.warmup_ratio < 1, f"--warmup-ratio must be less than 1, found {args.warmup_ratio}")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    require(processes == 1, f"started as {processes} processes, but this script runs as one")
 
 
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def complete(
+    args: Args,
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    temperature: float,
+    stop_ids: list[int],
+    pad_id: int,
+    generator: torch.Generator,
+) -> tuple[list[list[int]], list[bool]]:
+    """A completion's tokens for each prompt, and whether it ended at a stop id.
+
+    Of several processes each samples some. Random numbers are drawn for all, and for all tokens
+    that a completion may have: what is sampled depends neither on their number nor on lengths.
+    """
+    uniform = torch.rand(
+        len(prompts), args.max_new_tokens, dtype=torch.float64, generator=generator
+    )
+    part = share(len(prompts))
+    ids, mask = pad_rows(prompts[part], pad_id, "left", model.device)
+    width = ids.shape[1]
+    with autocast(model.device), gathered(model) as whole:
+        ids, mask, finished = generate(
+            whole,
+            ids,
+            mask,
+            args.max_new_tokens,
+            temperature,
+            stop_ids,
+            pad_id,
+            uniform[part].to(model.device),
+        )
+    lengths = mask.sum(dim=1).tolist()
+    sampled = [row[:n] for row, n in zip(ids[:, width:].tolist(), lengths, strict=True)]
+    return gather(sampled), gather(finished.tolist())
 
 
 def make_batch(
@@ -493,7 +687,7 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
     print(
         f"{'model':<13}{'parameters':>14}  {'role':<9}{'weights':>10}{'gradients':>11}{'AdamW':>9}"
     )
-    total = 0
+    together = 0
     for name, model in models.items():
         if model is None:
             print(f"{name:<13}{'-':>14}  not used")
@@ -502,17 +696,19 @@ def print_models(models: dict[str, torch.nn.Module | None]) -> None:
         for parameter in model.parameters():
             size[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         columns = (size[True] + size[False], size[True], 2 * size[True])
-        total += sum(columns)
+        together += sum(columns)
         mb = [f"{number / 1e6:,.1f} MB" for number in columns]
         role = "frozen" if not size[True] else "in part" if size[False] else "trained"
         count = f"{model.num_parameters():,}"
         print(f"{name:<13}{count:>14}  {role:<9}{mb[0]:>10}{mb[1]:>11}{mb[2]:>9}")
-    print(f"together {total / 1e6:,.1f} MB, activations not counted")
+    where = "" if WORLD_SIZE == 1 else f", dealt out to {WORLD_SIZE} processes"
+    print(f"together {together / 1e6:,.1f} MB{where}, activations not counted")
 
 
 def main(args: Args) -> Path:
     """Train; returns the run's folder."""
     check_args(args)
+    device = start_process()
     transformers_logging.disable_progress_bar()
     tokenizer = load("--model", args.model, AutoTokenizer.from_pretrained)
     stop_ids = load("--model", args.model, find_stop_ids, tokenizer=tokenizer)
@@ -522,13 +718,13 @@ def main(args: Args) -> Path:
     train_pairs = load_pairs(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.from_scratch:
         config = load("--model", args.model, AutoConfig.from_pretrained)
         torch.manual_seed(args.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     else:
-        model = load_model("--model", args.model, AutoModelForCausalLM, device)
+        model = load_model("--model", args.model, AutoModelForCausalLM)
+    model = shard(model, device)
     positions = getattr(model.config, "max_position_embeddings", math.inf)
     longest = max(len(prompt) for prompt, _ in eval_pairs[: args.eval_samples])
     require(
@@ -547,35 +743,40 @@ def main(args: Args) -> Path:
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
 
+    def split(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[torch.Tensor, ...]]:
+        """Micro-batches of pairs of similar length, so that little is padded."""
+        lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
+        return [
+            make_batch(args, [pairs[i] for i in rows], pad_id, device)
+            for rows in micro_batches(lengths, args.micro_batch_size)
+        ]
+
     @torch.no_grad()
     def evaluate() -> tuple[dict, list[dict]]:
         """Held-out loss, and sampled completions of the first held-out prompts."""
-        total = count = 0
-        for start in range(0, len(eval_pairs), args.micro_batch_size):
-            pairs = eval_pairs[start : start + args.micro_batch_size]
-            ids, mask, loss_mask = make_batch(args, pairs, pad_id, device)
+        loss, count = torch.zeros(2, dtype=torch.float64, device=device)
+        for ids, mask, loss_mask in split(eval_pairs):
             with autocast(device):
                 logprobs = completion_logprobs(model, ids, mask, loss_mask)
-            total += negative_log_likelihood(logprobs, loss_mask, 1).item()
-            count += loss_mask.sum().item()
+            loss += negative_log_likelihood(logprobs, loss_mask, 1)
+            count += loss_mask.sum()
         prompts = [prompt for prompt, _ in eval_pairs[: args.eval_samples]]
-        ids, mask = pad_rows(prompts, pad_id, "left", device)
         # A generator of its own, so that every evaluation draws with the same random numbers.
-        draws = torch.Generator(device).manual_seed(args.seed)
-        limits = (args.max_new_tokens, args.temperature, stop_ids, pad_id, draws)
-        with autocast(device):
-            ids, mask, finished = generate(model, ids, mask, *limits)
-        completions = [row[sampled] for row, sampled in zip(ids, mask, strict=True)]
+        draws = torch.Generator().manual_seed(args.seed)
+        completions, finished = complete(
+            args, model, prompts, args.temperature, stop_ids, pad_id, draws
+        )
         prompts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+        lengths = [len(completion) for completion in completions]
         completions = tokenizer.batch_decode(completions, skip_special_tokens=True)
         samples = [
             {"prompt": prompt, "completion": completion}
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         metrics = {
-            "eval/loss": total / count,
-            "eval/length_mean": mask.sum(dim=1).float().mean().item(),
-            "eval/truncated_fraction": 1 - finished.float().mean().item(),
+            "eval/loss": (total(loss) / total(count)).item(),
+            "eval/length_mean": np.mean(lengths),
+            "eval/truncated_fraction": 1 - np.mean(finished),
         }
         return metrics, samples
 
@@ -583,15 +784,15 @@ def main(args: Args) -> Path:
     if args.resume:
         run_dir = Path(args.resume)
         state = load_checkpoint(run_dir)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(model, state["model"])
+        load_state(optimizer, state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_step = state["step"]
         del state  # a second copy of all that was loaded
     else:
         run_dir = make_run_dir(args)
     tracker = None
-    if args.track:
+    if args.track and RANK == 0:
         import wandb  # only here: nobody else needs an account
 
         tracker = wandb.init(
@@ -602,30 +803,31 @@ def main(args: Args) -> Path:
     if not args.resume:
         log(run_dir, tracker, 0, *evaluate())
 
-    progress = tqdm(range(first_step, total_steps), initial=first_step, total=total_steps)
+    progress = tqdm(
+        range(first_step, total_steps), initial=first_step, total=total_steps, disable=RANK > 0
+    )
     for step in progress:
         started = time.perf_counter()
 
         # 1. draw the rows of this step
         picked = batch_rows(step, args.batch_size, len(train_pairs), args.seed)
-        lengths = [len(train_pairs[i][0]) + len(train_pairs[i][1]) for i in picked]
-        batches = [
-            make_batch(args, [train_pairs[picked[i]] for i in rows], pad_id, device)
-            for rows in micro_batches(lengths, args.micro_batch_size)
-        ]
-        num_tokens = sum(loss_mask.sum().item() for _, _, loss_mask in batches)
+        pairs = [train_pairs[i] for i in picked]
+        batches = split(pairs)
+        num_tokens = sum(loss_mask.sum() for _, _, loss_mask in batches)
+        num_tokens = total(num_tokens).item()
 
         # 2. optimise: one step, its gradient summed over micro-batches
-        loss = 0.0
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         for ids, mask, loss_mask in batches:
             with autocast(device):
                 logprobs = completion_logprobs(model, ids, mask, loss_mask)
             micro_loss = negative_log_likelihood(logprobs, loss_mask, num_tokens)
             micro_loss.backward()
-            loss += micro_loss.item()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            loss += micro_loss.detach()
+        loss = total(loss).item()
+        grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
         require(
-            math.isfinite(loss) and grad_norm.isfinite(),
+            math.isfinite(loss) and math.isfinite(grad_norm),
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no step was taken. Likely "
             "causes: --learning-rate too high, a broken --model. The last checkpoint, if any, is "
             f"in {run_dir / 'checkpoint'}",
@@ -637,10 +839,11 @@ def main(args: Args) -> Path:
         done, last = step + 1, step + 1 == total_steps
         metrics = {
             "objective/loss": loss,
-            "policy/grad_norm": grad_norm.item(),
+            "policy/grad_norm": grad_norm,
             "policy/learning_rate": scheduler.get_last_lr()[0],
             "time/epoch": done * args.batch_size / len(train_pairs),
-            "time/tokens_per_second": sum(lengths) / (time.perf_counter() - started),
+            "time/tokens_per_second": sum(map(len, itertools.chain(*pairs)))
+            / (time.perf_counter() - started),
         }
         scheduler.step()
         samples = []
@@ -651,14 +854,19 @@ def main(args: Args) -> Path:
         progress.set_postfix(loss=f"{loss:.3f}", grad_norm=f"{grad_norm:.2f}")
         if done % args.save_every == 0 or last:
             state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-            state = {name: part.state_dict() for name, part in state.items()}
+            state = {name: whole_state(part.state_dict()) for name, part in state.items()}
             save_checkpoint(run_dir, state | {"step": done})
 
-    save_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print_evaluations(run_dir)
-    print_example(run_dir)
+    with gathered(model) as whole:
+        save_model(run_dir, whole.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    if RANK == 0:
+        print_evaluations(run_dir)
+        print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
     print(f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)")
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        torch.distributed.destroy_process_group()
     return run_dir
 
 

@@ -45,7 +45,7 @@ def pad_rows(
     The mask comes from the lengths, so that a real EOS is never taken for padding where the
     tokenizer has one id for both.
     """
-    ids = torch.full((len(rows), max(map(len, rows))), pad_id)
+    ids = torch.full((len(rows), max(map(len, rows), default=0)), pad_id)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for i, row in enumerate(rows):
         columns = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
@@ -54,13 +54,10 @@ def pad_rows(
     return ids.to(device), mask.to(device)
 
 
-def sample_tokens(
-    logits: torch.Tensor, temperature: float, uniform: torch.Tensor | None
-) -> torch.Tensor:
+def sample_tokens(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
     """Draw one token a row from softmax(logits / temperature) by inverting its cumulative sum.
 
-    One uniform number a row decides the draw, so a row's tokens depend on its own numbers only,
-    not on how many other rows are still being written.
+    One uniform number a row decides the draw.
 
     Args:
         logits: (B, V) unnormalised log-probabilities.
@@ -145,7 +142,7 @@ def generate(
     temperature: float,
     stop_token_ids: list[int],
     pad_token_id: int,
-    generator: torch.Generator | None = None,
+    uniform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Complete a left-padded batch of prompts, token by token, with a key/value cache.
 
@@ -156,14 +153,16 @@ def generate(
 
     Args:
         model: a causal language model of transformers, in eval mode.
-        prompt_ids: (B, P) token ids, padded on the left.
+        prompt_ids: (B, P) token ids, padded on the left; B may be 0.
         prompt_mask: (B, P) 1 at prompt tokens, 0 at padding.
         max_new_tokens: the most tokens a completion may have.
         temperature: divides the logits; 0 is greedy decoding.
         stop_token_ids: ids that end a row; may be empty.
         pad_token_id: written after a row's end. Never read: the masks say what is real, so it
             may be equal to a stop id.
-        generator: source of the random numbers, on the model's device.
+        uniform: (B, max_new_tokens) float64 random numbers in [0, 1), one for each token that may
+            be sampled; None draws them here. A row's completion depends on its own numbers only,
+            not on the rows beside it, nor on how long those are.
 
     Returns:
         sequences: (B, P + T) prompts followed by completions, T the longest completion made.
@@ -179,11 +178,16 @@ def generate(
         raise ValueError("generate: the model is in training mode, so dropout would be sampled")
     if temperature < 0:
         raise ValueError(f"generate: temperature must be 0 or more, found {temperature}")
+    if len(prompt_ids) == 0:
+        mask = torch.zeros_like(prompt_mask, dtype=torch.bool)
+        return prompt_ids, mask, mask.any(dim=1)
     if not prompt_mask[:, -1].all():
         raise ValueError("generate: prompts must be padded on the left and must not be empty")
 
     batch, prompt_length = prompt_ids.shape
     device = prompt_ids.device
+    if uniform is None:
+        uniform = torch.rand(batch, max_new_tokens, dtype=torch.float64, device=device)
     sequences = torch.full(
         (batch, prompt_length + max_new_tokens), pad_token_id, dtype=torch.long, device=device
     )
@@ -219,12 +223,7 @@ def generate(
     step = StaticStep(model, cache, attention_mask) if static else None
 
     for column in range(prompt_length, end):
-        uniform = None
-        if temperature > 0:
-            # Drawn for all rows, so that a row's numbers do not depend on when others finish.
-            uniform = torch.rand(batch, dtype=torch.float64, device=device, generator=generator)
-            uniform = uniform[rows]
-        tokens = sample_tokens(logits, temperature, uniform)
+        tokens = sample_tokens(logits, temperature, uniform[rows, column - prompt_length])
         ended = finished[rows]  # rows that ended before and are still in the batch
         sequences[rows, column] = tokens.masked_fill(ended, pad_token_id)
         completion_mask[rows, column] = ~ended

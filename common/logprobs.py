@@ -5,11 +5,13 @@ keep several of their size. Here they exist for a chunk of positions at a time, 
 own gradient, and are computed again in the backward pass instead of kept.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 # The most logits that exist at one time: 2^26 float32 numbers are 256 MiB.
 MAX_LOGITS = 2**26
@@ -69,7 +71,8 @@ def find_head(model: torch.nn.Module, token: torch.Tensor) -> Head:
         training = model.training
         model.eval()  # the two passes must not differ by dropout
         hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state[0]
-        expected = model(input_ids=token, use_cache=False).logits[0].float()
+        # Not model(...): sharded, it would begin a forward pass within the one that is running.
+        expected = model.forward(input_ids=token, use_cache=False).logits[0].float()
         model.train(training)
         # Under autocast, weights cast here would be kept without a graph for the pass that follows.
         torch.clear_autocast_cache()
@@ -196,6 +199,27 @@ class HeadLogprobs(torch.autograd.Function):
         return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
 
 
+def as_forward(function: Callable) -> Callable:
+    """Let `function(model, ...)` count as a forward pass of the model.
+
+    FSDP gathers the weights of a sharded model when its `forward` is called, or a method that was
+    registered as another one; these functions call its parts instead, and read its head's weights.
+    """
+
+    @functools.wraps(function)
+    def call(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        if not isinstance(model, FSDPModule):
+            return function(model, *args, **options)
+        name = function.__name__
+        if not hasattr(model, name):
+            setattr(model, name, functools.partial(function, model))
+            register_fsdp_forward_method(model, name)
+        return getattr(model, name)(*args, **options)
+
+    return call
+
+
+@as_forward
 def completion_logprobs(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
@@ -213,7 +237,8 @@ def completion_logprobs(
 
     Args:
         model: a causal language model of transformers.
-        input_ids: (B, L) token ids, padded on either side.
+        input_ids: (B, L) token ids, padded on either side. B may be 0: the model then reads a blank
+            row, because the processes of a sharded one run all of its passes together.
         attention_mask: (B, L) 1 at real tokens, 0 at padding.
         completion_mask: (B, L) true at the tokens to score. Column 0 has no context and is
             never scored, nor should a row's first real token be.
@@ -228,6 +253,12 @@ def completion_logprobs(
     Raises:
         ValueError: the model's output head is none of the known kinds.
     """
+    scored = completion_mask.bool().clone()  # (B, L)
+    scored[:, :1] = False
+    batch, targets = len(input_ids), input_ids[scored]  # (N,)
+    if batch == 0:
+        blank = (1, max(1, input_ids.shape[1]))
+        input_ids, attention_mask = input_ids.new_zeros(blank), attention_mask.new_ones(blank)
     # A token of padding would prove nothing: its embedding may be zero.
     head = find_head(model, input_ids[attention_mask.bool()][:1, None])
     attention_mask = attention_mask.long()
@@ -239,10 +270,9 @@ def completion_logprobs(
         use_cache=False,
     ).last_hidden_state  # (B, L, d)
 
-    scored = completion_mask[:, 1:].bool()  # the hidden state at t - 1 predicts token t
-    hidden, targets = hidden[:, :-1][scored], input_ids[:, 1:][scored]  # (N, d), (N,)
+    hidden = hidden[:batch, :-1][scored[:, 1:]]  # (N, d); the one at t - 1 predicts token t
     outputs = []
     for values in HeadLogprobs.apply(hidden, targets, temperature, return_entropy, *head):
         out = torch.zeros(scored.shape, dtype=torch.float32, device=input_ids.device)
-        outputs.append(torch.nn.functional.pad(out.masked_scatter(scored, values), (1, 0)))
+        outputs.append(out.masked_scatter(scored, values))
     return tuple(outputs) if return_entropy else outputs[0]

@@ -465,7 +465,7 @@ def test_a_reference_is_computed_once_and_kept():
     model.base_model.register_forward_hook(
         lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
     )
-    add_reference(model, [known, new], PAD)
+    add_reference(model, [known, new], [[known], [new]], PAD)
     assert graphs and not any(graphs), "a graph costs memory"
     assert known.reference == [0.25, -3.0]
     assert new.reference == pytest.approx(plain_sides(model, new).tolist(), rel=1e-4)

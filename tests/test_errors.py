@@ -189,12 +189,6 @@ def test_dpo_flags(flags, message, tmp_path):
     fails("dpo", tmp_path, message, **flags)
 
 
-@EACH
-def test_several_processes_are_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    fails(name, tmp_path, "started as 2 processes")
-
-
 # --- the model ----------------------------------------------------------------------------------
 
 

@@ -31,7 +31,9 @@ def left_padded(rows, pad_id=PAD):
 def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), pad_id=PAD, seed=0):
     prompts = left_padded(rows, pad_id)
     settings = (max_new_tokens, temperature, list(stop_ids), pad_id)
-    return generate(model, *prompts, *settings, generator=seeded(seed))
+    shape = (len(rows), max_new_tokens)
+    uniform = torch.rand(shape, dtype=torch.float64, generator=seeded(seed))
+    return generate(model, *prompts, *settings, uniform)
 
 
 def completions(rows, sequences, completion_mask):

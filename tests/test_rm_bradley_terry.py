@@ -240,7 +240,7 @@ def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
     # d = 2, where sqrt(1/3) = 0.577 and sqrt(1/2) = 0.707 are far apart.
     heads = dict(hidden_size=2, num_attention_heads=1, num_key_value_heads=1)
     tiny_model("llama", **heads).save_pretrained(tmp_path)
-    models = [load_classifier("--model", str(tmp_path), CPU, seed) for seed in range(200)]
+    models = [load_classifier("--model", str(tmp_path), seed) for seed in range(200)]
     assert all(model.score.bias is None for model in models)
     draws = torch.cat([model.score.weight.detach() for model in models])
     assert draws.shape == (200, 2)
@@ -252,25 +252,25 @@ def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
 
 def test_transformer_is_the_policys_and_the_head_depends_on_the_seed_alone():
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
-    first = load_classifier("--model", POLICY, CPU, 1)
+    first = load_classifier("--model", POLICY, 1)
     assert not first.training
     assert {p.dtype for p in first.parameters()} == {torch.float32}
     for name, tensor in first.state_dict().items():
         assert name == "score.weight" or torch.equal(tensor, policy[name])
     torch.randn(3)  # the state of the generator does not matter
-    same, other = (load_classifier("--model", POLICY, CPU, seed) for seed in (1, 2))
+    same, other = (load_classifier("--model", POLICY, seed) for seed in (1, 2))
     assert torch.equal(same.score.weight, first.score.weight)
     assert not torch.allclose(other.score.weight, first.score.weight)
 
 
 def test_a_trained_head_is_kept():
-    model = load_classifier("--model", REWARD_MODEL, CPU, 1)
+    model = load_classifier("--model", REWARD_MODEL, 1)
     saved = load_file(f"{REWARD_MODEL}/model.safetensors")
     assert torch.equal(model.score.weight, saved["score.weight"].float())
 
 
 def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
-    model = load_classifier("--model", policy_that_pads_with("<eos>", tmp_path), CPU, 1)
+    model = load_classifier("--model", policy_that_pads_with("<eos>", tmp_path), 1)
     assert model.config.pad_token_id == 2  # for which transformers blocks the gradient
     ids = torch.tensor([[1, 84, 45, 2]])
     reward_model_scores(model, ids, torch.ones_like(ids)).sum().backward()
