@@ -596,6 +596,7 @@ def start_process() -> torch.device:
         torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
         if RANK > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            transformers_logging.set_verbosity_error()
     return device
 
 

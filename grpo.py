@@ -621,6 +621,7 @@ def start_process() -> torch.device:
         torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
         if RANK > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            transformers_logging.set_verbosity_error()
     return device
 
 
@@ -1212,7 +1213,8 @@ def main(args: Args) -> Path:
                     old_logprobs[at] = rollout_logprobs(args, policy, rollout, at)
                 if reference is not None:
                     ref_logprobs[at] = rollout_logprobs(args, reference, rollout, at)
-        total(old_logprobs), total(ref_logprobs)
+        for values in (old_logprobs, ref_logprobs):
+            total(values)
 
         # 4. advantages against the group's mean, the same for every token of a completion
         returns = rewards  # (B,)

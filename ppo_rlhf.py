@@ -827,6 +827,7 @@ def start_process() -> torch.device:
         torch.distributed.init_process_group(timeout=timedelta(minutes=30), device_id=own)
         if RANK > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            transformers_logging.set_verbosity_error()
     return device
 
 
@@ -1454,7 +1455,8 @@ def main(args: Args) -> Path:
                 old_values[at] = rollout_values(critic, rollout, at)
                 if reference is not None:
                     ref_logprobs[at] = rollout_logprobs(args, reference, rollout, at)
-        total(old_logprobs), total(ref_logprobs), total(old_values)
+        for values in (old_logprobs, ref_logprobs, old_values):
+            total(values)
 
         # 4. a reward for each token: the KL penalty, and the score at the last
         kl_in_reward = beta if args.kl_placement == "reward" else 0.0

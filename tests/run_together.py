@@ -1,0 +1,75 @@
+"""Run scripts one after the other under torchrun: `run_together.py FILE` with a JSON list of
+[script, flags, step]; a step that is not null is that of the checkpoint after which the run stops.
+
+One process for several runs saves the time that it takes to import PyTorch and transformers.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class StoppedError(Exception):
+    pass
+
+
+def watch(script, step):
+    """Check what every run must do, and let one stop after the checkpoint of a step."""
+    size = int(os.environ["WORLD_SIZE"])
+    shard, save_checkpoint = script.shard, script.save_checkpoint
+
+    def checked_shard(model, device):
+        whole = model.num_parameters()
+        sharded = shard(model, device)
+        weights = list(sharded.parameters())
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        # A weight that cannot be divided evenly leaves the first processes one row more.
+        most = max(weight[0].numel() for weight in weights) * len(weights)
+        assert abs(sum(weight.to_local().numel() for weight in weights) - whole / size) <= most
+        units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
+        layers = sharded.config.num_hidden_layers
+        head = {"score"} & {name for name, _ in sharded.named_modules()}
+        assert units == {""} | head | {f"model.layers.{i}" for i in range(layers)}
+        return sharded
+
+    def stopping_save(run_dir, state):
+        save_checkpoint(run_dir, state)
+        if state["step"] == step:
+            raise StoppedError
+
+    script.shard, script.save_checkpoint = checked_shard, stopping_save
+    if hasattr(script, "generate"):
+        generate = script.generate
+
+        def checked_generate(model, *arguments):
+            assert not isinstance(model, FSDPModule), "gathered before, not in each step"
+            return generate(model, *arguments)
+
+        script.generate = checked_generate
+
+
+def main():
+    with open(sys.argv[1]) as file:
+        runs = json.load(file)
+    # Each run is to meet anew, at a port of its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    port = int(os.environ["MASTER_PORT"])
+    for number, (name, flags, step) in enumerate(runs, start=1):
+        os.environ["MASTER_PORT"] = str(port + number)
+        sys.modules.pop(name, None)
+        script = importlib.import_module(name)
+        watch(script, step)
+        try:
+            script.main(script.parse_args(flags))
+        except StoppedError:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Several processes train what one does, and end together.
+
+The numbers agree to float32 rounding: the processes add up in another order. Metrics are compared
+to a relative 1e-4, or an absolute 1e-5 where they are sums that nearly cancel (a loss of the order
+1e-3). Weights are compared to an absolute 3e-5: Adam's step is the learning rate (1e-3 at most) by
+m / sqrt(v), and where a gradient is nearly 0, its rounding error is a part of that ratio. Sampled
+text is the same, unless a random number lies within rounding of a token's limit; here none does.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scripts import SCRIPTS
+
+import grpo
+import ppo_rlhf
+from common.generation import generate, pad_rows
+from common.logprobs import completion_logprobs
+
+# Nothing here can be divided evenly by 2 or by 4, and some of 4 processes get no row at all.
+PAIRS = dict(train_split="train[:20]", epochs=2, batch_size=7, micro_batch_size=3, eval_rows=5)
+ROLLOUTS = dict(total_rollouts=4, prompts_per_rollout=5, micro_batch_size=2, eval_rows=3)
+RUNS = {
+    "sft": dict(PAIRS, eval_samples=3),
+    "rm_bradley_terry": dict(PAIRS, center_coef=0.01),
+    # An adapted beta must be the same everywhere, and so must the end of the passes.
+    "ppo_rlhf": dict(ROLLOUTS, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
+    "grpo": dict(
+        ROLLOUTS,
+        group_size=3,
+        num_minibatches=3,
+        model="tiny/reviews/policy",
+        dataset="tiny/reviews/prompts",
+        reward_model="tiny/reviews/reward_model",
+        reward_fn="tiny/reviews/gold.py:sentiment",
+    ),
+    "dpo": dict(PAIRS, nll_coef=0.1),
+}
+
+
+def flags(name, **more):
+    words = []
+    for flag, value in (RUNS[name] | dict(eval_every=2, save_every=2) | more).items():
+        words += [f"--{flag.replace('_', '-')}", str(value)]
+    return words
+
+
+def torchrun(processes, *command, **options):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.getcwd()}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.Popen(
+        [*launcher, f"--nproc_per_node={processes}", *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def run_together(processes, runs, folder):
+    """`tests/run_together.py` on [name, flags, step] of each run."""
+    path = folder / f"runs{processes}.json"
+    path.write_text(json.dumps(runs))
+    process = torchrun(processes, "tests/run_together.py", path)
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-5000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of runs: (script, kind) for the kinds 1, 2 and 4 processes, 1 to 2, and 2 to 1."""
+    folder = tmp_path_factory.mktemp("runs")
+    os.chdir(Path(__file__).parent.parent)
+    found = {}
+
+    def started(name, kind):
+        return flags(name, output_dir=folder, exp_name=f"{name}-{kind}")
+
+    def find(kind):
+        for name in SCRIPTS:
+            (found[name, kind],) = folder.glob(f"{name}-{kind}__*")
+
+    def resumed(kind):
+        return [["--resume", str(found[name, kind])] for name in SCRIPTS]
+
+    for name, script in SCRIPTS.items():
+        script.main(script.parse_args(started(name, "1")))
+        with pytest.MonkeyPatch.context() as patch:
+            save = script.save_checkpoint
+
+            def stop(run_dir, state, save=save):
+                save(run_dir, state)
+                raise KeyboardInterrupt
+
+            patch.setattr(script, "save_checkpoint", stop)
+            with pytest.raises(KeyboardInterrupt):
+                script.main(script.parse_args(started(name, "1to2")))
+    find("1")
+    find("1to2")
+    stopped = [[name, started(name, "2to1"), 2] for name in SCRIPTS]
+    whole = [[name, started(name, "2"), None] for name in SCRIPTS]
+    resume = [[name, words, None] for name, words in zip(SCRIPTS, resumed("1to2"), strict=True)]
+    run_together(2, stopped + whole + resume, folder)
+    run_together(4, [[name, started(name, "4"), None] for name in SCRIPTS], folder)
+    for kind in ("2", "4", "2to1"):
+        find(kind)
+    for name, words in zip(SCRIPTS, resumed("2to1"), strict=True):
+        assert not (found[name, "2to1"] / "model").exists()
+        SCRIPTS[name].main(SCRIPTS[name].parse_args(words))
+    return found
+
+
+def read(path):
+    """Rows of a log, but for what a clock says."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    clocks = re.compile("time/.*second.*")
+    return [{k: v for k, v in row.items() if not clocks.fullmatch(k)} for row in rows]
+
+
+def compare(found, expected, where):
+    """The same to rounding: numbers, weights, and what holds them."""
+    assert type(found) is type(expected), where
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys(), where
+        for key in found:
+            compare(found[key], expected[key], f"{where} {key}")
+    elif isinstance(found, list):
+        assert len(found) == len(expected), where
+        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+            compare(a, b, f"{where} {index}")
+    elif torch.is_tensor(found):
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-5, msg=lambda m: where + m)
+    elif isinstance(found, float):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("kind", ["2", "4", "1to2", "2to1"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_number_of_processes_does_not_change_the_training(runs, name, kind):
+    one, several = runs[name, "1"], runs[name, kind]
+    for log in ("metrics.jsonl", "samples.jsonl"):
+        expected = read(one / log)
+        assert len(expected) > 4
+        compare(read(several / log), expected, log)
+    for path in (one / "model").iterdir():
+        other = several / "model" / path.name
+        if path.suffix == ".safetensors":
+            compare(load_file(other), load_file(path), path.name)
+        elif path.suffix == ".json":
+            compare(*(json.loads(file.read_text()) for file in (other, path)), path.name)
+        else:
+            assert other.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_checkpoint_does_not_tell_how_many_wrote_it(runs, name):
+    one, *others = (
+        torch.load(runs[name, kind] / "checkpoint" / "state.pt", weights_only=True)
+        for kind in ("1", "2", "4", "1to2", "2to1")
+    )
+    for other in others:
+        assert other.keys() == one.keys()
+        for part in one.keys() - {"logs"}:  # sizes of files with times in them
+            compare(other[part], one[part], part)
+
+
+def test_processes_finish_their_rollouts_at_different_lengths(runs):
+    """The case that must not hang is in the runs above."""
+    samples = read(runs["ppo_rlhf", "2"] / "samples.jsonl")
+    lengths = [sample["length"] for sample in samples if sample["step"] == 0]
+    assert len(lengths) == 3  # the first process samples 1, the second 2
+    assert lengths[0] != max(lengths[1:])
+
+
+# --- a process that dies --------------------------------------------------------------------------
+
+
+def test_a_killed_process_ends_the_job(tmp_path):
+    process = torchrun(
+        2, "grpo.py", "--output-dir", tmp_path, "--eval-rows", 4, start_new_session=True
+    )
+    try:
+        deadline = time.time() + 100
+        while time.time() < deadline:
+            logs = list(tmp_path.glob("*/metrics.jsonl"))
+            if logs and len(logs[0].read_text().splitlines()) > 2:
+                break
+            time.sleep(0.1)
+        children = f"/proc/{process.pid}/task/{process.pid}/children"
+        ranks = [int(child) for child in Path(children).read_text().split()]
+        ranks = [
+            child for child in ranks if "grpo.py" in Path(f"/proc/{child}/cmdline").read_text()
+        ]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert "Signal 9 (SIGKILL)" in output
+    assert not list(tmp_path.glob("*/model"))
+
+
+def test_an_error_in_one_process_ends_the_job_and_is_shown(tmp_path):
+    rule = tmp_path / "rule.py"
+    rule.write_text(
+        "import os\n\n"
+        "def fails_in_one(prompts, completions, **columns):\n"
+        "    return [float('nan') if os.environ['RANK'] == '1' else 0.0 for _ in completions]\n"
+    )
+    words = ["--reward-fn", f"{rule}:fails_in_one", "--output-dir", tmp_path, "--eval-rows", 4]
+    process = torchrun(2, "grpo.py", *words)
+    try:
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "error: reward function fails_in_one returned nan for the completion" in output
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
+    lengths = [3, 9, 1, 7, 5, 5, 2]
+    groups, parts = [], []
+    for rank in range(processes):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
+        groups.append(list(grpo.micro_batches(lengths, 2)))
+        parts += list(range(7))[grpo.share(7)]
+    assert len({len(of_rank) for of_rank in groups}) == 1
+    assert all(len(group) <= 2 for of_rank in groups for group in of_rank)
+    assert sorted(row for of_rank in groups for group in of_rank for row in group) == list(range(7))
+    assert parts == list(range(7))  # in their order: `gather` puts one after the other
+
+
+def test_no_rows_give_no_numbers_and_gradients_of_zero():
+    policy = grpo.load_model("--model", "tiny/reviews/policy", grpo.AutoModelForCausalLM)
+    critic = ppo_rlhf.load_critic(ppo_rlhf.Args())
+    ids, mask = pad_rows([], 0, "left", torch.device("cpu"))
+    for width in (0, 5):
+        ids, mask = ids.new_zeros(0, width), mask.new_zeros(0, width)
+        outputs = {
+            "logprobs": (policy, completion_logprobs(policy, ids, mask, mask)),
+            "entropy": (policy, completion_logprobs(policy, ids, mask, mask, 0.7, True)[1]),
+            "values": (critic, ppo_rlhf.critic_values(critic, ids, mask, mask)),
+            "scores": (critic, ppo_rlhf.reward_model_scores(critic, ids, mask)),
+        }
+        for name, (model, output) in outputs.items():
+            assert output.shape == ((0,) if name == "scores" else (0, width)), name
+            model.zero_grad()
+            output.sum().backward()
+            # FSDP's processes add up gradients together: each must have one for every weight.
+            assert all(weight.grad is not None for weight in model.parameters()), name
+            assert not any(weight.grad.any() for weight in model.parameters()), name
+        sequences, sampled, finished = generate(policy, ids, mask, 4, 1.0, [0], 0)
+        assert sequences.shape == sampled.shape == (0, width)
+        assert finished.shape == (0,)
