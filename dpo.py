@@ -30,6 +30,7 @@ Run it:
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
         --eval-reward-fn None --max-length 1024 --max-new-tokens 256 --batch-size 64 \
         --micro-batch-size 4 --epochs 1 --beta 0.1 --learning-rate 1e-6    # one GPU
+    torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # go on after a crash
 
 A healthy run: the first loss is ln 2 = 0.693 exactly, for the policy is the reference and h = 0
@@ -1168,14 +1169,14 @@ def main(args: Args) -> Path:
 
         # 2. optimise: one step, its gradient summed over micro-batches
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        sums = defaultdict(lambda: torch.zeros_like(loss))
+        sums = defaultdict(float)
         for batch in split(pairs):
             pair_losses, pair_metrics = losses(batch)
             micro_loss = pair_losses.sum() / args.batch_size
             micro_loss.backward()
             loss += micro_loss.detach()
             for name, values in pair_metrics.items():
-                sums[name] += values.sum()
+                sums[name] += values.double().sum()
         loss = total(loss).item()
         grad_norm = clip_gradients(policy.parameters(), args.max_grad_norm)
         require(

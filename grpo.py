@@ -31,6 +31,7 @@ Run it:
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 \
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6
+    torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
     python grpo.py --resume runs/grpo__1__...            # go on after a crash
 
 A healthy run: `reward/mean` and `eval/accuracy` rise together; `policy/entropy` falls slowly, not

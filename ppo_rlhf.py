@@ -44,6 +44,7 @@ Run it:
         --eval-reward-fn None --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
         --max-new-tokens 512 --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 \
         --critic-learning-rate 1e-5
+    torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # go on after a crash
 
 A healthy run: `reward/mean` rises, and with it a held-out `eval/reward` by another judge, if there

@@ -29,6 +29,7 @@ Run it:
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
         --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 8 \
         --epochs 1 --learning-rate 1e-5                    # one GPU, a model and chats from the hub
+    torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
     python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__...      # go on after a crash
 
 A healthy run: the first loss is a little above ln 2 = 0.69, a coin's; `eval/pair_accuracy` rises to

@@ -21,6 +21,7 @@ Run it:
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
         --max-length 2048 --micro-batch-size 4             # one GPU, a model and chats from the hub
+    torchrun --nproc_per_node=8 sft.py ...                 # eight GPUs: docs/processes.md
     python sft.py --resume runs/sft__1__...                # go on after a crash
 
 A healthy run: `eval/loss` falls with `objective/loss` and ends close to it; the gradient norm

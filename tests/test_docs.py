@@ -25,6 +25,11 @@ FLAGS = {
     "--profile",
     "--repeats",
     "--shapes",
+    "--nproc_per_node",
+    "--nnodes",
+    "--rdzv_backend",
+    "--rdzv_endpoint",
+    "--rdzv_id",
     "--no-scale-rewards",
     "--no-whiten-advantages",
 }
