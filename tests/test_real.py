@@ -24,6 +24,7 @@ def metrics_of(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_fine_tunes_on_real_stories(tmp_path):
     args = sft.Args(
         model=STORIES_MODEL,
@@ -67,6 +68,7 @@ def test_grpo_runs_on_real_gsm8k_rows(tmp_path):
     assert all("eval/accuracy" in row for row in (rows[0], rows[-1]))
 
 
+@pytest.mark.slow
 def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
     politeness = str(REAL / "data" / "politeness")
     args = rm_bradley_terry.Args(
