@@ -105,6 +105,7 @@ def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
     assert last["eval/reward"] > first["eval/reward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "flags", "accuracy"),
     [
