@@ -526,9 +526,12 @@ def load_reward_fns(flag: str, specs: tuple[str, ...], row: dict) -> dict[str, C
 def apply_reward_fn(
     name: str, function: Callable, rows: list[dict], completions: list[str]
 ) -> torch.Tensor:
-    """Rewards (B,) float32 of one completion for each row."""
-    if not rows:  # one of several processes without a completion
-        return torch.zeros(0)
+    """Rewards (B,) float32 of one completion for each row.
+
+    Of several processes the first calls the function, with all of the rows: it may compare them.
+    """
+    if RANK > 0:
+        return torch.tensor(gather([]))
     prompts = [row["prompt"] for row in rows]
     columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
     rewards = function(prompts=prompts, completions=completions, **columns)
@@ -551,7 +554,7 @@ def apply_reward_fn(
             f"prompt {row['prompt']!r} with {row['columns']}; rules are given by --eval-reward-fn "
             "and, for training, --reward-fn",
         )
-    return torch.tensor(values)
+    return torch.tensor(gather(values))
 
 
 @as_forward
@@ -832,11 +835,6 @@ def start_process() -> torch.device:
     return device
 
 
-def share(count: int) -> slice:
-    """Which of `count` rows are this process's, where neighbours are better kept together."""
-    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
-
-
 def gather(part: list) -> list:
     """The lists of all processes, one after the other."""
     parts = [part] * WORLD_SIZE
@@ -866,6 +864,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
     and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    (One GPU keeps embeddings, norms and what the layers hand on in float32; here it is bfloat16.)
     """
     if WORLD_SIZE == 1:
         return model.to(device)
@@ -887,8 +886,8 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 @contextmanager
-def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model with whole weights on each process, for sampling and saving.
+def gathered(model: torch.nn.Module, to_save: bool = False) -> Iterator[torch.nn.Module]:
+    """The model with whole weights: to sample from, on each process; to save, on rank 0's host.
 
     They are gathered once, in the type that autocast computes with where it is on. It is a plain
     model without FSDP's hooks: no process waits for another between two tokens.
@@ -898,8 +897,10 @@ def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         return
     (whole,) = model.whole
     for name, weight in model.named_parameters():
-        weight = weight.detach().to(compute_dtype(weight))
-        whole.get_parameter(name).data = weight.full_tensor()
+        weight = weight.detach().to(compute_dtype(weight)).full_tensor()
+        if to_save:  # on a GPU there may be no room for all of them
+            weight = weight.cpu() if RANK == 0 else weight.new_empty(0)
+        whole.get_parameter(name).data = weight
     yield whole
     for weight in whole.parameters():
         weight.data = weight.new_empty(0)
@@ -925,7 +926,7 @@ def load_state(part: Any, state: dict) -> None:
     """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
 
     def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+        if not isinstance(like, DTensor) or tensor.dim() == 0:  # a number, as Adam's `step`
             return tensor
         layout = (like.device_mesh, like.placements)
         return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
@@ -967,16 +968,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
-    if RANK > 0:
-        return Path(gather([])[0])
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir, number = Path(args.output_dir) / name, 1
-    while run_dir.exists():  # another run started within the same second
-        number += 1
-        run_dir = Path(args.output_dir) / f"{name}-{number}"
-    run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return Path(gather([str(run_dir)])[0])
+    run_dir = None
+    if RANK == 0:
+        name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir, number = Path(args.output_dir) / name, 1
+        while run_dir.exists():  # another run started within the same second
+            number += 1
+            run_dir = Path(args.output_dir) / f"{name}-{number}"
+        run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    return gather([run_dir])[0]
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
@@ -1143,10 +1144,9 @@ def complete(
     Of several processes each samples some. Random numbers are drawn for all, and for all tokens
     that a completion may have: what is sampled depends neither on their number nor on lengths.
     """
-    uniform = torch.rand(
-        len(prompts), args.max_new_tokens, dtype=torch.float64, generator=generator
-    )
-    part = share(len(prompts))
+    count = len(prompts)
+    uniform = torch.rand(count, args.max_new_tokens, dtype=torch.float64, generator=generator)
+    part = slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
     ids, mask = pad_rows(prompts[part], pad_id, "left", model.device)
     width = ids.shape[1]
     with autocast(model.device), gathered(model) as whole:
@@ -1222,10 +1222,9 @@ def score(
     `rm_bradley_terry.py` leaves with its models the mean score of preferred completions; it is
     subtracted, so that such a completion scores about 0 (after InstructGPT, section 3.5).
     """
-    device, part, parts = rollout.ids.device, share(len(rollout.rows)), {}
+    device, parts = rollout.ids.device, {}
     for name, function in functions.items():
-        rewards = apply_reward_fn(name, function, rollout.rows[part], rollout.completions[part])
-        parts[name] = torch.tensor(gather(rewards.tolist()), device=device)
+        parts[name] = apply_reward_fn(name, function, rollout.rows, rollout.completions).to(device)
     if reward_model is not None:
         scores = torch.zeros(len(rollout.rows), device=device)
         lengths = rollout.attention_mask.sum(dim=1).tolist()
@@ -1568,7 +1567,7 @@ def main(args: Args) -> Path:
             state |= {"generator": generator.get_state(), "beta": beta, "step": done}
             save_checkpoint(run_dir, state)
 
-    with gathered(policy) as whole:
+    with gathered(policy, to_save=True) as whole:
         save_model(run_dir, whole, tokenizer, stop_ids)
     if RANK == 0:
         print_evaluations(run_dir)

@@ -542,11 +542,6 @@ def start_process() -> torch.device:
     return device
 
 
-def share(count: int) -> slice:
-    """Which of `count` rows are this process's, where neighbours are better kept together."""
-    return slice(count * RANK // WORLD_SIZE, count * (RANK + 1) // WORLD_SIZE)
-
-
 def gather(part: list) -> list:
     """The lists of all processes, one after the other."""
     parts = [part] * WORLD_SIZE
@@ -576,6 +571,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     FSDP gathers the weights of one layer at a time, in bfloat16 on a GPU, forgets them after use,
     and adds up the gradients in float32. The parts are float32, and so is a reward head's product.
+    (One GPU keeps embeddings, norms and what the layers hand on in float32; here it is bfloat16.)
     """
     if WORLD_SIZE == 1:
         return model.to(device)
@@ -597,8 +593,8 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 @contextmanager
-def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model with whole weights on each process, for sampling and saving.
+def gathered(model: torch.nn.Module, to_save: bool = False) -> Iterator[torch.nn.Module]:
+    """The model with whole weights: to sample from, on each process; to save, on rank 0's host.
 
     They are gathered once, in the type that autocast computes with where it is on. It is a plain
     model without FSDP's hooks: no process waits for another between two tokens.
@@ -608,8 +604,10 @@ def gathered(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         return
     (whole,) = model.whole
     for name, weight in model.named_parameters():
-        weight = weight.detach().to(compute_dtype(weight))
-        whole.get_parameter(name).data = weight.full_tensor()
+        weight = weight.detach().to(compute_dtype(weight)).full_tensor()
+        if to_save:  # on a GPU there may be no room for all of them
+            weight = weight.cpu() if RANK == 0 else weight.new_empty(0)
+        whole.get_parameter(name).data = weight
     yield whole
     for weight in whole.parameters():
         weight.data = weight.new_empty(0)
@@ -635,7 +633,7 @@ def load_state(part: Any, state: dict) -> None:
     """Give a model or an optimizer, or this process's parts of it, what `whole_state` made."""
 
     def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:  # Adam's count of steps
+        if not isinstance(like, DTensor) or tensor.dim() == 0:  # a number, as Adam's `step`
             return tensor
         layout = (like.device_mesh, like.placements)
         return distribute_tensor(tensor.to(like.device), *layout, src_data_rank=None)
@@ -677,16 +675,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def make_run_dir(args: Args) -> Path:
     """A new folder `{exp_name}__{seed}__{time}` with the flags in it."""
-    if RANK > 0:
-        return Path(gather([])[0])
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir, number = Path(args.output_dir) / name, 1
-    while run_dir.exists():  # another run started within the same second
-        number += 1
-        run_dir = Path(args.output_dir) / f"{name}-{number}"
-    run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
-    (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    return Path(gather([str(run_dir)])[0])
+    run_dir = None
+    if RANK == 0:
+        name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir, number = Path(args.output_dir) / name, 1
+        while run_dir.exists():  # another run started within the same second
+            number += 1
+            run_dir = Path(args.output_dir) / f"{name}-{number}"
+        run_dir.mkdir(parents=True)  # fails rather than write into a folder made meanwhile
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    return gather([run_dir])[0]
 
 
 def log(run_dir: Path, tracker: Any, step: int, metrics: dict, samples: list[dict]) -> None:
@@ -971,7 +969,7 @@ def main(args: Args) -> Path:
 
     # What a good completion scores, for the algorithms that want it to be 0.
     score_mean = evaluate(run_dir)[0]["eval/score_chosen"]
-    with gathered(model) as whole:
+    with gathered(model, to_save=True) as whole:
         whole.config.score_mean = score_mean
         save_model(run_dir, whole.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
     if RANK == 0:

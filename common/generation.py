@@ -121,7 +121,8 @@ class StaticStep:
         if self.calls == 2 and tokens.is_cuda:  # in the first, libraries set themselves up
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph):  # records the kernels, runs none
+                # Records this thread's kernels, and runs none; NCCL has threads of its own.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self.logits = self.model(**self.inputs).logits[:, -1]
                 self.graph = graph
             except RuntimeError as error:

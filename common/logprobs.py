@@ -6,6 +6,7 @@ own gradient, and are computed again in the backward pass instead of kept.
 """
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -212,7 +213,7 @@ def as_forward(function: Callable) -> Callable:
             return function(model, *args, **options)
         name = function.__name__
         if not hasattr(model, name):
-            setattr(model, name, functools.partial(function, model))
+            setattr(model, name, types.MethodType(function, model))
             register_fsdp_forward_method(model, name)
         return getattr(model, name)(*args, **options)
 

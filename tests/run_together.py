@@ -4,10 +4,12 @@
 One process for several runs saves the time that it takes to import PyTorch and transformers.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import sys
+import weakref
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -18,10 +20,15 @@ class StoppedError(Exception):
     pass
 
 
+def ignore(**options):
+    pass
+
+
 def watch(script, step):
     """Check what every run must do, and let one stop after the checkpoint of a step."""
     size = int(os.environ["WORLD_SIZE"])
-    shard, save_checkpoint = script.shard, script.save_checkpoint
+    shard, save_checkpoint, log = script.shard, script.save_checkpoint, script.log
+    models = weakref.WeakSet()
 
     def checked_shard(model, device):
         whole = model.num_parameters()
@@ -29,20 +36,26 @@ def watch(script, step):
         weights = list(sharded.parameters())
         assert all(isinstance(weight, DTensor) for weight in weights)
         # A weight that cannot be divided evenly leaves the first processes one row more.
-        most = max(weight[0].numel() for weight in weights) * len(weights)
+        most = sum(weight.shape[1:].numel() for weight in weights)
         assert abs(sum(weight.to_local().numel() for weight in weights) - whole / size) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
         layers = sharded.config.num_hidden_layers
         head = {"score"} & {name for name, _ in sharded.named_modules()}
         assert units == {""} | head | {f"model.layers.{i}" for i in range(layers)}
+        models.add(sharded)
         return sharded
+
+    def checked_log(*arguments):
+        kept = {"ppo_rlhf": 4, "grpo": 3}  # dpo.py loads its reference for an evaluation only
+        assert len(models) == kept.get(script.__name__, 1)
+        log(*arguments)
 
     def stopping_save(run_dir, state):
         save_checkpoint(run_dir, state)
         if state["step"] == step:
             raise StoppedError
 
-    script.shard, script.save_checkpoint = checked_shard, stopping_save
+    script.shard, script.save_checkpoint, script.log = checked_shard, stopping_save, checked_log
     if hasattr(script, "generate"):
         generate = script.generate
 
@@ -56,19 +69,18 @@ def watch(script, step):
 def main():
     with open(sys.argv[1]) as file:
         runs = json.load(file)
-    # Each run is to meet anew, at a port of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    port = int(os.environ["MASTER_PORT"])
-    for number, (name, flags, step) in enumerate(runs, start=1):
-        os.environ["MASTER_PORT"] = str(port + number)
+    # PyTorch finds groups by name, and a process's second one may find what is left of its first.
+    torch.distributed.init_process_group()
+    leave = torch.distributed.destroy_process_group
+    torch.distributed.init_process_group = torch.distributed.destroy_process_group = ignore
+    for name, flags, step in runs:
         sys.modules.pop(name, None)
         script = importlib.import_module(name)
         watch(script, step)
-        try:
+        with contextlib.suppress(StoppedError):
             script.main(script.parse_args(flags))
-        except StoppedError:
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    leave()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ def main() -> None:
         for weight in model.parameters()
     )
     print(f"{grpo.WORLD_SIZE} x {device.type}: {count:,} parameters, {held / count:.0%} here")
-    ids = torch.randint(1_000, (args.rows, args.length), device=device)[grpo.share(args.rows)]
+    ids = torch.randint(1_000, (args.rows, args.length), device=device)[
+        grpo.RANK :: grpo.WORLD_SIZE
+    ]
     mask = torch.ones_like(ids, dtype=torch.bool)
 
     def forward() -> torch.Tensor:
