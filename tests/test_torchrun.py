@@ -2,9 +2,10 @@
 
 The numbers agree to float32 rounding: the processes add up in another order. Metrics are compared
 to a relative 1e-4, or an absolute 1e-5 where they are sums that nearly cancel (a loss of the order
-1e-3). Weights are compared to an absolute 3e-5: Adam's step is the learning rate (1e-3 at most) by
-m / sqrt(v), and where a gradient is nearly 0, its rounding error is a part of that ratio. Sampled
-text is the same, unless a random number lies within rounding of a token's limit; here none does.
+1e-3). Weights are compared to 1e-6 in the quadratic mean, and to 2e-4 each: Adam's step is the
+learning rate (1e-3 at most) by m / sqrt(v), and where a gradient is nearly 0, its rounding error is
+a part of that ratio. Sampled text is the same, unless a random number lies within rounding of a
+token's limit; here none does.
 """
 
 import json
@@ -27,8 +28,8 @@ from common.generation import generate, pad_rows
 from common.logprobs import completion_logprobs
 
 # Nothing here can be divided evenly by 2 or by 4, and some of 4 processes get no row at all.
-PAIRS = dict(train_split="train[:20]", epochs=2, batch_size=9, micro_batch_size=2, eval_rows=5)
-ROLLOUTS = dict(total_rollouts=4, prompts_per_rollout=5, micro_batch_size=2, eval_rows=3)
+PAIRS = dict(train_split="train[:20]", epochs=1.3, batch_size=9, micro_batch_size=2, eval_rows=5)
+ROLLOUTS = dict(total_rollouts=3, prompts_per_rollout=5, micro_batch_size=2, eval_rows=5)
 RUNS = {
     "sft": dict(PAIRS, eval_samples=3, from_scratch=True),
     "rm_bradley_terry": dict(PAIRS, center_coef=0.01),
@@ -37,7 +38,7 @@ RUNS = {
     "grpo": dict(
         ROLLOUTS,
         group_size=3,
-        num_minibatches=3,
+        num_minibatches=2,
         update_epochs=2,
         kl_placement="reward",
         model="tiny/reviews/policy",
@@ -146,7 +147,8 @@ def compare(found, expected, where):
         for index, (a, b) in enumerate(zip(found, expected, strict=True)):
             compare(a, b, f"{where} {index}")
     elif torch.is_tensor(found):
-        torch.testing.assert_close(found, expected, rtol=0, atol=3e-5, msg=lambda m: where + m)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4, msg=lambda m: where + m)
+        assert (found - expected).double().square().mean().sqrt() < 1e-6, where
     elif isinstance(found, float):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), where
     else:
@@ -159,7 +161,7 @@ def test_the_number_of_processes_does_not_change_the_training(runs, name, kind):
     one, several = runs[name, "1"], runs[name, kind]
     for log in ("metrics.jsonl", "samples.jsonl"):
         expected = read(one / log)
-        assert len(expected) > 4
+        assert len(expected) > 3
         compare(read(several / log), expected, log)
     for path in (one / "model").iterdir():
         other = several / "model" / path.name
@@ -185,10 +187,15 @@ def test_a_checkpoint_does_not_tell_how_many_wrote_it(runs, name):
 
 def test_processes_finish_their_rollouts_at_different_lengths(runs):
     """The case that must not hang is in the runs above."""
-    samples = read(runs["ppo_rlhf", "2"] / "samples.jsonl")
-    lengths = [sample["length"] for sample in samples if sample["step"] == 0]
-    assert len(lengths) == 3  # the first process samples 1, the second 2
-    assert lengths[0] != max(lengths[1:])
+    longest = []
+    for name in ("ppo_rlhf", "grpo", "dpo"):
+        samples = read(runs[name, "2"] / "samples.jsonl")
+        for step in {sample["step"] for sample in samples}:
+            lengths = [sample["length"] for sample in samples if sample["step"] == step]
+            half = len(lengths) // 2  # of an odd number the second process samples one more
+            longest.append((max(lengths[:half]), max(lengths[half:])))
+    assert len(longest) > 5
+    assert sum(first != second for first, second in longest) > len(longest) // 2
 
 
 def test_a_script_as_it_is_under_torchrun(runs, tmp_path):
