@@ -111,9 +111,9 @@ def test_dpo_learns_to_show_its_working(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", ALL_SLOW)
 def test_ppo_without_a_kl_hacks_the_reward_model(seed, tmp_path):
-    rows, first, last, _ = learn("ppo_rlhf.py", tmp_path, seed, "--beta", "0")
+    rows, _, last, _ = learn("ppo_rlhf.py", tmp_path, seed, "--beta", "0")
     assert last_mean(rows, "reward/mean") > 2.5  # from about -1.3: higher than with a KL
-    # Mostly below the first; at best, on one of ten seeds that we have seen, a third of what a KL gives.
+    # Below the start on nine of ten that we have seen; on the other, a third of what a KL keeps.
     assert last["eval/reward"] < 0.5
 
 
