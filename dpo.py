@@ -1142,8 +1142,9 @@ def main(args: Args) -> Path:
                 for sample, reward in zip(found, rewards.tolist(), strict=True):
                     sample["reward"] = reward
             samples += found
-        del judge
-        gc.collect()  # a sharded model and its hooks refer to each other
+        if WORLD_SIZE > 1:  # a sharded model and its hooks refer to each other
+            del judge
+            gc.collect()
         metrics["eval/kl"] = total(kl).item() / len(samples)
         metrics["eval/length_mean"] = np.mean([sample["length"] for sample in samples])
         if args.eval_reward_fn:

@@ -38,9 +38,16 @@ def last_mean(rows, metric):
 
 
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))]
+ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+def test_sft_learns_from_one_epoch(tmp_path):
+    _, first, last, _ = learn("sft.py", tmp_path, 1, "--epochs", "1")
+    assert first["eval/loss"] > 2.5  # about log 18
+    assert last["eval/loss"] < 1.1
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
 def test_sft_learns_the_demonstrations(seed, tmp_path):
     _, first, last, _ = learn("sft.py", tmp_path, seed)
     assert first["eval/loss"] > 2.5  # about log 18
@@ -93,9 +100,6 @@ def test_dpo_makes_reviews_kind_without_a_reward_model(seed, tmp_path):
     assert last["eval/kl"] < 10
     fractions = grammatical([], last_reviews(tmp_path))
     assert sum(fractions) / len(fractions) >= 0.9
-
-
-ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize("seed", ALL_SLOW)

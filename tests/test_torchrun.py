@@ -52,7 +52,7 @@ RUNS = {
 
 def flags(name, **more):
     words = []
-    for flag, value in (RUNS[name] | dict(eval_every=2, save_every=2) | more).items():
+    for flag, value in (RUNS[name] | dict(eval_every=3, save_every=2) | more).items():
         words += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
 
@@ -194,7 +194,7 @@ def test_processes_finish_their_rollouts_at_different_lengths(runs):
             lengths = [sample["length"] for sample in samples if sample["step"] == step]
             half = len(lengths) // 2  # of an odd number the second process samples one more
             longest.append((max(lengths[:half]), max(lengths[half:])))
-    assert len(longest) > 5
+    assert len(longest) > 4
     assert sum(first != second for first, second in longest) > len(longest) // 2
 
 
