@@ -1576,6 +1576,8 @@ def main(args: Args) -> Path:
     print(
         f"next: generate with it, or train on with --model {run_dir / 'model'}, also as reference"
     )
+    if tracker:
+        tracker.finish()
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         torch.distributed.destroy_process_group()
@@ -1584,3 +1586,6 @@ def main(args: Args) -> Path:
 
 if __name__ == "__main__":
     main(parse_args())
+    if WORLD_SIZE > 1:  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+        sys.stdout.flush()
+        os._exit(0)

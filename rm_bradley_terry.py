@@ -983,6 +983,8 @@ def main(args: Args) -> Path:
             )
     print(f"model: {run_dir / 'model'}")
     print(f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'} (with --model its policy)")
+    if tracker:
+        tracker.finish()
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         torch.distributed.destroy_process_group()
@@ -991,3 +993,6 @@ def main(args: Args) -> Path:
 
 if __name__ == "__main__":
     main(parse_args())
+    if WORLD_SIZE > 1:  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+        sys.stdout.flush()
+        os._exit(0)

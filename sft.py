@@ -863,6 +863,8 @@ def main(args: Args) -> Path:
         print_example(run_dir)
     print(f"model: {run_dir / 'model'}")
     print(f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)")
+    if tracker:
+        tracker.finish()
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         torch.distributed.destroy_process_group()
@@ -871,3 +873,6 @@ def main(args: Args) -> Path:
 
 if __name__ == "__main__":
     main(parse_args())
+    if WORLD_SIZE > 1:  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+        sys.stdout.flush()
+        os._exit(0)
