@@ -63,7 +63,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from common.generation import find_stop_ids, generate, pad_rows
+from common.generation import find_stop_ids, generate, pad_rows, use_bfloat16
 from common.logprobs import completion_logprobs, compute_dtype
 
 
@@ -364,7 +364,7 @@ def start_process() -> torch.device:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if WORLD_SIZE > 1:
-        if device.type == "cuda":
+        if device.type == "cuda":  # CUDA-only
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             count = torch.cuda.device_count()
             require(
@@ -416,7 +416,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     empty = {id(weight): Parameter(torch.empty(0), False) for weight in model.parameters()}
     whole = copy.deepcopy(model, empty).to(device)
     mesh = init_device_mesh(device.type, (WORLD_SIZE,))
-    low = torch.bfloat16 if device.type == "cuda" else None
+    low = torch.bfloat16 if use_bfloat16(device) else None
     head = [model.score] if hasattr(model, "score") else []
     for module in (*head, *decoder_layers(model), model):
         dtype = None if module in head else low
@@ -463,7 +463,7 @@ def whole_state(state: Any) -> Any:
     if isinstance(state, DTensor):
         state = state.full_tensor()  # together
         return state.cpu() if RANK == 0 else None
-    return state
+    return state.cpu() if torch.is_tensor(state) else state
 
 
 def load_state(part: Any, state: dict) -> None:
@@ -578,7 +578,7 @@ def save_model(
         eos_token_id=stop_ids,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.save_pretrained(run_dir / "model")
+    model.cpu().save_pretrained(run_dir / "model")
     model.generation_config.save_pretrained(run_dir / "model")  # a classifier's is not saved else
     tokenizer.save_pretrained(run_dir / "model")
 
@@ -630,7 +630,7 @@ def check_args(args: Args) -> None:
 
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 matrix products on a GPU; weights, log-softmax, losses and rewards are float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
 
 
 def complete(
@@ -736,7 +736,7 @@ def main(args: Args) -> Path:
         args.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=args.weight_decay,
-        fused=device.type == "cuda",  # one kernel, without temporaries of the weights' size
+        fused=device.type == "cuda",  # CUDA-only: no temporaries of the weights' size
     )
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)

@@ -7,6 +7,8 @@ gradient is on-policy by construction.
 """
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
@@ -77,8 +79,13 @@ def sample_tokens(logits: torch.Tensor, temperature: float, uniform: torch.Tenso
     return tokens.clamp(max=logits.shape[-1] - 1)
 
 
+def use_bfloat16(device: torch.device) -> bool:
+    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32."""
+    return device.type == "cuda"
+
+
 def use_static_cache(device: torch.device) -> bool:
-    """Where decoding steps can be captured. Elsewhere a cache that grows is the faster one."""
+    """CUDA-only: where steps can be captured. Elsewhere a cache that grows is the faster one."""
     return device.type == "cuda"
 
 
@@ -90,48 +97,62 @@ def select_rows(cache: Cache, rows: torch.Tensor) -> None:
         layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
 
+class OneTypeCache(StaticCache):
+    """Under autocast rotated keys are float32 and values bfloat16; a StaticCache holds one type."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
+def capture(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """CUDA-only: record the kernels of `step`, running none; returns what replays them at once."""
+    graph = torch.cuda.CUDAGraph()
+    # Records those of this thread; NCCL has threads of its own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
 class StaticStep:
     """A decoding step on fixed memory, which a GPU can replay as a whole: a CUDA graph.
 
     Launched one by one from Python, the hundreds of kernels of a step take longer to launch than to
     run. A graph launches them at once, but always on the same tensors; so a step's tokens are
     copied into tensors that stay, and `StaticCache` has room for the longest completion from the
-    start. On other devices the same step runs uncaptured.
+    start. A step that cannot be captured runs uncaptured.
     """
 
     def __init__(self, model: torch.nn.Module, cache: StaticCache, attention_mask: torch.Tensor):
         """Rows and width of the mask are those of the cache; columns to come are 1 in it."""
-        self.model, self.graph, self.calls = model, None, 0
+        self.calls = 0
         self.tokens = torch.zeros_like(attention_mask[:, :1])
         self.positions = torch.zeros_like(self.tokens)
         # The causal mask covers the columns to come, so this one never changes.
-        self.inputs = dict(
+        inputs = dict(
             input_ids=self.tokens,
             attention_mask=attention_mask,
             position_ids=self.positions,
             past_key_values=cache,
             use_cache=True,
         )
+        self.run = lambda: model(**inputs).logits[:, -1]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits (B, V) after tokens (B, 1) at positions (B, 1)."""
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
         self.calls += 1
-        if self.calls == 2 and tokens.is_cuda:  # in the first, libraries set themselves up
-            graph = torch.cuda.CUDAGraph()
+        if self.calls == 2:  # in the first, libraries set themselves up
             try:
-                # Records this thread's kernels, and runs none; NCCL has threads of its own.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.logits = self.model(**self.inputs).logits[:, -1]
-                self.graph = graph
+                self.run = capture(self.run)
             except RuntimeError as error:
                 warnings.warn(f"generate: slow, without a CUDA graph: {error}", stacklevel=2)
-        if self.graph is None:
-            self.logits = self.model(**self.inputs).logits[:, -1]
-        else:
-            self.graph.replay()
-        return self.logits
+        return self.run()
 
 
 @torch.no_grad()
@@ -208,7 +229,7 @@ def generate(
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     static = plain and use_static_cache(device)
     if static:
-        cache = StaticCache(config=model.config, max_cache_len=end)
+        cache = OneTypeCache(config=model.config, max_cache_len=end)
     prompts = torch.cat([prompt_ids, attention_mask[:, :prompt_length]], dim=1)
     prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)
     ids, mask = prompts.chunk(2, dim=1)

@@ -1,5 +1,6 @@
 """Run scripts one after the other under torchrun: `run_together.py FILE` with a JSON list of
 [script, flags, step]; a step that is not null is that of the checkpoint after which the run stops.
+With the word `bfloat16` behind it they compute and cache as on a GPU.
 
 One process for several runs saves the time that it takes to import PyTorch and transformers.
 """
@@ -11,7 +12,9 @@ import os
 import sys
 import weakref
 
+import pytest
 import torch
+from gpu_types import take_gpu_types
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -76,6 +79,8 @@ def main():
     for name, flags, step in runs:
         sys.modules.pop(name, None)
         script = importlib.import_module(name)
+        if "bfloat16" in sys.argv:
+            take_gpu_types(pytest.MonkeyPatch(), script)
         watch(script, step)
         with contextlib.suppress(StoppedError):
             script.main(script.parse_args(flags))

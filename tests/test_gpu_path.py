@@ -1,0 +1,253 @@
+"""What a GPU would take, on a CPU: its types and cache together, and its demands on devices.
+
+Two simulations, because neither shows all. (1) bfloat16 autocast and the static cache, on the CPU:
+the types. (2) A device made of CPU memory (`simulated_gpu.py`): that tensors meet on one device.
+"""
+
+import io
+import json
+import math
+import os
+
+import pytest
+import torch
+from gpu_types import take_gpu_types
+from safetensors.torch import load_file
+from scripts import SCRIPTS
+from simulated_gpu import SIM, SimulatedGPU
+from test_torchrun import torchrun
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import common.generation
+from common.generation import generate, pad_rows
+from common.logprobs import completion_logprobs
+
+STEPS = dict(eval_rows=5, eval_every=2, save_every=2)
+PAIRS = dict(STEPS, train_split="train[:16]", epochs=2.0, batch_size=8, micro_batch_size=4)
+ROLLOUTS = dict(STEPS, total_rollouts=4, prompts_per_rollout=4, micro_batch_size=4)
+RUNS = {
+    "sft": PAIRS,
+    "rm_bradley_terry": PAIRS,
+    "ppo_rlhf": ROLLOUTS,
+    "grpo": dict(
+        ROLLOUTS,
+        group_size=3,
+        model="tiny/reviews/policy",
+        dataset="tiny/reviews/prompts",
+        reward_model="tiny/reviews/reward_model",
+        max_new_tokens=40,
+    ),
+    "dpo": PAIRS,
+}
+
+
+def prompts(task, count):
+    """Token ids and mask of a task's first held-out prompts, padded on the left."""
+    tokenizer = AutoTokenizer.from_pretrained(f"tiny/{task}/policy")
+    with open(f"tiny/{task}/prompts/test.jsonl") as file:
+        rows = [tokenizer(json.loads(line)["prompt"]).input_ids for line in file][:count]
+    return pad_rows(rows, 0, "left", torch.device("cpu"))
+
+
+def uniform(rows, tokens):
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(rows, tokens, dtype=torch.float64, generator=generator)
+
+
+def check(run_dir):
+    """A run that trained, evaluated and saved in float32; its metrics."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    weights = load_file(run_dir / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    assert state["step"] == 4
+    return rows
+
+
+# --- 1. types -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_training_in_bfloat16_with_the_static_cache(name, tmp_path, monkeypatch):
+    script = SCRIPTS[name]
+    plain = check(script.main(script.Args(output_dir=str(tmp_path / "plain"), **RUNS[name])))
+    take_gpu_types(monkeypatch, script)
+    taken = []
+    update = common.generation.OneTypeCache.update
+
+    def spy(self, keys, values, *args, **options):
+        taken.append((keys.dtype, values.dtype))
+        return update(self, keys, values, *args, **options)
+
+    monkeypatch.setattr(common.generation.OneTypeCache, "update", spy)
+    rows = check(script.main(script.Args(output_dir=str(tmp_path / "low"), **RUNS[name])))
+    if hasattr(script, "generate"):  # rotated keys come in float32: what no static cache takes
+        assert set(taken) == {(torch.float32, torch.bfloat16)}
+    # bfloat16 keeps 8 bits: losses agree to about a hundredth, and are not the same.
+    loss = "eval/loss" if "eval/loss" in rows[0] else "policy/entropy"
+    step = 0 if loss in rows[0] else 1
+    assert rows[step][loss] == pytest.approx(plain[step][loss], rel=0.05)
+    assert rows[4] != plain[4]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("task", ["arithmetic", "reviews"])
+def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task, temperature):
+    """Each within 0.1 nats, 0.01 on average, and neither higher nor lower on the whole."""
+    model = AutoModelForCausalLM.from_pretrained(f"tiny/{task}/policy", dtype=torch.float32).eval()
+    ids, prompt_mask = prompts(task, 100)
+    settings = (40, temperature, [model.generation_config.eos_token_id], 0)
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        take_gpu_types(patch)
+        ids, sampled, _ = generate(model, ids, prompt_mask, *settings, uniform(100, 40))
+        mask = sampled.clone()
+        mask[:, : prompt_mask.shape[1]] = prompt_mask
+        with torch.no_grad():
+            low = completion_logprobs(model, ids, mask, sampled, temperature)
+    with torch.no_grad():
+        high = completion_logprobs(model, ids, mask, sampled, temperature)
+    difference = (low - high)[sampled]
+    assert low.dtype == torch.float32
+    assert 0 < difference.abs().max() < 0.1
+    assert difference.abs().mean() < 0.01
+    assert difference.mean().abs() < 0.001
+
+
+@pytest.fixture(scope="module")
+def sharded_runs(tmp_path_factory):
+    """Folders of one run of each script on two processes that compute in bfloat16."""
+    os.chdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    folder = tmp_path_factory.mktemp("sharded")
+    runs = []
+    for name in SCRIPTS:
+        words = ["--output-dir", str(folder), "--exp-name", name]
+        for flag, value in RUNS[name].items():
+            words += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
+        runs.append([name, words, None])
+    path = folder / "runs.json"
+    path.write_text(json.dumps(runs))
+    process = torchrun(2, "tests/run_together.py", path, "bfloat16")
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[:20_000]
+    return folder
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_sharded_training_in_bfloat16_with_the_static_cache(name, sharded_runs):
+    (run_dir,) = sharded_runs.glob(f"{name}__*")
+    check(run_dir)
+
+
+# --- the CUDA graph and its fallback --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("captured", [0, 1, 2])
+def test_steps_that_cannot_be_captured_run_uncaptured(captured, monkeypatch):
+    """The first steps are captured, as many as given; at the next one the GPU gives up."""
+    model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
+    ids, mask = prompts("reviews", 64)
+    inputs = (ids, mask, 40, 1.0, [model.generation_config.eos_token_id], 0, uniform(64, 40))
+    expected = generate(model, *inputs)
+    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: True)
+    replayed = []
+
+    def capture(step):
+        number = len(replayed)
+        if number == captured:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        replayed.append(0)
+
+        def replay():
+            replayed[number] += 1
+            return step()
+
+        return replay
+
+    monkeypatch.setattr(common.generation, "capture", capture)
+    with pytest.warns(UserWarning, match="without a CUDA graph: CUDA error"):
+        found = generate(model, *inputs)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(replayed) == captured and all(count > 1 for count in replayed)
+
+
+def test_a_pytorch_without_cuda_cannot_capture():
+    """What a broken installation does is what the fallback takes: a RuntimeError."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine can capture")
+    with pytest.raises(RuntimeError):
+        common.generation.capture(lambda: torch.zeros(1))
+
+
+# --- 2. devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypatch):
+    """Sampling, training, evaluating, saving, and resuming from a checkpoint."""
+    script = SCRIPTS[name]
+    flags = dict(RUNS[name], output_dir=str(tmp_path))
+    cpu = script.main(script.Args(**flags, exp_name="cpu"))
+    monkeypatch.setattr(script, "start_process", lambda: SIM)
+    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: True)
+    monkeypatch.setattr(common.generation, "capture", lambda step: step)
+    save = script.save_checkpoint
+
+    def stop(run_dir, state):
+        save(run_dir, state)
+        raise KeyboardInterrupt
+
+    with SimulatedGPU():
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "save_checkpoint", stop)
+            with pytest.raises(KeyboardInterrupt):
+                script.main(script.Args(**flags, exp_name="sim"))
+        (sim,) = tmp_path.glob("sim__*")
+        script.main(script.parse_args(["--resume", str(sim)]))
+    for ours, theirs in zip(check(sim), check(cpu), strict=True):
+        for key in ours:
+            if not key.startswith("time/"):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda gpu, cpu: gpu + cpu,
+        lambda gpu, cpu: gpu.masked_fill(cpu > 0, 0.0),
+        lambda gpu, cpu: torch.cat([gpu, cpu]),
+        lambda gpu, cpu: cpu[gpu.long()],
+        lambda gpu, cpu: gpu.index_put_((cpu.long(),), cpu),
+        lambda gpu, cpu: gpu.numpy(),
+        lambda gpu, cpu: torch.save(gpu, io.BytesIO()),
+    ],
+)
+def test_the_simulated_gpu_refuses_what_a_gpu_refuses(operation):
+    with SimulatedGPU():
+        with pytest.raises((RuntimeError, TypeError)):
+            operation(torch.zeros(3, device=SIM), torch.zeros(3))
+        gpu = torch.arange(3.0).to(SIM)
+        assert (gpu * torch.tensor(2.0)).tolist() == [0, 2, 4]  # numbers may live anywhere
+        assert gpu[torch.tensor([2, 1])].tolist() == [2, 1]
+        assert gpu.device == SIM and gpu.cpu().device.type == "cpu"
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "metric", "least"), [("grpo", "eval/accuracy", 0.9), ("ppo_rlhf", "eval/reward", 0.8)]
+)
+def test_learning_in_bfloat16_with_the_static_cache(name, metric, least, tmp_path, monkeypatch):
+    script = SCRIPTS[name]
+    take_gpu_types(monkeypatch, script)
+    run_dir = script.main(script.Args(output_dir=str(tmp_path)))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0][metric] < 0.45
+    assert rows[-1][metric] >= least
