@@ -4,25 +4,63 @@ The distribution sampled from is softmax(logits / temperature) over the whole vo
 nothing else: no top-k, no nucleus, no penalty, nothing from the checkpoint's generation config.
 That is the distribution whose log-probabilities `common/logprobs.py` computes, so a policy
 gradient is on-policy by construction.
+
+Under torchrun each rank samples a part of the rows, and all ranks get all completions.
 """
 
+import itertools
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from torch.distributed.fsdp import FSDPModule
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
 from transformers.cache_utils import DynamicLayer
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def all_gather(part: list) -> list:
+    """The lists of all ranks, concatenated in the order of the ranks."""
+    parts = [part] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(parts, part)
+    return list(itertools.chain(*parts))
+
+
+def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in place."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def pad_rows(
+    rows: list[list[int]], device: torch.device, left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack token ids of different lengths: ids (B, L) int64, and a bool mask of the real ones.
+
+    The mask comes from the lengths, so padding may have any id, and a real EOS is never taken for
+    padding.
+    """
+    lengths = torch.tensor([*map(len, rows)], dtype=torch.long)
+    mask = torch.arange(max(map(len, rows), default=0)) < lengths[:, None]
+    mask = mask.flip(1) if left else mask
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    ids[mask] = torch.tensor([*itertools.chain(*rows)], dtype=torch.long)
+    return ids.to(device), mask.to(device)
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion, sorted; none is an empty list.
 
-    They are the tokenizer's EOS, all of the generation config's, and what the chat template writes
-    after an assistant's turn: a base model's EOS is often another one than its template's.
-
-    Args:
-        source: folder or hub name that the generation config is loaded from, if it has one.
+    They are the tokenizer's EOS, all of the generation config's (if the folder or hub name `source`
+    has one), and what the chat template writes after an assistant's turn: a base model's EOS is
+    often another one than its template's.
     """
     stop_ids = [tokenizer.eos_token_id]
     try:
@@ -39,32 +77,46 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted({token for token in stop_ids if token is not None})
 
 
-def pad_rows(
-    rows: list[list[int]], pad_id: int, side: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack token ids of different lengths: ids (B, L) int64, and a bool mask of the real ones.
+def use_bfloat16(device: torch.device) -> bool:
+    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32."""
+    return device.type == "cuda"
 
-    The mask comes from the lengths, so that a real EOS is never taken for padding where the
-    tokenizer has one id for both.
+
+def use_static_cache(device: torch.device) -> bool:
+    """CUDA-only: where steps can be captured. Elsewhere a cache that grows is the faster one."""
+    return device.type == "cuda"
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 matrix products where `use_bfloat16`; log-softmax, losses and scores are float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
+
+
+@contextmanager
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """An FSDP model with whole weights, gathered once, and without FSDP's hooks.
+
+    Ranks finish their completions after different numbers of tokens, so none may wait for another
+    between two tokens. A model that is not sharded stays as it is.
     """
-    ids = torch.full((len(rows), max(map(len, rows), default=0)), pad_id)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        columns = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
-        ids[i, columns] = torch.tensor(row)
-        mask[i, columns] = True
-    return ids.to(device), mask.to(device)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
+    for unit in units:
+        unit.unshard()
+        unit._forward_pre_hooks, unit._forward_hooks = {}, {}
+    yield
+    for unit, (before, after) in zip(units, hooks, strict=True):
+        unit._forward_pre_hooks, unit._forward_hooks = before, after
+        unit.reshard()
 
 
 def sample_tokens(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row from softmax(logits / temperature) by inverting its cumulative sum.
-
-    One uniform number a row decides the draw.
+    """Draw one token per row from softmax(logits / temperature) by inverting its cumulative sum.
 
     Args:
         logits: (B, V) unnormalised log-probabilities.
         temperature: 0 takes the most probable token (greedy).
-        uniform: (B,) float64 numbers in [0, 1); not read when greedy.
+        uniform: (B,) float64 random numbers in [0, 1), one per draw; not read when greedy.
 
     Returns:
         (B,) token ids.
@@ -79,26 +131,13 @@ def sample_tokens(logits: torch.Tensor, temperature: float, uniform: torch.Tenso
     return tokens.clamp(max=logits.shape[-1] - 1)
 
 
-def use_bfloat16(device: torch.device) -> bool:
-    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32."""
-    return device.type == "cuda"
-
-
-def use_static_cache(device: torch.device) -> bool:
-    """CUDA-only: where steps can be captured. Elsewhere a cache that grows is the faster one."""
-    return device.type == "cuda"
-
-
-def select_rows(cache: Cache, rows: torch.Tensor) -> None:
-    """Let row i of the cache be what row `rows[i]` was."""
-    if isinstance(cache, DynamicCache):
-        return cache.batch_select_indices(rows)
-    for layer in cache.layers:  # a StaticCache has no method for it
-        layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-
-
 class OneTypeCache(StaticCache):
     """Under autocast rotated keys are float32 and values bfloat16; a StaticCache holds one type."""
+
+    def batch_select_indices(self, rows: torch.Tensor) -> None:
+        """Let row i be what row `rows[i]` was; a StaticCache cannot, a DynamicCache can."""
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
@@ -133,13 +172,8 @@ class StaticStep:
         self.tokens = torch.zeros_like(attention_mask[:, :1])
         self.positions = torch.zeros_like(self.tokens)
         # The causal mask covers the columns to come, so this one never changes.
-        inputs = dict(
-            input_ids=self.tokens,
-            attention_mask=attention_mask,
-            position_ids=self.positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        inputs = dict(input_ids=self.tokens, position_ids=self.positions, past_key_values=cache)
+        inputs |= dict(attention_mask=attention_mask, use_cache=True)
         self.run = lambda: model(**inputs).logits[:, -1]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -155,74 +189,29 @@ class StaticStep:
         return self.run()
 
 
-@torch.no_grad()
-def generate(
+def decode(
     model: torch.nn.Module,
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    max_new_tokens: int,
+    prompts: list[list[int]],
+    uniform: torch.Tensor,
     temperature: float,
-    stop_token_ids: list[int],
-    pad_token_id: int,
-    uniform: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Complete a left-padded batch of prompts, token by token, with a key/value cache.
+    stop_ids: list[int],
+) -> list[list[int]]:
+    """`generate` on one rank, with its random numbers (B, max_new_tokens) given.
 
-    A row ends at the first of `stop_token_ids` it draws, which belongs to the completion, or
-    after `max_new_tokens`. Equal prompts next to each other are read once. Rows that have ended
-    leave the batch and the cache, so that a step costs what the unfinished rows need: at once, or
-    on a GPU, where each number of rows needs a graph of its own, when they are half of the rows.
-
-    Args:
-        model: a causal language model of transformers, in eval mode.
-        prompt_ids: (B, P) token ids, padded on the left; B may be 0.
-        prompt_mask: (B, P) 1 at prompt tokens, 0 at padding.
-        max_new_tokens: the most tokens a completion may have.
-        temperature: divides the logits; 0 is greedy decoding.
-        stop_token_ids: ids that end a row; may be empty.
-        pad_token_id: written after a row's end. Never read: the masks say what is real, so it
-            may be equal to a stop id.
-        uniform: (B, max_new_tokens) float64 random numbers in [0, 1), one for each token that may
-            be sampled; None draws them here. A row's completion depends on its own numbers only,
-            not on the rows beside it, nor on how long those are.
-
-    Returns:
-        sequences: (B, P + T) prompts followed by completions, T the longest completion made.
-        completion_mask: (B, P + T) bool, true at the tokens that were sampled: the stop token
-            included, prompt and padding not.
-        finished: (B,) bool, true where the row ended at a stop id; false where it was cut off.
-
-    Raises:
-        ValueError: the model is in training mode, the temperature is negative, or a prompt is
-            empty or padded on the right.
+    Equal prompts next to each other are read once. Rows that have ended leave the batch and the
+    cache, so that a step costs what the unfinished rows need: at once, or on a GPU, where each
+    number of rows needs a graph of its own, when they are half of the rows.
     """
-    if model.training:
-        raise ValueError("generate: the model is in training mode, so dropout would be sampled")
-    if temperature < 0:
-        raise ValueError(f"generate: temperature must be 0 or more, found {temperature}")
-    if len(prompt_ids) == 0:
-        mask = torch.zeros_like(prompt_mask, dtype=torch.bool)
-        return prompt_ids, mask, mask.any(dim=1)
-    if not prompt_mask[:, -1].all():
-        raise ValueError("generate: prompts must be padded on the left and must not be empty")
-
-    batch, prompt_length = prompt_ids.shape
-    device = prompt_ids.device
-    if uniform is None:
-        uniform = torch.rand(batch, max_new_tokens, dtype=torch.float64, device=device)
-    sequences = torch.full(
-        (batch, prompt_length + max_new_tokens), pad_token_id, dtype=torch.long, device=device
-    )
-    sequences[:, :prompt_length] = prompt_ids
-    completion_mask = torch.zeros_like(sequences, dtype=torch.bool)
-    finished = torch.zeros(batch, dtype=torch.bool, device=device)
-    stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.long, device=device)
-
-    rows = torch.arange(batch, device=device)  # which row of `sequences` each model row writes
-    end = prompt_length + max_new_tokens
-    attention_mask = torch.nn.functional.pad(prompt_mask.long(), (0, max_new_tokens), value=1)
+    device = model.device
+    ids, mask = pad_rows(prompts, device, left=True)  # (B, P)
+    prompt_length, end = ids.shape[1], ids.shape[1] + uniform.shape[1]
+    attention_mask = torch.nn.functional.pad(mask.long(), (0, uniform.shape[1]), value=1)
     # Counted over real tokens, so that a padded prompt sees the positions it has when alone.
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    stop = torch.tensor(stop_ids, dtype=torch.long, device=device)
+    sampled = torch.full(uniform.shape, -1, device=device)  # -1 after a row's end
+    rows = torch.arange(len(ids), device=device)  # which row of `sampled` each model row writes
+    finished = torch.zeros_like(rows, dtype=torch.bool)  # in the order of `rows`
 
     cache = DynamicCache(config=model.config)
     # Windows that slide are not captured: how they move is decided in Python.
@@ -230,45 +219,76 @@ def generate(
     static = plain and use_static_cache(device)
     if static:
         cache = OneTypeCache(config=model.config, max_cache_len=end)
-    prompts = torch.cat([prompt_ids, attention_mask[:, :prompt_length]], dim=1)
-    prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)
-    ids, mask = prompts.chunk(2, dim=1)
-    logits = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[prompt_of_row, -1]  # (B, V)
-    select_rows(cache, prompt_of_row)
+    cached = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    both = torch.cat([ids, mask.long()], dim=1)
+    both, prompt_of_row = both.unique_consecutive(dim=0, return_inverse=True)
+    ids, mask = both.chunk(2, dim=1)
+    inputs = dict(position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0), attention_mask=mask)
+    logits = model(input_ids=ids, **inputs, **cached).logits[prompt_of_row, -1]  # (B, V)
+    cache.batch_select_indices(prompt_of_row)
     step = StaticStep(model, cache, attention_mask) if static else None
 
     for column in range(prompt_length, end):
-        tokens = sample_tokens(logits, temperature, uniform[rows, column - prompt_length])
-        ended = finished[rows]  # rows that ended before and are still in the batch
-        sequences[rows, column] = tokens.masked_fill(ended, pad_token_id)
-        completion_mask[rows, column] = ~ended
-        finished[rows] = ended | torch.isin(tokens, stop_ids)
+        t = column - prompt_length
+        tokens = sample_tokens(logits, temperature, uniform[rows, t])
+        sampled[rows, t] = tokens.masked_fill(finished, -1)
+        finished |= torch.isin(tokens, stop)
 
-        going = (~finished[rows]).nonzero().squeeze(1)
-        if len(going) == 0 or column + 1 == end:
-            end = column + 1
+        unfinished = (~finished).nonzero().squeeze(1)
+        if len(unfinished) == 0 or column + 1 == end:
             break
-        if len(going) <= (len(rows) // 2 if static else len(rows) - 1):
-            rows, tokens = rows[going], tokens[going]
-            select_rows(cache, going)
+        if len(unfinished) <= (len(rows) // 2 if static else len(rows) - 1):
+            rows, tokens, finished = (x[unfinished] for x in (rows, tokens, finished))
+            cache.batch_select_indices(unfinished)
             if static:
                 step = StaticStep(model, cache, attention_mask[rows])
-        positions = position_ids[rows, column : column + 1]
+        tokens, positions = tokens[:, None], position_ids[rows, column : column + 1]
         if static:
-            logits = step(tokens[:, None], positions)
+            logits = step(tokens, positions)
         else:
-            logits = model(
-                input_ids=tokens[:, None],
-                attention_mask=attention_mask[rows, : column + 1],
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            ).logits[:, -1]
-    return sequences[:, :end], completion_mask[:, :end], finished
+            inputs = dict(input_ids=tokens, attention_mask=attention_mask[rows, : column + 1])
+            logits = model(**inputs, position_ids=positions, **cached).logits[:, -1]
+    return [[token for token in row if token >= 0] for row in sampled.tolist()]
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: list[int],
+    generator: torch.Generator,
+) -> list[list[int]]:
+    """Sample a completion for each prompt, with a key/value cache.
+
+    A completion ends with the first of `stop_ids` that is drawn, which belongs to it, or after
+    `max_new_tokens`. Random numbers are drawn for all tokens that all rows may have, so that a
+    completion depends neither on the other rows and their lengths nor on the number of ranks.
+
+    Args:
+        model: a causal language model of transformers, in eval mode; sharded with FSDP or not.
+        prompts: B lists of token ids.
+        temperature: divides the logits; 0 is greedy decoding.
+        stop_ids: may be empty.
+        generator: on the CPU, in the same state on each rank.
+
+    Returns:
+        B lists of token ids, the stop id included.
+
+    Raises:
+        ValueError: a model in training mode, a temperature below 0, or an empty prompt.
+    """
+    if model.training:
+        raise ValueError("generate: the model is in training mode, so dropout would be sampled")
+    if temperature < 0 or not all(prompts):
+        raise ValueError("generate: a temperature below 0, or an empty prompt")
+    batch = len(prompts)
+    uniform = torch.rand(batch, max_new_tokens, dtype=torch.float64, generator=generator)
+    mine = slice(batch * RANK // WORLD_SIZE, batch * (RANK + 1) // WORLD_SIZE)
+    completions = []
+    with autocast(model.device), unsharded(model):
+        if prompts[mine]:
+            numbers = uniform[mine].to(model.device)
+            completions = decode(model, prompts[mine], numbers, temperature, stop_ids)
+    return all_gather(completions)

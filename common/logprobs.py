@@ -1,197 +1,127 @@
 """Score completions under a model: the log-probability, and the entropy, of each sampled token.
 
-With 150,000 tokens in the vocabulary the logits are the largest tensor of all, and autograd would
-keep several of their size. Here they exist for a chunk of positions at a time, give way to their
-own gradient, and are computed again in the backward pass instead of kept.
+Everywhere a rollout is B pairs (prompt, completion) of token ids, and what is computed from it is
+(B, T), T the longest completion: column t belongs to token t of the completion.
 """
 
-import functools
 import types
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from common.generation import RANK, WORLD_SIZE, all_reduce_sum, autocast, pad_rows, use_bfloat16
+
+Pairs = list[tuple[list[int], list[int]]]
+
 # The most logits that exist at one time: 2^26 float32 numbers are 256 MiB.
 MAX_LOGITS = 2**26
 
-_head_is_known: weakref.WeakSet = weakref.WeakSet()
 
+def micro_batches(pairs: Pairs, rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Split row numbers (b,) into groups of similar length, so that little is padded.
 
-class Head(NamedTuple):
-    """How a model's last hidden state h becomes logits: cap tanh(scale (W h + b) / cap)."""
-
-    weight: torch.Tensor  # W (V, d)
-    bias: torch.Tensor | None  # b (V,)
-    scale: float
-    cap: float | None  # None: scale (W h + b)
-
-    def to(self, dtype: torch.dtype) -> "Head":
-        """The same head with weights of this type."""
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return self._replace(weight=self.weight.to(dtype), bias=bias)
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states (N, d), written to `out` (N, V) float32."""
-        hidden = hidden.to(self.weight.dtype)
-        if hidden.dtype == out.dtype:
-            torch.mm(hidden, self.weight.T, out=out)
-        else:
-            out.copy_(hidden @ self.weight.T)
-        if self.bias is not None:
-            out += self.bias
-        if self.scale != 1:
-            out *= self.scale
-        if self.cap:
-            out.div_(self.cap).tanh_().mul_(self.cap)
-        return out
-
-
-def compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    """What matrix products with these weights are computed in: autocast's type where it is on."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
-@torch.no_grad()
-def find_head(model: torch.nn.Module, token: torch.Tensor) -> Head:
-    """The head of a model; compared, once a model, with its own logits on one real token (1, 1).
-
-    Raises:
-        ValueError: the architecture does something to its logits that `Head` does not know.
+    Under torchrun each rank gets as many groups; of the last one a rank may get no row.
     """
-    module, config = model.get_output_embeddings(), model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    known = isinstance(module, torch.nn.Linear)  # an adapter on it is not
-    head = Head(module.weight, module.bias, scale, cap) if known else None
-    if known and model not in _head_is_known:
-        training = model.training
-        model.eval()  # the two passes must not differ by dropout
-        hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state[0]
-        # Not model(...): sharded, it would begin a forward pass within the one that is running.
-        expected = model.forward(input_ids=token, use_cache=False).logits[0].float()
-        model.train(training)
-        # Under autocast, weights cast here would be kept without a graph for the pass that follows.
-        torch.clear_autocast_cache()
-        known = expected.shape[1] == len(module.weight)
-        if known:
-            found = head.to(compute_dtype(module.weight)).logits(hidden, torch.empty_like(expected))
-            known = (found - expected).norm() <= 1e-3 * expected.norm()
-    if not known:
-        raise ValueError(
-            f"completion_logprobs does not know the output head of {type(model).__name__}: its "
-            "logits are not the output embedding of the last hidden state"
-        )
-    _head_is_known.add(model)
-    return head
+    lengths = torch.tensor([len(pairs[i][0]) + len(pairs[i][1]) for i in rows])
+    rows = rows[lengths.argsort(descending=True, stable=True)]
+    for group in rows.split(size * WORLD_SIZE):
+        yield group[RANK::WORLD_SIZE]
 
 
-def chunks(length: int, vocab_size: int) -> list[slice]:
-    """Slices of `length` positions whose logits have at most `MAX_LOGITS` numbers."""
-    size = max(1, MAX_LOGITS // vocab_size)
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def parts(chunk: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """A few rows at a time of a chunk (n, V), and of others (n,) as columns.
-
-    What is derived from them element by element is then small beside the chunk.
-    """
+def parts(chunk: torch.Tensor, *columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """A few rows at a time of (n, V) and (n, 1): small beside the chunk, and in the cache."""
     size = max(1, MAX_LOGITS // 32 // chunk.shape[1])
-    columns = (other[:, None].split(size) for other in others)
-    return zip(chunk.split(size), *columns, strict=True)
+    return zip(chunk.split(size), *(column.split(size) for column in columns), strict=True)
+
+
+def cast(weight: torch.Tensor) -> torch.Tensor:
+    """W in the type it is multiplied in; once per pass, since it takes as long as a chunk does."""
+    return weight.bfloat16() if use_bfloat16(weight.device) else weight
+
+
+def head_logits(
+    hidden: torch.Tensor, room: torch.Tensor, weight: torch.Tensor, bias: Any, scale: Any, cap: Any
+) -> torch.Tensor:
+    """u = scale (W h + b), or cap tanh(u / cap): logits (n, V) of n hidden states, in `room`."""
+    logits = room[: len(hidden)]
+    if hidden.dtype == weight.dtype == torch.float32:
+        torch.mm(hidden, weight.T, out=logits)
+    else:
+        logits.copy_(hidden.to(weight.dtype) @ weight.T)
+    if bias is not None:
+        logits += bias
+    if scale != 1:
+        logits *= scale
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """log p(target) and entropy H, in nats, of p = softmax(z), z = logits / temperature.
+    """log p(y) and entropy H, in nats, of p = softmax(logits / temperature). For a token j
 
-    For a token j of the vocabulary, with the indicator 1[.]:
+        d log p(y) / d logit_j = (1[j = y] - p_j) / temperature,
+        d H / d logit_j        = - p_j (log p_j + H) / temperature.
 
-        log p_j = z_j - log sum_k exp z_k,    d log p(target) / dz_j = 1[j = target] - p_j,
-        H = - sum_j p_j log p_j,              d H / dz_j             = - p_j (log p_j + H).
-
-    There is room for the log p of one chunk, (n, V), and its gradient takes the same room. The
-    forward pass ends with the first chunk, with which the backward pass begins: it is still there.
+    With 150,000 tokens in the vocabulary the logits are the largest tensor of all, and autograd
+    would keep several of their size. Here they exist for a chunk of positions at a time, give way
+    to their own gradient, and are computed again in the backward pass instead of kept. The forward
+    pass ends with the first chunk, with which the backward pass begins: that one is kept.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        return_entropy: bool,
-        *head: Any,
+        ctx: Any, hidden: Any, y: Any, temperature: float, entropy: bool, *head: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) float32 each for hidden states (N, d); entropies are 0 if not asked for."""
-        ctx.temperature, ctx.scale, ctx.cap = temperature, *head[2:]
-        ctx.dtype = compute_dtype(head[0])
+        """(N, 1) each for hidden states (N, d), tokens y (N, 1) and a head as `head_of` gives."""
+        weight, bias, *ctx.shape = head
+        low, ctx.temperature = cast(weight), temperature
         ctx.set_materialize_grads(False)
-        logprobs, entropy, log_total = torch.zeros(3, len(targets), device=hidden.device)
-        slices = chunks(len(targets), len(head[0]))
-        room = hidden.new_empty(slices[0].stop if slices else 0, len(head[0]), dtype=torch.float32)
-        low = Head(*head).to(ctx.dtype)
-        for rows in reversed(slices):
-            chunk = low.logits(hidden[rows], out=room[: rows.stop - rows.start])
-            for z, total, h in parts(chunk, log_total[rows], entropy[rows]):
-                if temperature != 1:
-                    z /= temperature
-                log_p = torch.log_softmax(z, dim=1)
+        ctx.size = size = max(1, min(len(y), MAX_LOGITS // len(weight)))
+        ctx.chunks = [slice(start, start + size) for start in range(0, len(y), size)]
+        room = torch.empty(size, len(weight), device=hidden.device)
+        logprobs, totals, entropies = torch.zeros(3, len(y), 1, device=hidden.device)
+        for rows in reversed(ctx.chunks):
+            chunk = head_logits(hidden[rows], room, low, bias, *ctx.shape)
+            for z, total, h in parts(chunk, totals[rows], entropies[rows]):
+                log_p = torch.log_softmax(z.div_(temperature), dim=1)
                 total.copy_(z[:, :1] - log_p[:, :1])
-                if return_entropy:
+                if entropy:
                     h.copy_(-(log_p.exp() * log_p).sum(dim=1, keepdim=True))
                 z.copy_(log_p)
-            logprobs[rows] = chunk.gather(1, targets[rows, None]).squeeze(1)
+            logprobs[rows] = chunk.gather(1, y[rows])
         ctx.room = room if any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, targets, *head[:2], log_total, entropy)
-        return logprobs, entropy
+        ctx.save_for_backward(hidden, y, totals, entropies, weight, bias)
+        return logprobs, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple:
-        """Gradients of hidden states, weight and bias; the last two are sums in float32."""
-        hidden, targets, weight, bias, log_total, entropy = ctx.saved_tensors
-        head = Head(weight, bias, ctx.scale, ctx.cap).to(ctx.dtype)
-        slices = chunks(len(targets), len(weight))
+    def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any) -> tuple:
+        """Gradients of hidden states, W and b; the last two are sums in float32."""
+        hidden, y, totals, entropies, weight, bias = ctx.saved_tensors
+        (scale, cap), low = ctx.shape, cast(weight)
         kept, ctx.room = ctx.room, None  # written over below, so that it serves once
-        room = kept
-        if kept is None:
-            room = hidden.new_empty(slices[0].stop, len(weight), dtype=torch.float32)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_total)
+        room = torch.empty(ctx.size, len(low), device=low.device) if kept is None else kept
+        columns = [y, totals, entropies, totals * 0 if grad_logprobs is None else grad_logprobs]
+        columns += [] if grad_entropies is None else [grad_entropies]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for rows in slices:
-            chunk = room[: rows.stop - rows.start]
+        for rows in ctx.chunks:
+            chunk = room[: len(y[rows])]
             if kept is None or rows.start > 0:
-                head.logits(hidden[rows], out=chunk)
-                chunk.div_(ctx.temperature).sub_(log_total[rows, None])
-            columns = (targets, log_total, entropy, grad_logprobs)
-            if grad_entropy is not None:
-                columns += (grad_entropy,)
+                head_logits(hidden[rows], room, low, bias, scale, cap)
+                chunk.div_(ctx.temperature).sub_(totals[rows])
             for log_p, target, total, h, g, *g_h in parts(chunk, *(x[rows] for x in columns)):
-                slope = ctx.scale / ctx.temperature  # of z with respect to W h + b
-                if ctx.cap:
-                    capped = (log_p + total) * ctx.temperature
-                    slope *= 1 - (capped / ctx.cap) ** 2
+                slope = scale / ctx.temperature
+                if cap:
+                    slope *= 1 - ((log_p + total) * ctx.temperature / cap).square()
                 grad = log_p.exp()
-                if g_h:
-                    grad *= -g - g_h[0] * (log_p + h)
-                else:
-                    grad *= -g
-                grad.scatter_add_(1, target, g)
-                torch.mul(grad, slope, out=log_p)
-            grad = chunk.to(ctx.dtype)
-            states = hidden[rows].to(ctx.dtype)
-            grad_hidden[rows] = grad @ head.weight
-            if ctx.dtype == torch.float32:
+                grad *= -g - g_h[0] * (log_p + h) if g_h else -g
+                torch.mul(grad.scatter_add_(1, target, g), slope, out=log_p)
+            grad, states = chunk.to(low.dtype), hidden[rows].to(low.dtype)
+            grad_hidden[rows] = (grad @ low).to(hidden.dtype)
+            if low.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, states)  # no second tensor of the weights' size
             else:
                 grad_weight += grad.T @ states
@@ -200,80 +130,97 @@ class HeadLogprobs(torch.autograd.Function):
         return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
 
 
-def as_forward(function: Callable) -> Callable:
-    """Let `function(model, ...)` count as a forward pass of the model.
+def head_of(model: torch.nn.Module, token: torch.Tensor) -> tuple:
+    """(W, b, scale, cap) of a model's output head; b and cap may be None.
 
-    FSDP gathers the weights of a sharded model when its `forward` is called, or a method that was
-    registered as another one; these functions call its parts instead, and read its head's weights.
-    """
-
-    @functools.wraps(function)
-    def call(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        if not isinstance(model, FSDPModule):
-            return function(model, *args, **options)
-        name = function.__name__
-        if not hasattr(model, name):
-            setattr(model, name, types.MethodType(function, model))
-            register_fsdp_forward_method(model, name)
-        return getattr(model, name)(*args, **options)
-
-    return call
-
-
-@as_forward
-def completion_logprobs(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_mask: torch.Tensor,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each completion token given all tokens before it.
-
-    `out[b, t] = log pi(input_ids[b, t] | input_ids[b, :t])`, pi = softmax(logits / temperature).
-
-    The transformer runs over whole rows; the projection to the vocabulary runs at the completion's
-    positions only, in chunks of at most `MAX_LOGITS` numbers.
-
-    Args:
-        model: a causal language model of transformers.
-        input_ids: (B, L) token ids, padded on either side. B may be 0: the model then reads a blank
-            row, because the processes of a sharded one run all of its passes together.
-        attention_mask: (B, L) 1 at real tokens, 0 at padding.
-        completion_mask: (B, L) true at the tokens to score. Column 0 has no context and is
-            never scored, nor should a row's first real token be.
-        temperature: divides the logits; use the one that sampled the completions.
-        return_entropy: also return the entropy of pi(. | input_ids[b, :t]).
-
-    Returns:
-        (B, L) float32 log-probabilities in nats, 0 where `completion_mask` is not set; with
-        `return_entropy` a pair of it and the entropies, in nats, laid out alike. Both carry
-        gradients.
+    Compared, once per model, with the model's own logits after one token (1, 1).
 
     Raises:
-        ValueError: the model's output head is none of the known kinds.
+        ValueError: the architecture does something to its logits that is not known here.
     """
-    scored = completion_mask.bool().clone()  # (B, L)
-    scored[:, :1] = False
-    batch, targets = len(input_ids), input_ids[scored]  # (N,)
-    if batch == 0:
-        blank = (1, max(1, input_ids.shape[1]))
-        input_ids, attention_mask = input_ids.new_zeros(blank), attention_mask.new_ones(blank)
-    # A token of padding would prove nothing: its embedding may be zero.
-    head = find_head(model, input_ids[attention_mask.bool()][:1, None])
-    attention_mask = attention_mask.long()
-    hidden = model.base_model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        # Counted over real tokens, so that neither the side nor the amount of padding matters.
-        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-        use_cache=False,
-    ).last_hidden_state  # (B, L, d)
+    module, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    known = isinstance(module, torch.nn.Linear)  # an adapter on it is not
+    head = (module.weight, module.bias, scale, cap) if known else ()
+    if known and not getattr(model, "head_is_known", False):
+        with torch.no_grad():
+            # Not model(...): sharded, it would begin a forward pass within the one that is running.
+            own = model.forward(input_ids=token, use_cache=False, output_hidden_states=True)
+            expected, hidden = own.logits[0].float(), own.hidden_states[-1][0]
+            low = cast(module.weight)
+            found = head_logits(hidden, torch.empty_like(expected), low, *head[1:])
+            known = bool((found - expected).norm() <= 1e-2 * expected.norm())
+        model.head_is_known = known
+    if not known:
+        raise ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")
+    return head
 
-    hidden = hidden[:batch, :-1][scored[:, 1:]]  # (N, d); the one at t - 1 predicts token t
-    outputs = []
-    for values in HeadLogprobs.apply(hidden, targets, temperature, return_entropy, *head):
-        out = torch.zeros(scored.shape, dtype=torch.float32, device=input_ids.device)
-        outputs.append(out.masked_scatter(scored, values))
-    return tuple(outputs) if return_entropy else outputs[0]
+
+def _completion_logprobs(
+    model: torch.nn.Module, pairs: Pairs, rows: Sequence, temperature: float, entropy: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(completion) for _, completion in pairs)
+    # Without rows, a blank one: the ranks of a sharded model run all passes together.
+    some = [pairs[i] for i in rows] or [([0], [])]
+    # On the right, padding needs no mask: attention only looks back.
+    ids, real = pad_rows([prompt + completion for prompt, completion in some], model.device)
+    starts = torch.tensor([len(prompt) for prompt, _ in some], device=ids.device)
+    scored = real & (torch.arange(ids.shape[1], device=ids.device) >= starts[:, None])
+    with autocast(ids.device):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        head = head_of(model, ids[:1, :1])  # second: autocast would keep weights cast without graph
+    hidden = hidden[:, :-1][scored[:, 1:]]  # (N, d); the one at t - 1 predicts token t
+    values = HeadLogprobs.apply(hidden, ids[scored][:, None], temperature, entropy, *head)
+    lengths = scored.sum(dim=1, keepdim=True)[: len(rows)]
+    mask = torch.arange(width, device=ids.device) < lengths  # (b, T)
+    empty = torch.zeros(mask.shape, device=ids.device)
+    logprobs, entropies = (empty.masked_scatter(mask, value) for value in values)
+    return (logprobs, entropies) if entropy else logprobs
+
+
+def completion_logprobs(
+    model: torch.nn.Module,
+    pairs: Pairs,
+    rows: Sequence[int] | torch.Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability, in nats, of each completion token given all tokens before it.
+
+    `out[b, t] = log pi(y_t | x, y_<t)` with (x, y) = pairs[rows[b]], pi = softmax(logits /
+    temperature). The transformer runs over whole rows; the projection to the vocabulary runs at the
+    completion's positions only, in chunks of at most `MAX_LOGITS` numbers.
+
+    Args:
+        model: a causal language model of transformers, sharded with FSDP or not.
+        pairs: prompts, none of them empty, and completions; T is the longest of all pairs.
+        rows: (b,) which of the pairs are read; b may be 0.
+        temperature: divides the logits; use the one that sampled the completions.
+        entropy: also return the entropy of pi(. | x, y_<t), in nats.
+
+    Returns:
+        (b, T) float32 with gradient, 0 after a completion's end; or a pair of such.
+    """
+    if not isinstance(model, FSDPModule):
+        return _completion_logprobs(model, pairs, rows, temperature, entropy)
+    if not hasattr(model, "completion_logprobs"):  # FSDP gathers weights for registered methods
+        model.completion_logprobs = types.MethodType(_completion_logprobs, model)
+        register_fsdp_forward_method(model, "completion_logprobs")
+    return model.completion_logprobs(pairs, rows, temperature, entropy)
+
+
+@torch.no_grad()
+def rollout_logprobs(
+    model: torch.nn.Module, pairs: Pairs, batches: Iterable[torch.Tensor], temperature: float
+) -> torch.Tensor:
+    """`completion_logprobs` (B, T) of all pairs, without gradient.
+
+    `batches` are this rank's micro-batches; those of all ranks hold each row once.
+    """
+    width = max(len(completion) for _, completion in pairs)
+    logprobs = torch.zeros(len(pairs), width, device=model.device)
+    for rows in batches:
+        logprobs[rows] = completion_logprobs(model, pairs, rows, temperature)
+    return all_reduce_sum(logprobs)

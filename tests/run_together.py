@@ -18,6 +18,8 @@ from gpu_types import take_gpu_types
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import common.generation
+
 
 class StoppedError(Exception):
     pass
@@ -31,6 +33,7 @@ def watch(script, step):
     """Check what every run must do, and let one stop after the checkpoint of a step."""
     size = int(os.environ["WORLD_SIZE"])
     shard, save_checkpoint, log = script.shard, script.save_checkpoint, script.log
+    decode = common.generation.decode
     models = weakref.WeakSet()
 
     def checked_shard(model, device):
@@ -43,8 +46,8 @@ def watch(script, step):
         assert abs(sum(weight.to_local().numel() for weight in weights) - whole / size) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
         layers = sharded.config.num_hidden_layers
-        head = {"score"} & {name for name, _ in sharded.named_modules()}
-        assert units == {""} | head | {f"model.layers.{i}" for i in range(layers)}
+        roots = {"model", "score"} if hasattr(model, "score") else {""}
+        assert units == roots | {f"model.layers.{i}" for i in range(layers)}
         models.add(sharded)
         return sharded
 
@@ -53,20 +56,21 @@ def watch(script, step):
         assert len(models) == kept.get(script.__name__, 1)
         log(*arguments)
 
-    def stopping_save(run_dir, state):
-        save_checkpoint(run_dir, state)
+    def stopping_save(run_dir, trained, state):
+        save_checkpoint(run_dir, trained, state)
         if state["step"] == step:
             raise StoppedError
 
     script.shard, script.save_checkpoint, script.log = checked_shard, stopping_save, checked_log
-    if hasattr(script, "generate"):
-        generate = script.generate
 
-        def checked_generate(model, *arguments):
-            assert not isinstance(model, FSDPModule), "gathered before, not in each step"
-            return generate(model, *arguments)
+    def checked_decode(model, *arguments):
+        whole = [not isinstance(weight, DTensor) for weight in model.parameters()]
+        assert all(whole), "gathered before, not in each step"
+        units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        assert not any(part._forward_pre_hooks or part._forward_hooks for part in units)
+        return decode(model, *arguments)
 
-        script.generate = checked_generate
+    common.generation.decode = checked_decode
 
 
 def main():
@@ -76,7 +80,9 @@ def main():
     torch.distributed.init_process_group()
     leave = torch.distributed.destroy_process_group
     torch.distributed.init_process_group = torch.distributed.destroy_process_group = ignore
+    decode = common.generation.decode
     for name, flags, step in runs:
+        common.generation.decode = decode
         sys.modules.pop(name, None)
         script = importlib.import_module(name)
         if "bfloat16" in sys.argv:

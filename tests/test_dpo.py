@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
-from dpo import Args, Pair, add_reference, dpo_loss, ipo_loss, pair_logprobs, preference_loss
+from common import logprobs as common_logprobs
+from dpo import Args, all_logprobs, pair_logprobs, preference_loss
 
 POLICY = "tiny/reviews/policy"
 EOS = 2
@@ -77,15 +78,24 @@ def watch_steps(monkeypatch):
 
 
 def spy_on(monkeypatch, name):
-    """What each call of a function of dpo.py returned."""
-    returned, original = [], getattr(dpo, name)
+    """The arguments and the result of each call of a function of dpo.py."""
+    calls, original = [], getattr(dpo, name)
 
-    def spy(*args, **options):
-        returned.append(original(*args, **options))
-        return returned[-1]
+    def spy(*args):
+        result = original(*args)
+        calls.append((args, result))
+        return result
 
     monkeypatch.setattr(dpo, name, spy)
-    return returned
+    return calls
+
+
+def batch_rows(step, size, count, seed):
+    """Row numbers of a step: a slice of an endless row of epochs, each shuffled anew."""
+    generator, order = torch.Generator().manual_seed(seed), []
+    while len(order) < (step + 1) * size:
+        order += torch.randperm(count, generator=generator).tolist()
+    return order[step * size : (step + 1) * size]
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
@@ -113,10 +123,10 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     ]
 
 
-def plain_sides(model, pair):
+def plain_sides(model, row):
     """log pi of the two completions, (2,)."""
-    sides = (pair.chosen, pair.rejected)
-    return torch.stack([sum(plain_logprobs(model, pair.prompt, side)) for side in sides])
+    sides = (row["chosen"], row["rejected"])
+    return torch.stack([sum(plain_logprobs(model, row["ids"], side)) for side in sides])
 
 
 def plain_pair(args, policy, reference, row):
@@ -151,6 +161,24 @@ def mean(pairs, name):
 
 
 # --- the losses ---------------------------------------------------------------------------------
+
+
+def dpo_loss(chosen, rejected, beta, eps):
+    """The losses of log-ratios that are those of an all-zero reference."""
+    logprobs = torch.stack([chosen, rejected], dim=1)
+    lengths = torch.tensor([3, 7]).expand(len(chosen), 2)  # which do not count
+    return preference_loss(logprobs, torch.zeros_like(logprobs), lengths, "dpo", beta, eps)[0]
+
+
+def ipo_loss(chosen, rejected, beta):
+    """The same, of log-ratios per token."""
+    logprobs, lengths = torch.stack([4 * chosen, 2 * rejected], dim=1), torch.tensor([[4, 2]])
+    return preference_loss(logprobs, torch.zeros_like(logprobs), lengths, "ipo", beta)[0]
+
+
+def args_loss(args, *tensors):
+    return preference_loss(*tensors, args.loss, args.beta, args.label_smoothing, args.nll_coef)
+
 
 LN3 = math.log(3)
 
@@ -228,8 +256,8 @@ def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
     refs = torch.tensor([[-5.0, -2.0], [-9.0, -7.0], [-1.0, -1.0]], dtype=torch.float64)
     h = torch.tensor([(-3 + 5) - (-8 + 2), 0 - 3, 0], dtype=torch.float64)
     lengths = torch.ones(3, 2)
-    loss, metrics = preference_loss(args, logprobs, refs, lengths)
-    swapped_loss, swapped = preference_loss(args, logprobs.flip(1), refs.flip(1), lengths)
+    loss, metrics = args_loss(args, logprobs, refs, lengths)
+    swapped_loss, swapped = args_loss(args, logprobs.flip(1), refs.flip(1), lengths)
     torch.testing.assert_close(swapped_loss, loss + (1 - 2 * eps) * 0.3 * h)
     assert torch.equal(swapped["reward/margin"], -metrics["reward/margin"])
     assert torch.equal(swapped["reward/chosen"], metrics["reward/rejected"])
@@ -255,7 +283,7 @@ def test_preference_loss_and_metrics_equal_plain_loops(flags):
     policy, reference = torch.tensor(logprobs), torch.tensor(refs)
     policy.requires_grad_(True)
     reference.requires_grad_(True)
-    loss, metrics = preference_loss(args, policy, reference, torch.tensor(lengths))
+    loss, metrics = args_loss(args, policy, reference, torch.tensor(lengths))
     for i in range(4):
         good, bad = (logprobs[i][side] - refs[i][side] for side in (0, 1))
         if args.loss == "ipo":
@@ -286,7 +314,7 @@ def test_gradient_equals_finite_differences(flags):
     logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0]], dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([[3, 7], [9, 2]])
     assert torch.autograd.gradcheck(
-        lambda x: preference_loss(Args(beta=0.7, **flags), x, refs, lengths)[0], logprobs
+        lambda x: args_loss(Args(beta=0.7, **flags), x, refs, lengths)[0], logprobs
     )
 
 
@@ -306,7 +334,7 @@ def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
     def gradient(logits):
         logits = logits.clone().requires_grad_(True)
         args, ones = Args(beta=beta, loss=loss), torch.ones_like(pairs)
-        values, _ = preference_loss(args, logits.log_softmax(dim=0)[pairs], reference[pairs], ones)
+        values, _ = args_loss(args, logits.log_softmax(dim=0)[pairs], reference[pairs], ones)
         (wins * values).sum().backward()
         return logits.grad.abs().max().item()
 
@@ -338,13 +366,13 @@ def test_sides_end_with_exactly_one_stop_id(tmp_path):
     pairs = preferences(tmp_path, rows)
     assert len(pairs) == 50
     for row, pair in zip(rows, pairs, strict=True):
-        assert pair.prompt == pair.row["ids"] == ids("<bos> " + row["prompt"])
-        assert pair.chosen == ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert pair.rejected == ids(row["rejected"] + " <eos>")
-        assert pair.reference is None
+        assert pair["ids"] == ids("<bos> " + row["prompt"])
+        assert pair["chosen"] == ids(row["chosen"].split("<eos>")[0] + " <eos>")
+        assert pair["rejected"] == ids(row["rejected"] + " <eos>")
+        assert pair["lengths"] == [len(pair["chosen"]), len(pair["rejected"])]
     # Any stop id ends a side.
     (pair,) = preferences(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])
-    assert pair.chosen == ids(rows[0]["chosen"].split(".")[0] + ".")
+    assert pair["chosen"] == ids(rows[0]["chosen"].split(".")[0] + ".")
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -389,7 +417,7 @@ def test_long_sides_are_cut_off_and_unusable_pairs_dropped_and_both_are_counted(
         rows.append({"prompt": short, "chosen": good, "rejected": "s it"})
         rows.append({"prompt": short, "chosen": "s it", "rejected": good})
     pairs = preferences(tmp_path, rows, **flags)
-    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in pairs] == [
+    assert [(pair["ids"], pair["chosen"], pair["rejected"]) for pair in pairs] == [
         (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
         for prompt, _, _, chosen, rejected in table[:7]
     ]
@@ -413,21 +441,21 @@ def test_prompts_and_columns_of_a_pair(tmp_path, row, flags, chat):
     row = row | {"solution": "5", "note": 3}
     flags = flags | dict(answer_column="solution", chat=chat, chat_template=chat and CHAT)
     (pair,) = preferences(tmp_path, [row], **flags)
-    assert pair.prompt == ids("<bos> on wednesday" + (" <eos> . the :" if chat else ""))
-    assert (pair.chosen, pair.rejected) == (ids("a film <eos>"), ids("it <eos>"))
+    assert pair.pop("ids") == ids("<bos> on wednesday" + (" <eos> . the :" if chat else ""))
+    sides = [pair.pop(name) for name in ("chosen", "rejected", "lengths")]
+    assert sides == [ids("a film <eos>"), ids("it <eos>"), [3, 2]]
     prompt = [message("user", "on wednesday")] if chat else "on wednesday"
     columns = {"answer": "5", "note": 3}
-    assert pair.row == {"prompt": prompt, "ids": pair.prompt, "columns": columns}
+    assert pair == {"prompt": prompt, "columns": columns}
 
 
 # --- the log-probabilities of pairs -------------------------------------------------------------
 
-PAD = 7  # also a token of the pairs, for nothing may be known from it
 # Prompts and sides of many lengths, so that every row but the longest is padded.
 PAIRS = [
-    Pair([1], [5, 2], [7, 7, 9, 2], {}),
-    Pair([1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2], [2], {}),
-    Pair([7, 3], [4], [3, 9, 7], {}),
+    dict(ids=[1], chosen=[5, 2], rejected=[7, 7, 9, 2]),
+    dict(ids=[1, 7, 3, 4, 8, 7], chosen=[9, 8, 3, 4, 6, 2], rejected=[2]),
+    dict(ids=[7, 3], chosen=[4], rejected=[3, 9, 7]),
 ]
 
 
@@ -435,12 +463,12 @@ PAIRS = [
 def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes(architecture):
     model, plain = tiny_model(architecture), tiny_model(architecture)
     expected = torch.stack([plain_sides(plain, pair) for pair in PAIRS])
-    found = pair_logprobs(model, PAIRS, PAD)
+    ((rows, found),) = pair_logprobs(Args(), model, PAIRS)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected[rows], atol=1e-4, rtol=1e-4)
     # A weight of its own for each completion, so that none stands for another.
     weights = torch.tensor([[1.0, -0.5], [-2.0, 0.3], [0.7, 1.5]])
-    (weights * found).sum().backward()
+    (weights[rows] * found).sum().backward()
     (weights * expected).sum().backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         error, size = (p.grad - q.grad).norm(), q.grad.norm()
@@ -449,26 +477,37 @@ def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes(architect
 
 def test_both_sides_share_one_forward_pass():
     model = tiny_model("llama")
-    pair_logprobs(model, PAIRS, PAD)  # the first call also checks the head
+    list(pair_logprobs(Args(), model, PAIRS))  # the first call also checks the head
     rows = []
     model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    pair_logprobs(model, PAIRS, PAD)
+    list(pair_logprobs(Args(), model, PAIRS))
     assert rows == [(6, 12)]  # the longest is a prompt of 6 tokens with a side of 6
 
 
-def test_a_reference_is_computed_once_and_kept():
-    model = tiny_model("llama")
-    known, new = (Pair(p.prompt, p.chosen, p.rejected, {}) for p in PAIRS[:2])
-    known.reference, graphs = [0.25, -3.0], []
+def test_a_rank_without_pairs_runs_the_same_passes(monkeypatch):
+    model, found = tiny_model("llama"), []
+    monkeypatch.setattr(common_logprobs, "WORLD_SIZE", 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(common_logprobs, "RANK", rank)
+        found.append(list(pair_logprobs(Args(micro_batch_size=1), model, PAIRS)))
+    assert [[rows.tolist() for rows, _ in of_rank] for of_rank in found] == [[[1], [2]], [[0], []]]
+    nothing = found[1][1][1]
+    assert nothing.shape == (0, 2)
+    nothing.sum().backward()
+    assert not any(weight.grad.any() for weight in model.parameters())
+
+
+def test_log_probs_of_all_rows_need_no_graph():
+    model, graphs = tiny_model("llama"), []
     model.base_model.register_forward_hook(
         lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
     )
-    add_reference(model, [known, new], [[known], [new]], PAD)
+    found = all_logprobs(Args(micro_batch_size=2), model, PAIRS)
     assert graphs and not any(graphs), "a graph costs memory"
-    assert known.reference == [0.25, -3.0]
-    assert new.reference == pytest.approx(plain_sides(model, new).tolist(), rel=1e-4)
+    expected = torch.stack([plain_sides(model, pair) for pair in PAIRS])
+    torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -479,7 +518,7 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     tmp_path, monkeypatch, flags
 ):
     steps = watch_steps(monkeypatch)
-    flags = dict(epochs=0.8, micro_batch_size=3, max_length=24, seed=3, **flags)
+    flags = dict(epochs=0.8, micro_batch_size=3, max_length=24, seed=5, **flags)
     run_dir = run(tmp_path, **flags)
     args, rows = Args(**{**SMALL, **flags}), rows_of("train", 20)
     lengths = [len((row["prompt"] + row["chosen"]).split()) for row in rows]
@@ -493,7 +532,7 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         )
         policy.zero_grad()
         pairs = []
-        for i in dpo.batch_rows(number, 8, 20, seed=3):
+        for i in batch_rows(number, 8, 20, args.seed):
             loss, metrics = plain_pair(args, policy, reference, rows[i])
             (loss / 8).backward()
             pairs.append(metrics)
@@ -520,7 +559,7 @@ def sampled_ids(sample):
 @pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7, online_reference=True)])
 def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
     # Prompts are completed in groups of 2 x 4, and scored in groups of 2 x 3.
-    flags = dict(batch_size=4, micro_batch_size=3, eval_rows=10, max_new_tokens=40, **flags)
+    flags = dict(batch_size=4, micro_batch_size=3, eval_rows=10, max_new_tokens=24, **flags)
     run_dir = run(tmp_path, **flags)
     args = Args(**{**SMALL, **flags})
     last = metrics_of(run_dir)[-1]
@@ -599,6 +638,7 @@ def test_without_a_rule_there_is_no_reward(tmp_path):
 def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     # A clock that goes one second with each look at it.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__, strftime=time.strftime)
+    clock.time_ns = time.time_ns
     monkeypatch.setattr(dpo, "time", clock)
     flags = dict(epochs=3.5, eval_every=3, warmup_ratio=0.25)
     before, *steps = metrics_of(run(tmp_path, **flags))
@@ -612,7 +652,7 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
     rows = rows_of("train", 20)
     for number, step in enumerate(steps):
-        picked = [rows[i] for i in dpo.batch_rows(number, 8, 20, seed=1)]
+        picked = [rows[i] for i in batch_rows(number, 8, 20, seed=1)]
         words = [row["prompt"] + row[k] for row in picked for k in ("chosen", "rejected")]
         # the words of both texts, <bos> and <eos>
         assert step["time/tokens_per_second"] == sum(len(text.split()) + 2 for text in words)
@@ -690,10 +730,10 @@ def test_precomputed_and_online_reference_train_the_same_model(tmp_path, flags):
 def test_the_online_reference_never_moves(tmp_path, monkeypatch):
     loaded = spy_on(monkeypatch, "load_model")
     run(tmp_path, online_reference=True, epochs=1)
-    policy, reference = loaded
+    (_, policy), (_, reference) = loaded
     before = plain_model().state_dict()
     assert all(torch.equal(tensor, before[k]) for k, tensor in reference.state_dict().items())
-    assert all(p.grad is None and not p.requires_grad for p in reference.parameters())
+    assert all(p.grad is None for p in reference.parameters())
     assert not all(torch.equal(tensor, before[k]) for k, tensor in policy.state_dict().items())
 
 
@@ -701,29 +741,72 @@ def test_the_online_reference_never_moves(tmp_path, monkeypatch):
 def test_the_kept_reference_is_that_of_the_untouched_checkpoint_where_it_is_needed(
     tmp_path, monkeypatch, epochs, met, passes
 ):
-    loaded, calls = (spy_on(monkeypatch, f) for f in ("load_preference_pairs", "add_reference"))
+    calls, losses = (spy_on(monkeypatch, name) for name in ("all_logprobs", "preference_loss"))
+    passes_of, scan = [], dpo.pair_logprobs
+
+    def watch(args, model, rows):
+        for some, values in scan(args, model, rows):
+            passes_of.append((len(losses), [rows[i] for i in some]))
+            yield some, values
+
+    monkeypatch.setattr(dpo, "pair_logprobs", watch)
     run(tmp_path, epochs=epochs)
-    train, test = loaded
-    assert len(train) == 20 and len(test) == 10
-    known = [pair for pair in [*train, *test] if pair.reference is not None]
-    assert len(known) == met + 4 and len(calls) == passes + 1  # of 8 pairs, and 4 held-out ones
-    model = plain_model()
-    with torch.no_grad():
-        for pair in known:
-            assert pair.reference == pytest.approx(plain_sides(model, pair).tolist(), abs=1e-3)
+    # Of training pairs, then of 4 held-out ones; the others are of the two evaluations.
+    assert [len(args[2]) for args, _ in calls] == [8] * passes + [4] * 3
+    known = {id(row) for args, _ in calls[:passes] for row in args[2]}
+    assert len(known) == met
+    rows_of_loss = dict(passes_of)  # the last pass before each loss
+    model, kept = plain_model(), {}
+    for number, (args, _) in enumerate(losses):
+        logprobs, refs = args[:2]
+        rows = rows_of_loss[number] if logprobs.requires_grad else calls[-1][0][2]
+        for row, found in zip(rows, refs.tolist(), strict=True):
+            assert kept.setdefault(id(row), found) == found, "computed once"
+            with torch.no_grad():
+                assert found == pytest.approx(plain_sides(model, row).tolist(), abs=1e-3)
+    assert len(kept) == met + 4
+
+
+def test_a_pair_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_found_first(
+    tmp_path, monkeypatch
+):
+    calls = spy_on(monkeypatch, "all_logprobs")
+    losses = spy_on(monkeypatch, "preference_loss")
+    # Noise instead of log-probs: each reading of a pair has numbers of its own.
+    noise = torch.Generator().manual_seed(0)
+    scan = dpo.pair_logprobs
+    monkeypatch.setattr(
+        dpo,
+        "pair_logprobs",
+        lambda *args: ((some, x + torch.rand(x.shape, generator=noise)) for some, x in scan(*args)),
+    )
+    # The third batch has 4 of 20 pairs, and of the second epoch 4 that are not among these.
+    assert len(set(batch_rows(2, 8, 20, seed=3))) == 8
+    run(tmp_path, epochs=1, seed=3)
+    found = {}
+    for (_, _, rows), values in calls[2::-1]:  # the first batch is read last
+        for row, value in zip(rows, values.tolist(), strict=True):
+            found.setdefault(id(row), []).append(value)
+    assert sorted(map(len, found.values())) == [1] * 16 + [2] * 4
+    first = sorted(value[0] for value in found.values())
+    used = [value for args, _ in losses[1:-1] for value in args[1].tolist()]
+    assert len(used) == 24  # 4 of the pairs twice
+    assert sorted(map(list, {tuple(value) for value in used})) == first
 
 
 @pytest.mark.parametrize("flags", WHOLE)
 def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
     tmp_path, monkeypatch, flags
 ):
-    loaded, passes = (spy_on(monkeypatch, f) for f in ("load_preference_pairs", "pair_logprobs"))
+    loaded, passes = (
+        spy_on(monkeypatch, f) for f in ("load_preference_pairs", "completion_logprobs")
+    )
     runs = []
     for size in (8, 1, 3):
         runs.append(run(tmp_path, epochs=1, micro_batch_size=size, **flags))
-        assert max(map(len, passes)) == size
+        assert max(len(values) for _, values in passes) == 2 * size
         passes.clear()
-    lengths = {len(pair.prompt + pair.chosen) for pair in loaded[0]}
+    lengths = {len(pair["ids"] + pair["chosen"]) for pair in loaded[0][1]}
     assert len(lengths) > 5, "the test needs ragged lengths"
     for other in runs[1:]:
         assert_same_training(runs[0], other)
@@ -742,15 +825,15 @@ def test_padding_may_be_any_token(tmp_path):
 
 
 def test_pairs_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
-    batches, original = [], dpo.pair_logprobs
-    monkeypatch.setattr(
-        dpo, "pair_logprobs", lambda m, pairs, pad: batches.append(pairs) or original(m, pairs, pad)
-    )
+    calls = spy_on(monkeypatch, "completion_logprobs")
     run(tmp_path, batch_size=20, epochs=1, micro_batch_size=4, online_reference=True)
-    longest = [
-        [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs] for pairs in batches
-    ]
-    step = longest[-10 - 2 : -2 : 2]  # policy and reference see each of them; the last is held out
+    longest = []
+    for (_, sides, rows), _ in calls:
+        assert rows.tolist()[4:] == [i + len(sides) // 2 for i in rows.tolist()[:4]]
+        lengths = [len(prompt) + len(side) for prompt, side in (sides[i] for i in rows)]
+        longest.append([max(both) for both in zip(lengths[:4], lengths[4:], strict=True)])
+    reference, step = longest[-11:-6], longest[-6:-1]  # the last is of the evaluation
+    assert reference == step
     assert [len(lengths) for lengths in step] == [4] * 5
     assert all(min(a) >= max(b) for a, b in itertools.pairwise(step))
     assert max(step[0]) > min(step[-1])

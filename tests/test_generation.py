@@ -1,4 +1,4 @@
-"""Sampling: the distribution, the masks, and that a row knows nothing of the others."""
+"""Sampling: the distribution, the ends, and that a row knows nothing of the others."""
 
 from types import SimpleNamespace
 
@@ -24,22 +24,26 @@ def ragged_rows(lengths=(7, 2, 5, 1), seed=3):
     return [torch.randint(1, VOCAB, (n,), generator=seeded(seed + n)).tolist() for n in lengths]
 
 
-def left_padded(rows, pad_id=PAD):
-    return pad_rows(rows, pad_id, "left", CPU)
+def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), seed=0):
+    return generate(model, rows, max_new_tokens, temperature, list(stop_ids), seeded(seed))
 
 
-def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), pad_id=PAD, seed=0):
-    prompts = left_padded(rows, pad_id)
-    settings = (max_new_tokens, temperature, list(stop_ids), pad_id)
-    shape = (len(rows), max_new_tokens)
-    uniform = torch.rand(shape, dtype=torch.float64, generator=seeded(seed))
-    return generate(model, *prompts, *settings, uniform)
+def greedy_of_transformers(model, rows, stop_ids):
+    """At most 12 tokens of each row, without the padding behind its end."""
+    ids, mask = pad_rows(rows, CPU, left=True)
+    sequences = model.generate(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        do_sample=False,
+        max_new_tokens=12,
+        eos_token_id=stop_ids or None,
+        pad_token_id=PAD,
+    )
+    return [cut(tokens, stop_ids) for tokens in sequences[:, ids.shape[1] :].tolist()]
 
 
-def completions(rows, sequences, completion_mask):
-    """The sampled tokens of each row, as lists."""
-    assert len(rows) == len(sequences) == len(completion_mask)
-    return [ids[mask].tolist() for ids, mask in zip(sequences, completion_mask, strict=True)]
+def finished(tokens_of_rows, stop_ids):
+    return [tokens[-1] in stop_ids for tokens in tokens_of_rows]
 
 
 def cut(tokens, stop_ids):
@@ -67,12 +71,15 @@ def cache_kind(request, monkeypatch):
 
 
 class CountingModel(LlamaForCausalLM):
-    """After token n comes n + 1, always, so that completions can be worked out by hand."""
+    """After token n comes n + 1, always, so that completions can be worked out by hand.
+
+    After the last token of the vocabulary comes 0.
+    """
 
     def forward(self, input_ids, **inputs):
         self.batch_sizes.append(len(input_ids))
         output = super().forward(input_ids, **inputs)
-        output.logits = 100.0 * torch.nn.functional.one_hot(input_ids[:, -1:] + 1, VOCAB)
+        output.logits = 100.0 * torch.nn.functional.one_hot((input_ids[:, -1:] + 1) % VOCAB, VOCAB)
         return output
 
 
@@ -89,40 +96,30 @@ def counting():
 @every_architecture
 def test_greedy_equals_transformers(architecture):
     model, rows = tiny_model(architecture), ragged_rows()
-    ids, mask = left_padded(rows)
-    free, completion_mask, _ = generate(model, ids, mask, 12, 0.0, [], PAD)
-    made = completions(rows, free, completion_mask)
+    made = sample(model, rows, temperature=0)
     assert len({token for tokens in made for token in tokens}) > 10  # far from constant
     first, second = a_stop_id(made), made[1][5]
     for stop_ids in ([], [first], [first, second]):
-        found, _, finished = generate(model, ids, mask, 12, 0.0, stop_ids, PAD)
-        expected = model.generate(
-            input_ids=ids,
-            attention_mask=mask.long(),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=stop_ids or None,
-            pad_token_id=PAD,
-        )
-        assert found.tolist() == expected.tolist()
-        assert finished.any() == bool(stop_ids)
+        found = sample(model, rows, temperature=0, stop_ids=stop_ids)
+        assert found == greedy_of_transformers(model, rows, stop_ids)
+        assert any(finished(found, stop_ids)) == bool(stop_ids)
 
 
 @every_architecture
-def test_left_padded_batch_gives_what_each_row_gives_alone(architecture):
+def test_a_batch_gives_what_each_row_gives_alone(architecture):
+    """Within, shorter prompts are padded on the left."""
     model, rows = tiny_model(architecture), ragged_rows()
-    free = completions(rows, *sample(model, rows, temperature=0)[:2])
-    stop_ids = [a_stop_id(free)]
-    together = completions(rows, *sample(model, rows, temperature=0, stop_ids=stop_ids)[:2])
+    stop_ids = [a_stop_id(sample(model, rows, temperature=0))]
+    together = sample(model, rows, temperature=0, stop_ids=stop_ids)
     for row, tokens in zip(rows, together, strict=True):
-        sequence, _, _ = sample(model, [row], temperature=0, stop_ids=stop_ids)
-        assert sequence[0].tolist() == row + tokens  # alone there is no padding at all
+        # alone there is no padding at all
+        assert sample(model, [row], temperature=0, stop_ids=stop_ids) == [tokens]
 
 
 @every_architecture
 def test_cached_greedy_tokens_are_the_argmax_of_a_forward_without_cache(architecture):
     model, rows = tiny_model(architecture), ragged_rows()
-    made = completions(rows, *sample(model, rows, 6, temperature=0)[:2])
+    made = sample(model, rows, 6, temperature=0)
     for row, tokens in zip(rows, made, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([row + tokens])).logits[0]
@@ -134,15 +131,13 @@ def test_sliding_window_attention_equals_transformers():
     narrow, wide = (
         tiny_model("gemma2", sliding_window=window, tie_word_embeddings=False) for window in (3, 64)
     )
-    model, free = narrow, completions(rows, *sample(narrow, rows, temperature=0)[:2])
-    assert free != completions(rows, *sample(wide, rows, temperature=0)[:2])  # the window matters
-    ids, mask = left_padded(rows)
+    free = sample(narrow, rows, temperature=0)
+    assert free != sample(wide, rows, temperature=0)  # the window matters
     stop_ids = [a_stop_id(free)]
-    found, _, finished = generate(model, ids, mask, 12, 0.0, stop_ids, PAD)
-    settings = dict(do_sample=False, max_new_tokens=12, eos_token_id=stop_ids, pad_token_id=PAD)
-    expected = model.generate(input_ids=ids, attention_mask=mask.long(), **settings)
-    assert found.tolist() == expected.tolist()
-    assert finished.any() and not finished.all()
+    found = sample(narrow, rows, temperature=0, stop_ids=stop_ids)
+    assert found == greedy_of_transformers(narrow, rows, stop_ids)
+    ended = finished(found, stop_ids)
+    assert any(ended) and not all(ended)
 
 
 @pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
@@ -179,8 +174,8 @@ def test_generation_config_of_the_checkpoint_is_ignored():
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     after = sample(model, rows)
-    assert before[0].tolist() == after[0].tolist()
-    assert not after[2].any()
+    assert before == after
+    assert all(len(tokens) == 12 for tokens in after)
 
 
 # --- the distribution ---------------------------------------------------------------------------
@@ -207,8 +202,8 @@ def test_sample_tokens_draws_from_the_softmax_at_the_temperature():
 
 def test_generate_draws_from_the_softmax_at_the_temperature():
     model, prompt = tiny_model("llama", initializer_range=0.3), [5, 17, 30]
-    sequences, _, _ = sample(model, [prompt] * 8000, max_new_tokens=1, temperature=0.7)
-    counts = sequences[:, -1].bincount(minlength=VOCAB)
+    made = sample(model, [prompt] * 8000, max_new_tokens=1, temperature=0.7)
+    counts = torch.tensor(made).flatten().bincount(minlength=VOCAB)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
     assert chi_square_is_plausible(counts, torch.softmax(logits / 0.7, dim=0))
@@ -225,8 +220,8 @@ def test_flat_distribution_reaches_every_one_of_133_tokens():
 def test_generate_reaches_more_than_50_tokens():
     model = tiny_model("llama", vocab_size=133, initializer_range=1e-4)  # nearly flat
     model.generation_config.top_k = 50
-    sequences, _, _ = sample(model, [[5, 17, 30]] * 2000, max_new_tokens=1)
-    assert len(set(sequences[:, -1].tolist())) == 133
+    made = sample(model, [[5, 17, 30]] * 2000, max_new_tokens=1)
+    assert len({token for tokens in made for token in tokens}) == 133
 
 
 def test_zero_probability_tokens_are_never_drawn():
@@ -289,7 +284,7 @@ def test_temperature_zero_takes_the_most_probable_token():
 
 def test_same_seed_same_tokens_and_other_seed_other_tokens():
     model, rows = tiny_model("llama"), ragged_rows()
-    first, again, other = (sample(model, rows, seed=seed)[0].tolist() for seed in (1, 1, 2))
+    first, again, other = (sample(model, rows, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -298,80 +293,80 @@ def test_global_random_state_is_neither_read_nor_moved():
     model, rows = tiny_model("llama"), ragged_rows()
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = sample(model, rows)[0].tolist()
+    first = sample(model, rows)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert sample(model, rows)[0].tolist() == first
+    assert sample(model, rows) == first
 
 
 def test_rows_with_the_same_prompt_are_drawn_independently():
-    sequences, _, _ = sample(tiny_model("llama"), [[5, 17, 30]] * 4)
-    assert len({tuple(row) for row in sequences.tolist()}) == 4
+    made = sample(tiny_model("llama"), [[5, 17, 30]] * 4)
+    assert len({tuple(tokens) for tokens in made}) == 4
 
 
 @every_architecture
 def test_tokens_do_not_depend_on_when_other_rows_finish(architecture):
     model, rows = tiny_model(architecture), ragged_rows((7, 2, 5, 1, 4, 3))
-    free = completions(rows, *sample(model, rows)[:2])
+    free = sample(model, rows)
     stop_ids = [a_stop_id(free)]
-    stopped = completions(rows, *sample(model, rows, stop_ids=stop_ids)[:2])
+    stopped = sample(model, rows, stop_ids=stop_ids)
     assert stopped == [cut(tokens, stop_ids) for tokens in free]
 
 
-# --- ends, masks and padding --------------------------------------------------------------------
+@pytest.mark.parametrize("processes", [2, 3, 8])
+def test_ranks_sample_together_what_one_process_samples(processes, monkeypatch):
+    """Of 8 ranks some get no row; all of them move their generators alike."""
+    model, rows = tiny_model("llama"), ragged_rows((7, 2, 5, 1, 4, 3))
+    stop_ids = [a_stop_id(sample(model, rows))]
+    generator = seeded(0)
+    expected = generate(model, rows, 12, 1.0, stop_ids, generator)
+    monkeypatch.setattr(common.generation, "WORLD_SIZE", processes)
+    monkeypatch.setattr(common.generation, "all_gather", lambda part: part)
+    made = []
+    for rank in range(processes):
+        monkeypatch.setattr(common.generation, "RANK", rank)
+        of_rank = seeded(0)
+        made += generate(model, rows, 12, 1.0, stop_ids, of_rank)
+        assert torch.equal(of_rank.get_state(), generator.get_state())
+    assert made == expected
 
 
-def test_layout_worked_by_hand(counting):
+# --- ends and padding ---------------------------------------------------------------------------
+
+
+def test_completions_worked_by_hand(counting):
     rows = [[7, 8], [3], [20, 10, 9]]
-    sequences, completion_mask, finished = sample(counting, rows, 4, 0, stop_ids=[11])
-    assert sequences.tolist() == [
-        [0, 7, 8, 9, 10, 11, 0],
-        [0, 0, 3, 4, 5, 6, 7],
-        [20, 10, 9, 10, 11, 0, 0],
-    ]
-    assert completion_mask.int().tolist() == [
-        [0, 0, 0, 1, 1, 1, 0],  # the stop token included, prompt and padding not
-        [0, 0, 0, 1, 1, 1, 1],
-        [0, 0, 0, 1, 1, 0, 0],
-    ]
-    assert finished.tolist() == [True, False, True]  # the second was cut off
-    assert completion_mask.dtype == finished.dtype == torch.bool
-    assert sequences.dtype == torch.long
+    made = sample(counting, rows, 4, 0, stop_ids=[11])
+    # The stop token is included, prompt and padding are not; the second was cut off.
+    assert made == [[9, 10, 11], [4, 5, 6, 7], [10, 11]]
+    assert all(type(token) is int for tokens in made for token in tokens)
 
 
-def test_real_eos_stays_in_the_mask_where_padding_has_its_id(counting):
-    rows = [[7, 8], [3]]
-    sequences, completion_mask, finished = sample(counting, rows, 4, 0, stop_ids=[10], pad_id=10)
-    assert sequences.tolist() == [[7, 8, 9, 10, 10, 10], [10, 3, 4, 5, 6, 7]]
-    assert completion_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
-    assert finished.tolist() == [True, False]
+def test_real_tokens_with_the_id_of_padding_stay(counting):
+    """Within, rows are padded with 0; here it is also a token of a prompt, and a stop id."""
+    rows = [[0, 48], [3], [0, 0]]
+    assert sample(counting, rows, 4, 0, stop_ids=[0]) == [[49, 0], [4, 5, 6, 7], [1, 2, 3, 4]]
+    assert sample(counting, rows, 4, 0)[0] == [49, 0, 1, 2]
 
 
 @pytest.mark.parametrize("stop_ids", [[6, 10], [10, 6]])
 def test_any_of_several_stop_ids_ends_a_row(counting, stop_ids):
-    rows = [[7, 8], [3], [20]]
-    sequences, completion_mask, finished = sample(counting, rows, 4, 0, stop_ids=stop_ids)
-    assert completions(rows, sequences, completion_mask) == [[9, 10], [4, 5, 6], [21, 22, 23, 24]]
-    assert finished.tolist() == [True, True, False]
+    made = sample(counting, [[7, 8], [3], [20]], 4, 0, stop_ids=stop_ids)
+    assert made == [[9, 10], [4, 5, 6], [21, 22, 23, 24]]
 
 
 def test_stop_id_in_the_prompt_does_not_end_a_row(counting):
-    sequences, _, finished = sample(counting, [[11, 3], [11]], 3, 0, stop_ids=[11])
-    assert sequences[:, 2:].tolist() == [[4, 5, 6], [12, 13, 14]]
-    assert not finished.any()
+    assert sample(counting, [[11, 3], [11]], 3, 0, stop_ids=[11]) == [[4, 5, 6], [12, 13, 14]]
 
 
-def test_stop_id_at_the_last_token_allowed_counts_as_finished(counting):
-    _, completion_mask, finished = sample(counting, [[7]], 3, 0, stop_ids=[10])
-    assert completion_mask.sum() == 3
-    assert finished.tolist() == [True]
+def test_stop_id_at_the_last_token_allowed_belongs_to_the_completion(counting):
+    assert sample(counting, [[7]], 3, 0, stop_ids=[10]) == [[8, 9, 10]]
 
 
-def test_width_is_that_of_the_longest_completion(counting):
-    sequences, completion_mask, finished = sample(counting, [[7, 8], [9]], 30, 0, stop_ids=[11])
-    assert sequences.shape == completion_mask.shape == (2, 2 + 3)
-    assert len(counting.batch_sizes) == 3  # and no forward pass more than that
-    assert finished.all()
+def test_no_forward_pass_after_the_longest_completion(counting):
+    made = sample(counting, [[7, 8], [9]], 30, 0, stop_ids=[11])
+    assert made == [[9, 10, 11], [10, 11]]
+    assert len(counting.batch_sizes) == 3
 
 
 def test_finished_rows_leave_the_batch(counting, cache_kind):
@@ -384,20 +379,18 @@ def test_finished_rows_leave_the_batch(counting, cache_kind):
 def test_equal_prompts_next_to_each_other_are_read_once(counting):
     # [0, 0, 7] differs from [7] only by its mask, where the padding has the id 0.
     rows = [[0, 0, 7]] * 2 + [[7]] * 3 + [[1, 2, 3], [7]]
-    sequences, completion_mask, _ = sample(counting, rows, 4, 0, stop_ids=[10])
+    made = sample(counting, rows, 4, 0, stop_ids=[10])
     assert counting.batch_sizes[0] == 4
-    made = completions(rows, sequences, completion_mask)
     assert made == [[8, 9, 10]] * 5 + [[4, 5, 6, 7], [8, 9, 10]]
 
 
 @every_architecture
 def test_equal_prompts_get_what_they_get_apart(architecture):
     model, (a, b) = tiny_model(architecture), ragged_rows((6, 3))
-    together = completions([a] * 6, *sample(model, [a, a, a, b, b, b])[:2])
+    together = sample(model, [a, a, a, b, b, b])
     for number, (prompt, other) in enumerate([(a, b)] * 3 + [(b, a)] * 3):
         rows = [prompt if i % 2 == number % 2 else other for i in range(6)]
-        apart = completions(rows, *sample(model, rows)[:2])
-        assert apart[number] == together[number]
+        assert sample(model, rows)[number] == together[number]
 
 
 def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
@@ -434,10 +427,13 @@ def test_static_steps_run_on_the_same_memory(cache_kind, monkeypatch):
 
 
 def test_inputs_are_left_as_they_were(counting):
-    ids, mask = left_padded([[7, 8], [3]])
-    ids_before, mask_before = ids.clone(), mask.clone()
-    generate(counting, ids, mask, 4, 0.0, [10], PAD)
-    assert torch.equal(ids, ids_before) and torch.equal(mask, mask_before)
+    rows, stop_ids = [[7, 8], [3]], [10]
+    generate(counting, rows, 4, 0.0, stop_ids, seeded(0))
+    assert (rows, stop_ids) == ([[7, 8], [3]], [10])
+
+
+def test_no_prompts_give_no_completions():
+    assert sample(tiny_model("llama"), []) == []
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -453,17 +449,9 @@ def test_negative_temperature_is_refused():
         sample(tiny_model("llama"), [[1, 2]], temperature=-0.1)
 
 
-def test_right_padded_prompts_are_refused():
-    prompts = pad_rows([[1, 2, 3], [4]], PAD, "right", CPU)
-    with pytest.raises(ValueError, match="left"):
-        generate(tiny_model("llama"), *prompts, 4, 1.0, [], PAD)
-
-
 def test_empty_prompt_is_refused():
-    ids, mask = left_padded([[1, 2, 3], [4]])
-    mask[1] = False
     with pytest.raises(ValueError, match="empty"):
-        generate(tiny_model("llama"), ids, mask, 4, 1.0, [], PAD)
+        sample(tiny_model("llama"), [[1, 2, 3], []])
 
 
 # --- find_stop_ids and pad_rows -----------------------------------------------------------------
@@ -497,14 +485,23 @@ def test_stop_ids_without_a_generation_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "side, expected_ids, expected_mask",
+    "left, expected_ids, expected_mask",
     [
-        ("left", [[5, 6, 7], [9, 9, 9], [9, 8, 9]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
-        ("right", [[5, 6, 7], [9, 9, 9], [8, 9, 9]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+        (True, [[5, 6, 7], [0, 0, 0], [0, 8, 0]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
+        (False, [[5, 6, 7], [0, 0, 0], [8, 0, 0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
     ],
 )
-def test_pad_rows_masks_by_length_not_by_id(side, expected_ids, expected_mask):
-    ids, mask = pad_rows([[5, 6, 7], [9], [8, 9]], 9, side, CPU)  # 9 is padding and real
+def test_pad_rows_masks_by_length_not_by_id(left, expected_ids, expected_mask):
+    ids, mask = pad_rows([[5, 6, 7], [0], [8, 0]], CPU, left=left)  # 0 is padding and real
     assert ids.tolist() == expected_ids
     assert mask.int().tolist() == expected_mask
+    assert ids.dtype == torch.long and mask.dtype == torch.bool
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("rows, shape", [([], (0, 0)), ([[]], (1, 0)), ([[], [4]], (2, 1))])
+def test_pad_rows_of_nothing(rows, shape, left):
+    ids, mask = pad_rows(rows, CPU, left)
+    assert ids.shape == mask.shape == shape
+    assert mask.sum() == sum(map(len, rows))
     assert ids.dtype == torch.long and mask.dtype == torch.bool

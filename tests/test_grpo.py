@@ -8,16 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers import LlamaForSequenceClassification as Classifier
 
+import common.logprobs
 import grpo
 from grpo import (
     Args,
-    clipped_surrogate,
     group_advantages,
     grpo_loss,
     k3_kl,
     last_number,
     reward_model_scores,
-    shaped_rewards,
     token_weights,
 )
 
@@ -38,14 +37,26 @@ def spy_on_loss(monkeypatch):
     """Record the arguments and the result of each call of grpo_loss."""
     calls = []
 
-    def spy(*args):
-        loss, sums = grpo_loss(*args)
-        names = "logprobs old ref advantages mask weights clip_low clip_high beta".split()
+    def spy(*args, **coefs):
+        loss, sums = grpo_loss(*args, **coefs)
+        names = "logprobs old ref advantages weights".split()
         detached = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
-        calls.append(dict(zip(names, detached, strict=True)) | {"sums": sums})
+        calls.append(dict(zip(names, detached, strict=True)) | coefs | {"sums": sums})
         return loss, sums
 
     monkeypatch.setattr(grpo, "grpo_loss", spy)
+    return calls
+
+
+def spy_on(monkeypatch, name):
+    """Record arguments and results of a function that grpo.py calls."""
+    calls, original = [], getattr(grpo, name)
+
+    def spy(*args, **options):
+        calls.append((args, original(*args, **options)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(grpo, name, spy)
     return calls
 
 
@@ -87,9 +98,10 @@ def test_equal_rewards_give_exactly_zero(value, group_size):
 )
 def test_clipping_in_each_sign_and_side(ratio, advantage, value, gradient):
     log_ratio = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    result = clipped_surrogate(log_ratio, torch.tensor([[advantage]]), 0.2, 0.28)
-    assert result.item() == pytest.approx(value)
-    result.backward()
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    loss, _ = grpo_loss(log_ratio, zero, None, torch.tensor([advantage]), one, 0.2, 0.28, 0.0)
+    assert -loss.item() == pytest.approx(value)
+    (-loss).backward()
     assert log_ratio.grad.item() == pytest.approx(gradient)  # d(rho A)/d(log rho) = rho A
 
 
@@ -140,41 +152,31 @@ def brute_force_loss(c, norm, max_new_tokens):
 
 
 @pytest.mark.parametrize("norm", ["sequence", "token", "constant"])
-def test_loss_equals_plain_loops_and_ignores_padding(norm):
+def test_loss_equals_plain_loops(norm):
     torch.manual_seed(1)
     mask = torch.arange(6) < torch.tensor([6, 1, 3, 4])[:, None]
-    c = dict(
-        logprobs=-torch.rand(4, 6) * 3,
-        old=-torch.rand(4, 6) * 3,
-        ref=-torch.rand(4, 6) * 3,
-        advantages=torch.tensor([1.0, -0.5, 2.0, -1.5]),
-        mask=mask,
-        weights=token_weights(mask, norm, 10),
-        clip_low=0.2,
-        clip_high=0.28,
-        beta=0.1,
-    )
-    loss, sums = grpo_loss(*c.values())
+    # Log-probs are 0 after a completion's end: common/logprobs.py sees to it.
+    logprobs, old, ref = (-torch.rand(4, 6) * 3 * mask for _ in range(3))
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
+    coefs = dict(clip_low=0.2, clip_high=0.28, beta=0.1)
+    c = dict(logprobs=logprobs, old=old, ref=ref, advantages=advantages, mask=mask, **coefs)
+    logprobs.requires_grad_()
+    loss, sums = grpo_loss(logprobs, old, ref, advantages, token_weights(mask, norm, 10), **coefs)
     assert loss.item() == pytest.approx(brute_force_loss(c, norm, 10), rel=1e-5)
-
-    for garbage in (1e6, -1e6, math.inf, math.nan):
-        d = c | {k: c[k].masked_fill(~mask, garbage) for k in ("logprobs", "old", "ref")}
-        d["logprobs"].requires_grad_()
-        dirty_loss, dirty_sums = grpo_loss(*d.values())
-        assert dirty_loss.item() == loss.item()
-        assert all(dirty_sums[name] == sums[name] for name in sums)
-        dirty_loss.backward()
-        assert d["logprobs"].grad.isfinite().all()
-        assert (d["logprobs"].grad[~mask] == 0).all()
+    # Nothing after an end reaches the loss or a metric.
+    loss.backward()
+    assert (logprobs.grad[~mask] == 0).all() and (logprobs.grad[mask] != 0).any()
+    wide = [torch.nn.functional.pad(x.detach(), (0, 3)) for x in (logprobs, old, ref)]
+    weights = token_weights(torch.nn.functional.pad(mask, (0, 3)), norm, 10)
+    wide_loss, wide_sums = grpo_loss(*wide, advantages, weights, **coefs)
+    assert wide_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert all(wide_sums[k].item() == pytest.approx(sums[k].item(), rel=1e-6) for k in sums)
 
 
 def test_loss_metrics_by_hand():
-    ratio = torch.tensor([[1.5, 0.5, 1.0], [1.5, 0.5, 9.0]])  # the last is padding
-    mask = torch.tensor([[True, True, True], [True, True, False]])
+    ratio = torch.tensor([[1.5, 0.5, 1.0], [1.5, 0.5, 1.0]])  # the last of each is padding
     zeros = torch.zeros(2, 3)
-    _, sums = grpo_loss(
-        ratio.log(), zeros, None, torch.tensor([1.0, -1.0]), mask, zeros, 0.2, 0.2, 0.0
-    )
+    _, sums = grpo_loss(ratio.log(), zeros, None, torch.tensor([1.0, -1.0]), zeros, 0.2, 0.2, 0.0)
     assert sums["policy/clip_fraction_high"] == 1  # row 0, token 0
     assert sums["policy/clip_fraction_low"] == 1  # row 1, token 1
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
@@ -185,8 +187,7 @@ def test_loss_metrics_by_hand():
 
 def test_kl_is_measured_where_it_is_not_in_the_loss():
     logprobs, zeros = torch.tensor([[-1.0, -2.0]]), torch.zeros(1, 2)
-    mask = torch.tensor([[True, True]])
-    arguments = (logprobs, logprobs, zeros, torch.zeros(1), mask, torch.ones(1, 2), 0.2, 0.2)
+    arguments = (logprobs, logprobs, zeros, torch.zeros(1), torch.ones(1, 2), 0.2, 0.2)
     loss, sums = grpo_loss(*arguments, 0.0)
     kl = (math.e - 1 - 1) + (math.e**2 - 2 - 1)
     assert sums["objective/kl"].item() == pytest.approx(kl, rel=1e-5)
@@ -254,17 +255,20 @@ def tiny_classifier(pad_token_id):
 
 
 @pytest.mark.parametrize("end", [2, 5])  # finished, or cut off
-def test_reward_model_scores_the_last_real_token_on_either_side_and_with_pad_equal_to_eos(end):
+def test_reward_model_scores_the_last_real_token_where_padding_is_the_eos(end):
     eos = 2
     model = tiny_classifier(pad_token_id=eos)
-    row = torch.tensor([1, 7, 9, 5, end])
-    alone = model.score(model.model(row[None]).last_hidden_state)[0, -1, 0]
-    pads = torch.full((3,), eos)
-    ids = torch.stack([torch.cat([pads, row]), torch.cat([row, pads])])
-    mask = torch.tensor([[0] * 3 + [1] * 5, [1] * 5 + [0] * 3])
-    torch.testing.assert_close(
-        reward_model_scores(model, ids, mask), alone.detach().expand(2), atol=1e-5, rtol=1e-5
-    )
+    rows = [[1, 7, 9, 5, end], [1, 7, end], [1, 7, 9, 8, 5, 4, eos, end]]
+    pairs = [(row[:2], row[2:]) for row in rows]
+    alone = [
+        model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in rows
+    ]
+    for size in (1, 2, 3):
+        found = reward_model_scores(model, size, [], pairs, [])
+        torch.testing.assert_close(found, torch.stack(alone).detach(), atol=1e-5, rtol=1e-5)
+    model.config.score_mean = 0.5
+    found = reward_model_scores(model, 3, [], pairs, [])
+    torch.testing.assert_close(found, torch.stack(alone).detach() - 0.5, atol=1e-5, rtol=1e-5)
 
 
 def test_a_reward_model_scores_a_run(tmp_path):
@@ -285,7 +289,7 @@ def test_several_rewards_with_weights_and_columns(tmp_path):
         "    assert all(p.endswith('=') for p in prompts) and set(columns) == {'answer'}\n"
         "    return [-len(c) for c in completions]\n"
     )
-    flags = dict(reward_fn=("last_number", f"{rules}:brevity"), reward_weights=(2.0, 0.5))
+    flags = dict(reward_fn=["last_number", f"{rules}:brevity"], reward_weights=[2.0, 0.5])
     first, last = metrics_of(run(tmp_path, **flags))
     expected = 2 * last["reward/last_number"] + 0.5 * last["reward/brevity"]
     assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
@@ -294,7 +298,7 @@ def test_several_rewards_with_weights_and_columns(tmp_path):
 
 
 def test_accuracy_counts_full_marks_before_weighting(tmp_path):
-    first, _ = metrics_of(run(tmp_path, reward_weights=(0.5,), eval_rows=64))
+    first, _ = metrics_of(run(tmp_path, reward_weights=[0.5], eval_rows=64))
     assert 0 < first["eval/accuracy"] < 1
     assert first["eval/reward"] == pytest.approx(first["eval/accuracy"] / 2)
 
@@ -306,9 +310,7 @@ def test_accuracy_counts_full_marks_before_weighting(tmp_path):
 def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     tmp_path, monkeypatch, temperature
 ):
-    rollouts, calls = [], spy_on_loss(monkeypatch)
-    roll_out = grpo.roll_out
-    monkeypatch.setattr(grpo, "roll_out", lambda *a: rollouts.append(roll_out(*a)) or rollouts[-1])
+    rollouts, calls = spy_on(monkeypatch, "generate"), spy_on_loss(monkeypatch)
     flags = dict(num_minibatches=2, prompts_per_rollout=8, micro_batch_size=8)
     run(tmp_path, temperature=temperature, **flags)
     assert len(calls) == 4  # two micro-batches in each of two minibatches
@@ -316,19 +318,18 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
         same = torch.equal(call["logprobs"], call["old"])
         assert same == (number < 2), "exactly 1 before the first step, and never again"
     assert calls[0]["sums"]["policy/approx_kl"] == 0
-    assert all((call["old"][call["mask"]] < 0).any() for call in calls)
+    assert all((call["old"] < 0).any() for call in calls)
 
     # All old log-probs, by a plain forward pass of the untouched policy.
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     expected = []
-    _, rollout, *_ = rollouts  # evaluation, rollout, evaluation
-    for ids, real, sampled in zip(
-        rollout.ids, rollout.attention_mask, rollout.completion_mask, strict=True
-    ):
-        logits = policy(ids[real][None]).logits[0] / temperature
-        scores = logits.log_softmax(-1)[:-1].gather(1, ids[real][1:, None]).squeeze(1)
-        expected += scores[-int(sampled.sum()) :].tolist()
-    found = [x for call in calls for x in call["old"][call["mask"]].tolist()]
+    _, (arguments, sampled), *_ = rollouts  # evaluation, rollout, evaluation
+    for prompt, completion in zip(arguments[1], sampled, strict=True):
+        ids = torch.tensor([prompt + completion])
+        scores = (policy(ids).logits[0] / temperature).log_softmax(-1)[:-1]
+        scores = scores.gather(1, ids[0, 1:, None]).squeeze(1)
+        expected += scores[-len(completion) :].tolist()
+    found = [x for call in calls for x in call["old"][call["weights"] > 0].tolist()]
     assert sorted(found) == pytest.approx(sorted(expected), abs=1e-4)
 
 
@@ -343,19 +344,19 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     ],
 )
 def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
-    rows = []
-    original = grpo.completion_logprobs
-    monkeypatch.setattr(
-        grpo, "completion_logprobs", lambda *a, **k: rows.append(len(a[1])) or original(*a, **k)
-    )
+    rows, original = [], common.logprobs._completion_logprobs
+
+    def spy(model, pairs, picked, *settings):
+        rows.append(len(picked))
+        return original(model, pairs, picked, *settings)
+
+    monkeypatch.setattr(common.logprobs, "_completion_logprobs", spy)
     run(tmp_path, **flags)
     assert sum(rows) == passes * 16
 
 
 def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
-    loaded = []
-    original = grpo.load_model
-    monkeypatch.setattr(grpo, "load_model", lambda *a: loaded.append(a[0]) or original(*a))
+    loaded = spy_on(monkeypatch, "load_model")
     run(tmp_path, beta=0.0)
     assert len(loaded) == 1
     run(tmp_path, beta=0.1)
@@ -363,11 +364,9 @@ def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
 
 
 def test_the_reference_never_moves(tmp_path, monkeypatch):
-    models = []
-    original = grpo.load_model
-    monkeypatch.setattr(grpo, "load_model", lambda *a: models.append(original(*a)) or models[-1])
+    loaded = spy_on(monkeypatch, "load_model")
     run_dir = run(tmp_path, total_rollouts=2, num_minibatches=4, beta=0.1)
-    policy, reference = models
+    policy, reference = (model for _, model in loaded)
     start = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, start[name])
@@ -376,19 +375,23 @@ def test_the_reference_never_moves(tmp_path, monkeypatch):
 
 
 def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, monkeypatch):
-    shaped, ranked, calls = [], [], spy_on_loss(monkeypatch)
-    monkeypatch.setattr(grpo, "shaped_rewards", lambda *a: shaped.append(a) or shaped_rewards(*a))
-    monkeypatch.setattr(
-        grpo, "group_advantages", lambda *a: ranked.append(a) or group_advantages(*a)
+    calls, sampled = spy_on_loss(monkeypatch), spy_on(monkeypatch, "generate")
+    scored, ranked = (
+        spy_on(monkeypatch, "rollout_logprobs"),
+        spy_on(monkeypatch, "group_advantages"),
     )
+    judged = spy_on(monkeypatch, "apply_rule")
     flags = dict(kl_placement="reward", beta=0.5, total_rollouts=2, learning_rate=3e-3)
     run_dir = run(tmp_path, micro_batch_size=16, **flags)
-    scores, logprobs, ref_logprobs, mask, beta = shaped[1]  # by then policy and reference differ
-    assert beta == 0.5
-    for i in range(16):
-        kl = sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(mask.shape[1]) if mask[i, t])
+    # The second rollout: by then policy and reference differ. Old and reference take turns.
+    (_, logprobs), (_, ref_logprobs) = scored[2:]
+    (returns, *_), _ = ranked[1]
+    _, completions = sampled[2]  # after the first evaluation and the first rollout
+    _, rewards = judged[2]
+    for i, completion in enumerate(completions):
+        kl = sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(len(completion)))
         assert kl.abs() > 1e-3
-        assert ranked[1][0][i].item() == pytest.approx((scores[i] - 0.5 * kl).item(), abs=1e-5)
+        assert returns[i].item() == pytest.approx((rewards[i] - 0.5 * kl).item(), abs=1e-5)
     # Advantages are those of the shaped rewards; the loss has no KL of its own, but it is logged.
     assert [call["beta"] for call in calls] == [0, 0]
     _, first, second = metrics_of(run_dir)
@@ -396,7 +399,8 @@ def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, m
     assert second["objective/kl"] > 0
     # With the KL in the loss the rewards are ranked as they are.
     run(tmp_path, beta=0.5)
-    assert len(shaped) == 2
+    (returns, *_), _ = ranked[-1]
+    assert set(returns.tolist()) <= {0, 1}
     assert calls[-1]["beta"] == 0.5
 
 
@@ -409,14 +413,14 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch, lo
         return torch.tensor(1.0)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
-    calls = spy_on_loss(monkeypatch)
+    sampled = spy_on(monkeypatch, "generate")
     for size in (16, 1, 2, 4, 8):
         gradients.append([])
         flags = dict(temperature=1.5, max_new_tokens=14, mask_truncated=True, beta=0.1)
         run(tmp_path, micro_batch_size=size, loss_norm=loss_norm, **flags)
-    lengths = calls[0]["mask"].sum(dim=1)
+    lengths = [len(completion) for completion in sampled[1][1]]
     assert len(lengths) == 16
-    assert len(lengths.unique()) > 2, "the test needs ragged lengths"
+    assert len(set(lengths)) > 2, "the test needs ragged lengths"
     for other in gradients[1:]:
         for a, b in zip(gradients[0][0], other[0], strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
@@ -429,7 +433,7 @@ def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monk
     _, last = metrics_of(run(tmp_path, mask_truncated=True, **flags))
     (call,) = calls
     in_loss = (call["weights"] > 0).any(dim=1)
-    truncated = call["mask"].sum(dim=1) == 6
+    truncated = (call["logprobs"] != 0).sum(dim=1) == 6
     assert torch.equal(in_loss, ~truncated)
     assert last["completions/truncated_fraction"] == pytest.approx(truncated.float().mean().item())
     assert 0 < last["completions/truncated_fraction"] < 1
@@ -449,11 +453,9 @@ def test_default_clipping_is_symmetric_and_clip_higher_is_read(tmp_path, monkeyp
 
 
 def test_prompts_are_completed_in_groups_of_one_prompt(tmp_path, monkeypatch):
-    rollouts = []
-    original = grpo.roll_out
-    monkeypatch.setattr(grpo, "roll_out", lambda *a: rollouts.append(original(*a)) or rollouts[-1])
+    sampled = spy_on(monkeypatch, "generate")
     run(tmp_path)
-    prompts = [row["prompt"] for row in rollouts[1].rows]
+    prompts = [tuple(prompt) for prompt in sampled[1][0][1]]
     assert len(set(prompts)) == 4
     assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
 
@@ -471,15 +473,23 @@ def test_what_was_logged_and_saved(tmp_path):
     assert len(samples) == 3 * 4
     assert json.loads((run_dir / "args.json").read_text())["group_size"] == 4
     model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
-    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, state["policy"][name])
+        assert torch.equal(tensor, state["policy"]["model_state_dict"][name])
     assert AutoTokenizer.from_pretrained(run_dir / "model").vocab_size == 18
 
 
-def test_data_order_visits_every_row_once_an_epoch():
-    picked = [i for step in range(10) for i in grpo.batch_rows(step, 3, 10, seed=1)]
-    for epoch in range(3):
-        assert sorted(picked[10 * epoch : 10 * epoch + 10]) == list(range(10))
-    assert picked[:10] != picked[10:20]
-    assert picked[:10] != [i for s in range(4) for i in grpo.batch_rows(s, 3, 10, seed=2)][:10]
+def test_data_order_visits_every_row_once_an_epoch(tmp_path, monkeypatch):
+    sampled = spy_on(monkeypatch, "generate")
+    flags = dict(total_rollouts=10, prompts_per_rollout=3, group_size=2, train_split="train[:10]")
+    orders = []
+    for seed in (1, 2):
+        sampled.clear()
+        run(tmp_path, seed=seed, eval_every=10, max_new_tokens=2, **flags)
+        prompts = [tuple(p) for arguments, _ in sampled[1:-1] for p in arguments[1][::2]]
+        assert len(prompts) == 30
+        epochs = [prompts[i : i + 10] for i in (0, 10, 20)]
+        assert all(len(set(epoch)) == 10 for epoch in epochs)
+        assert epochs[0] != epochs[1] != epochs[2]
+        orders.append(prompts)
+    assert orders[0] != orders[1]

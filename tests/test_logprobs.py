@@ -1,17 +1,25 @@
 """Scoring: against a plain log-softmax of the model's own logits, row by row, without padding."""
 
+import itertools
+
 import pytest
 import torch
 from models import VOCAB, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
+import common.generation
 import common.logprobs
-from common.generation import generate, pad_rows
-from common.logprobs import Head, HeadLogprobs, completion_logprobs, find_head
+from common.generation import generate
+from common.logprobs import (
+    HeadLogprobs,
+    completion_logprobs,
+    head_logits,
+    head_of,
+    micro_batches,
+    rollout_logprobs,
+)
 
-CPU = torch.device("cpu")
-PAD = 0
 HEADS = {  # architectures, with what their heads do to the logits
     "llama": {},
     "qwen2": {},
@@ -28,37 +36,53 @@ def model_of(architecture, **overrides):
     return tiny_model(architecture, **{**HEADS[architecture], **overrides})
 
 
-def rows_and_masks(lengths=LENGTHS, seed=5):
-    """Token ids of each row, and 1 where they belong to the completion."""
+def make_pairs(lengths=LENGTHS, seed=5):
+    """Pairs of random tokens, (prompt, completion)."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(1, VOCAB, (p + c,), generator=generator).tolist() for p, c in lengths]
-    return rows, [[0] * p + [1] * c for p, c in lengths]
+    return [(row[:p], row[p:]) for row, (p, _) in zip(rows, lengths, strict=True)]
 
 
-def batch(rows, masks, side="right", more_padding=0, pad_id=PAD):
-    """Stacked input_ids, attention_mask and completion_mask; columns of pure padding if asked."""
-    ids, attention_mask = pad_rows(rows, pad_id, side, CPU)
-    completion_mask, _ = pad_rows(masks, 0, side, CPU)
-    widths = (more_padding, 0) if side == "left" else (0, more_padding)
-    pad = torch.nn.functional.pad
-    return (
-        pad(ids, widths, value=pad_id),
-        pad(attention_mask, widths),
-        pad(completion_mask.bool(), widths),
-    )
+def score(model, pairs, temperature=1.0):
+    """Log-probabilities and entropies (B, T) of all pairs."""
+    return completion_logprobs(model, pairs, range(len(pairs)), temperature, entropy=True)
 
 
-def plain(model, rows, masks, temperature=1.0):
+def mask_of(pairs):
+    """(B, T): true at the tokens of the completions."""
+    lengths = torch.tensor([len(completion) for _, completion in pairs])
+    return torch.arange(lengths.max()) < lengths[:, None]
+
+
+def plain(model, pairs, temperature=1.0):
     """Log-probabilities and entropies of all completion tokens, one after the other."""
     logprobs, entropies = [], []
-    for row, mask in zip(rows, masks, strict=True):
+    for prompt, completion in pairs:
+        row = prompt + completion
         logits = model(input_ids=torch.tensor([row])).logits[0].float() / temperature
-        for t in range(1, len(row)):
-            if mask[t]:
-                distribution = torch.log_softmax(logits[t - 1], dim=0)
-                logprobs.append(distribution[row[t]])
-                entropies.append(-(distribution.exp() * distribution).sum())
+        for t in range(len(prompt), len(row)):
+            distribution = torch.log_softmax(logits[t - 1], dim=0)
+            logprobs.append(distribution[row[t]])
+            entropies.append(-(distribution.exp() * distribution).sum())
     return torch.stack(logprobs), torch.stack(entropies)
+
+
+def more_padding(monkeypatch, columns, pad_id=None):
+    """Let rows be padded with more columns, and with this id; None is any."""
+    pad_rows = common.logprobs.pad_rows
+
+    def padded(rows, device):
+        ids, mask = (torch.nn.functional.pad(x, (0, columns)) for x in pad_rows(rows, device))
+        garbage = torch.randint(VOCAB, ids.shape, generator=torch.Generator().manual_seed(1))
+        return torch.where(mask, ids, garbage if pad_id is None else pad_id), mask
+
+    monkeypatch.setattr(common.logprobs, "pad_rows", padded)
+
+
+def use_bfloat16(monkeypatch):
+    """Products in bfloat16, as on a GPU."""
+    for module in (common.generation, common.logprobs):
+        monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
 
 
 def gradients(model, loss):
@@ -80,7 +104,7 @@ def weights_of(values):
 
 
 def several_chunks(monkeypatch, positions=3):
-    """Let only a few positions fit into a chunk; 13 are scored in `rows_and_masks()`."""
+    """Let only a few positions fit into a chunk; 13 are scored in `make_pairs()`."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", positions * VOCAB + 1)
 
 
@@ -88,24 +112,20 @@ def several_chunks(monkeypatch, positions=3):
 
 
 @every_head
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_values_equal_log_softmax_of_the_models_own_logits(architecture, side):
-    model, (rows, masks) = model_of(architecture), rows_and_masks()
-    inputs = batch(rows, masks, side)
-    logprobs, entropy = completion_logprobs(model, *inputs, return_entropy=True)
-    expected_logprobs, expected_entropy = plain(model, rows, masks)
-    assert torch.allclose(logprobs[inputs[2]], expected_logprobs, atol=2e-5)
-    assert torch.allclose(entropy[inputs[2]], expected_entropy, atol=2e-5)
+def test_values_equal_log_softmax_of_the_models_own_logits(architecture):
+    model, pairs = model_of(architecture), make_pairs()
+    mask = mask_of(pairs)
+    for found, expected in zip(score(model, pairs), plain(model, pairs), strict=True):
+        assert torch.allclose(found[mask], expected, atol=2e-5)
 
 
 @every_head
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_gradients_equal_those_of_log_softmax(architecture, temperature, monkeypatch):
     several_chunks(monkeypatch)
-    model, (rows, masks) = model_of(architecture), rows_and_masks()
-    inputs = batch(rows, masks)
-    found = completion_logprobs(model, *inputs, temperature)[inputs[2]]
-    expected, _ = plain(model, rows, masks, temperature)
+    model, pairs = model_of(architecture), make_pairs()
+    found = completion_logprobs(model, pairs, range(4), temperature)[mask_of(pairs)]
+    expected, _ = plain(model, pairs, temperature)
     assert torch.allclose(found, expected, atol=5e-5)
     weights = weights_of(expected)
     assert_same_gradients(
@@ -117,28 +137,51 @@ def test_gradients_equal_those_of_log_softmax(architecture, temperature, monkeyp
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_gradients_of_the_entropy_equal_the_plain_ones(architecture, monkeypatch):
     several_chunks(monkeypatch)
-    model, (rows, masks) = model_of(architecture), rows_and_masks()
-    inputs = batch(rows, masks)
-    _, entropy = completion_logprobs(model, *inputs, 0.6, return_entropy=True)
-    _, expected = plain(model, rows, masks, 0.6)
-    assert torch.allclose(entropy[inputs[2]], expected, atol=5e-5)
+    model, pairs = model_of(architecture), make_pairs()
+    found = score(model, pairs, 0.6)[1][mask_of(pairs)]
+    _, expected = plain(model, pairs, 0.6)
+    assert torch.allclose(found, expected, atol=5e-5)
     weights = weights_of(expected)
     assert_same_gradients(
-        gradients(model, entropy[inputs[2]] @ weights),
+        gradients(model, found @ weights),
         gradients(model, expected @ weights),
     )
 
 
 def test_a_loss_of_both_outputs_gives_the_sum_of_their_gradients(monkeypatch):
     several_chunks(monkeypatch)
-    model, (rows, masks) = model_of("gpt2"), rows_and_masks()
-    inputs = batch(rows, masks)
-    logprobs, entropy = completion_logprobs(model, *inputs, return_entropy=True)
-    expected_logprobs, expected_entropy = plain(model, rows, masks)
+    model, pairs = model_of("gpt2"), make_pairs()
+    logprobs, entropy = score(model, pairs)
+    expected_logprobs, expected_entropy = plain(model, pairs)
     assert_same_gradients(
         gradients(model, logprobs.sum() + 0.3 * entropy.sum()),
         gradients(model, expected_logprobs.sum() + 0.3 * expected_entropy.sum()),
     )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_and_an_untied_head_get_their_gradients(architecture, tied):
+    """A tied one gets that of the embedding too."""
+    model, pairs = model_of(architecture, tie_word_embeddings=tied), make_pairs()
+    same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert same == tied
+    assert_same_gradients(
+        gradients(model, score(model, pairs)[0].sum()),
+        gradients(model, plain(model, pairs)[0].sum()),
+    )
+
+
+def test_a_head_with_a_bias(monkeypatch):
+    several_chunks(monkeypatch)
+    model, pairs = model_of("llama", tie_word_embeddings=False), make_pairs()
+    model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
+    found, expected = score(model, pairs, 0.6)[0][mask_of(pairs)], plain(model, pairs, 0.6)[0]
+    assert torch.allclose(found, expected, atol=5e-5)
+    weights = weights_of(expected)
+    found, expected = gradients(model, found @ weights), gradients(model, expected @ weights)
+    assert_same_gradients(found, expected)
+    assert expected["lm_head.bias"].abs().max() > 0
 
 
 @pytest.mark.parametrize(
@@ -150,10 +193,10 @@ def test_a_loss_of_both_outputs_gives_the_sum_of_their_gradients(monkeypatch):
     ],
 )
 def test_settings_of_the_head_matter_here(architecture, plain_setting):
-    """So that the tests above would see it if `Head` left them out."""
-    rows, masks = rows_and_masks()
-    with_it, _ = plain(model_of(architecture), rows, masks)
-    without_it, _ = plain(model_of(architecture, **plain_setting), rows, masks)
+    """So that the tests above would see it if `head_of` left them out."""
+    pairs = make_pairs()
+    with_it, _ = plain(model_of(architecture), pairs)
+    without_it, _ = plain(model_of(architecture, **plain_setting), pairs)
     assert (with_it - without_it).abs().max() > 0.5
 
 
@@ -164,7 +207,7 @@ def test_head_gives_the_models_own_logits(architecture):
     with torch.no_grad():
         hidden = model.base_model(input_ids=ids).last_hidden_state[0]
         expected = model(input_ids=ids).logits[0]
-        found = find_head(model, ids[:, :1]).logits(hidden, torch.empty_like(expected))
+        found = head_logits(hidden, torch.empty_like(expected), *head_of(model, ids[:, :1]))
         assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -188,8 +231,9 @@ def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypa
 
     inputs = [hidden.float(), weight.float(), bias.float()]
     inputs = [x.requires_grad_() for x in inputs]
-    head = Head(inputs[1], inputs[2] if biased else None, 1.5, cap)
-    logprobs, entropy = HeadLogprobs.apply(inputs[0], targets, temperature, True, *head)
+    head = (inputs[1], inputs[2] if biased else None, 1.5, cap)
+    outputs = HeadLogprobs.apply(inputs[0], targets[:, None], temperature, True, *head)
+    logprobs, entropy = (values.squeeze(1) for values in outputs)
     (g.float() @ logprobs + g_h.float() @ entropy).backward()
     for i, x in enumerate([hidden, weight, bias][: 2 + biased]):
         for index in range(x.numel()):
@@ -205,36 +249,56 @@ def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypa
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("return_entropy", [False, True])
-def test_bfloat16_autocast_rounds_values_and_gradients_only(
-    architecture, return_entropy, monkeypatch
-):
+@pytest.mark.parametrize("entropy", [False, True])
+def test_bfloat16_rounds_values_and_gradients_only(architecture, entropy, monkeypatch):
     """As on a GPU: products in bfloat16, results and gradients of float32 weights in float32."""
     several_chunks(monkeypatch, positions=6)
-    model, (rows, masks) = model_of(architecture), rows_and_masks()
-    inputs = batch(rows, masks)
+    pairs = make_pairs()
 
-    def run(low):
-        """The outputs and the gradient of the head, taken outside of autocast as scripts do."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            outputs = completion_logprobs(model, *inputs, 0.6, return_entropy)
-        outputs = outputs if return_entropy else (outputs,)
-        loss = sum(
-            values[inputs[2]] @ weights_of(range(int(inputs[2].sum()))) for values in outputs
-        )
-        (gradient,) = torch.autograd.grad(loss, model.get_output_embeddings().weight)
-        return *outputs, gradient
+    def run():
+        """The outputs and the gradients of all weights; the head is checked in this pass."""
+        model = model_of(architecture, initializer_range=0.2)
+        outputs = score(model, pairs) if entropy else [completion_logprobs(model, pairs, range(4))]
+        weights = weights_of(range(13))
+        loss = sum(values[mask_of(pairs)] @ weights for values in outputs)
+        return dict(enumerate(outputs)) | gradients(model, loss)
 
-    for exact, rounded in zip(run(low=False), run(low=True), strict=True):
+    plain_run = run()
+    use_bfloat16(monkeypatch)
+    rounded_run = run()
+    assert plain_run.keys() == rounded_run.keys()
+    for name, exact in plain_run.items():
+        rounded = rounded_run[name]
         assert exact.dtype == rounded.dtype == torch.float32
-        assert 0 < (exact - rounded).norm() < 0.1 * exact.norm()
+        assert 0 < (exact - rounded).norm() < 0.1 * exact.norm(), name
 
 
-def test_a_second_backward_gives_the_same_gradients(monkeypatch):
+def test_weights_are_cast_once_per_pass(monkeypatch):
+    """Not once per chunk: it takes as long as the product with one."""
+    several_chunks(monkeypatch)
+    use_bfloat16(monkeypatch)
+    model, pairs = model_of("llama"), make_pairs()
+    completion_logprobs(model, pairs, range(4))  # the check of the head
+    made = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten._to_copy.default and out.shape == (VOCAB, 32):
+                made.add(out)
+            return out
+
+    with Record():
+        completion_logprobs(model, pairs, range(4)).sum().backward()
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("rows", [range(4), []])
+def test_a_second_backward_gives_the_same_gradients(rows, monkeypatch):
     """The first one writes over what the forward pass left."""
     several_chunks(monkeypatch)
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    loss = completion_logprobs(model, *batch(rows, masks)).sum()
+    model, pairs = model_of("llama"), make_pairs()
+    loss = completion_logprobs(model, pairs, rows).sum()
     first = torch.autograd.grad(loss, model.get_output_embeddings().weight, retain_graph=True)
     again = torch.autograd.grad(loss, model.get_output_embeddings().weight)
     assert torch.allclose(first[0], again[0], atol=1e-6)
@@ -242,12 +306,11 @@ def test_a_second_backward_gives_the_same_gradients(monkeypatch):
 
 def test_temperature_divides_the_logits():
     """Dividing all logits by T is dividing the output embedding by T."""
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks)
+    model, pairs = model_of("llama"), make_pairs()
     with torch.no_grad():
-        found = completion_logprobs(model, *inputs, 0.6, return_entropy=True)
+        found = score(model, pairs, 0.6)
         model.get_output_embeddings().weight /= 0.6
-        expected = completion_logprobs(model, *inputs, 1.0, return_entropy=True)
+        expected = score(model, pairs, 1.0)
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=2e-5)
 
@@ -255,42 +318,36 @@ def test_temperature_divides_the_logits():
 def test_probabilities_and_entropy_by_enumeration():
     """Score every token of the vocabulary at one position."""
     model, prompt = model_of("llama", initializer_range=0.2), [4, 9, 1]
-    rows = [[*prompt, token] for token in range(VOCAB)]
-    masks = [[0, 0, 0, 1]] * VOCAB
     with torch.no_grad():
-        logprobs, entropy = completion_logprobs(model, *batch(rows, masks), 0.6, True)
-    log_p = logprobs[:, 3].double()
+        logprobs, entropy = score(model, [(prompt, [token]) for token in range(VOCAB)], 0.6)
+    log_p = logprobs[:, 0].double()
     assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-5)
     expected = -(log_p.exp() * log_p).sum()
     assert 0.5 < expected < 3.5  # neither certain nor flat
-    assert torch.allclose(entropy[:, 3].double(), expected.expand(VOCAB), atol=1e-4)
+    assert torch.allclose(entropy[:, 0].double(), expected.expand(VOCAB), atol=1e-4)
 
 
 def test_entropy_of_a_flat_distribution_is_the_logarithm_of_its_size():
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks)
+    model, pairs = model_of("llama"), make_pairs()
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
-        logprobs, entropy = completion_logprobs(model, *inputs, return_entropy=True)
+        logprobs, entropy = score(model, pairs)
     log_size = torch.tensor(float(VOCAB)).log()
-    assert torch.allclose(entropy[inputs[2]], log_size, atol=1e-5)
-    assert torch.allclose(logprobs[inputs[2]], -log_size, atol=1e-5)
+    assert torch.allclose(entropy[mask_of(pairs)], log_size, atol=1e-5)
+    assert torch.allclose(logprobs[mask_of(pairs)], -log_size, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_generated_tokens_are_scored_under_the_distribution_that_drew_them(architecture):
     """Under it log p + H has mean 0 at each token; at another temperature it has not."""
     model = model_of(architecture, initializer_range=0.3)
-    prompts = pad_rows([[4, 9, 1], [7]] * 300, PAD, "left", CPU)
-    torch.manual_seed(0)
-    ids, mask, _ = generate(model, *prompts, 6, 0.7, [11], PAD)
-    attention_mask = mask.clone()
-    attention_mask[:, : prompts[1].shape[1]] = prompts[1]
+    prompts = [[4, 9, 1], [7]] * 300
+    sampled = generate(model, prompts, 6, 0.7, [11], torch.Generator().manual_seed(0))
+    pairs = list(zip(prompts, sampled, strict=True))
 
     def z_score(temperature):
         with torch.no_grad():
-            pair = completion_logprobs(model, ids, attention_mask, mask, temperature, True)
-        excess = sum(pair)[mask]
+            excess = sum(score(model, pairs, temperature))[mask_of(pairs)]
         return (excess.mean() / (excess.std() / len(excess) ** 0.5)).item()
 
     assert abs(z_score(0.7)) < 3
@@ -300,117 +357,153 @@ def test_generated_tokens_are_scored_under_the_distribution_that_drew_them(archi
 # --- layout -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_zeros_outside_the_completion_mask(side):
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks, side, more_padding=2)
-    for values in completion_logprobs(model, *inputs, return_entropy=True):
-        assert values.shape == inputs[0].shape
-        assert (values[~inputs[2]] == 0).all()
-        assert (values[inputs[2]] != 0).all()
+def test_zeros_after_a_completions_end():
+    model, pairs = model_of("llama"), make_pairs()
+    for values in score(model, pairs):
+        assert values.shape == (4, 6)  # of the longest completion
+        assert (values[~mask_of(pairs)] == 0).all()
+        assert (values[mask_of(pairs)] != 0).all()
 
 
-def test_column_0_is_never_scored():
-    model, (rows, _) = model_of("llama"), rows_and_masks()
-    everything = [[1] * len(row) for row in rows]
-    all_but_first = [[0] + [1] * (len(row) - 1) for row in rows]
-    found = completion_logprobs(model, *batch(rows, everything))
-    assert (found[:, 0] == 0).all()
-    assert torch.equal(found, completion_logprobs(model, *batch(rows, all_but_first)))
-
-
-def test_a_mask_with_holes_scores_just_its_positions():
-    model, (rows, _) = model_of("llama"), rows_and_masks()
-    masks = [[t % 2 for t in range(len(row))] for row in rows]
-    inputs = batch(rows, masks)
-    found = completion_logprobs(model, *inputs)
-    assert torch.allclose(found[inputs[2]], plain(model, rows, masks)[0], atol=2e-5)
+def test_rows_are_those_asked_for_at_the_width_of_all_pairs():
+    model, pairs = model_of("llama"), make_pairs()
+    everything = completion_logprobs(model, pairs, range(4))
+    for rows in ([2, 0], [3], [1, 1], torch.tensor([3, 2, 0])):
+        found = completion_logprobs(model, pairs, rows)
+        assert found.shape == (len(rows), 6)
+        assert torch.allclose(found, everything[rows], atol=1e-5)
 
 
 def test_entropy_changes_the_form_of_the_result_but_not_the_logprobs():
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks)
-    alone = completion_logprobs(model, *inputs)
-    logprobs, entropy = completion_logprobs(model, *inputs, return_entropy=True)
+    model, pairs = model_of("llama"), make_pairs()
+    alone = completion_logprobs(model, pairs, range(4))
+    logprobs, entropy = score(model, pairs)
     assert torch.equal(alone, logprobs)
     assert entropy.shape == alone.shape
 
 
 def test_float32_results_of_a_bfloat16_model():
-    model, (rows, masks) = model_of("llama").bfloat16(), rows_and_masks()
-    inputs = batch(rows, masks)
-    logprobs, entropy = completion_logprobs(model, *inputs, 0.6, return_entropy=True)
+    model, pairs = model_of("llama").bfloat16(), make_pairs()
+    logprobs, entropy = score(model, pairs, 0.6)
     assert logprobs.dtype == entropy.dtype == torch.float32
     # The softmax is float32 too: its error does not show beside that of bfloat16 logits.
-    expected, expected_entropy = plain(model, rows, masks, 0.6)
-    assert torch.allclose(logprobs[inputs[2]], expected, atol=0.2)
-    assert torch.allclose(entropy[inputs[2]], expected_entropy, atol=0.2)
+    expected, expected_entropy = plain(model, pairs, 0.6)
+    assert torch.allclose(logprobs[mask_of(pairs)], expected, atol=0.2)
+    assert torch.allclose(entropy[mask_of(pairs)], expected_entropy, atol=0.2)
     logprobs.sum().backward()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_side_amount_and_ids_of_padding_do_not_matter(architecture):
-    model, (rows, masks) = model_of(architecture), rows_and_masks()
-    alone = []
-    for row, mask in zip(rows, masks, strict=True):
-        inputs = batch([row], [mask])
-        alone.append(completion_logprobs(model, *inputs)[inputs[2]])
-    expected = torch.cat(alone)
-    for side in ("left", "right"):
-        for more_padding in (0, 1, 9):
-            for pad_id in (PAD, 31):
-                inputs = batch(rows, masks, side, more_padding, pad_id)
-                found = completion_logprobs(model, *inputs)[inputs[2]]
-                assert torch.allclose(found, expected, atol=1e-5), (side, more_padding, pad_id)
-        ids, attention_mask, completion_mask = batch(rows, masks, side, 4)
-        garbage = torch.randint(0, VOCAB, ids.shape, generator=torch.Generator().manual_seed(1))
-        ids = torch.where(attention_mask, ids, garbage)
-        found = completion_logprobs(model, ids, attention_mask, completion_mask)
-        assert torch.allclose(found[completion_mask], expected, atol=1e-5)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_amount_and_ids_of_padding_do_not_matter(architecture, monkeypatch):
+    """A row gets what it gets alone, without padding."""
+    # A window is narrower than the rows.
+    settings = {"sliding_window": 3} if architecture == "gemma2" else {}
+    model, pairs = model_of(architecture, **settings), make_pairs()
+    expected = torch.cat([completion_logprobs(model, [pair], [0])[0] for pair in pairs])
+    assert torch.allclose(expected, plain(model, pairs)[0], atol=2e-5)
+    for columns in (0, 1, 9):
+        for pad_id in (0, 31, None):
+            with monkeypatch.context() as patch:
+                more_padding(patch, columns, pad_id)
+                found = completion_logprobs(model, pairs, range(4))[mask_of(pairs)]
+            assert torch.allclose(found, expected, atol=1e-5), (columns, pad_id)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_reach_the_gradients(side):
-    model, (rows, masks) = model_of("gpt2"), rows_and_masks()
-    few, many = batch(rows, masks, side), batch(rows, masks, side, more_padding=6, pad_id=31)
-    assert_same_gradients(
-        gradients(model, completion_logprobs(model, *many).sum()),
-        gradients(model, completion_logprobs(model, *few).sum()),
-    )
+def test_padding_does_not_reach_the_gradients(monkeypatch):
+    model, pairs = model_of("gpt2"), make_pairs()
+    expected = gradients(model, completion_logprobs(model, pairs, range(4)).sum())
+    more_padding(monkeypatch, 6)
+    found = gradients(model, completion_logprobs(model, pairs, range(4)).sum())
+    assert_same_gradients(found, expected)
 
 
-def test_masks_may_be_of_integers():
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    ids, attention_mask, completion_mask = batch(rows, masks, "left")
-    found = completion_logprobs(model, ids, attention_mask.int(), completion_mask.long())
-    assert torch.equal(found, completion_logprobs(model, ids, attention_mask, completion_mask))
+def test_an_empty_completion_gives_zeros():
+    model, pairs = model_of("llama"), make_pairs()
+    found = completion_logprobs(model, [*pairs, ([4, 9], [])], range(5))
+    assert not found[4].any()
+    assert torch.allclose(found[:4], completion_logprobs(model, pairs, range(4)), atol=1e-5)
 
 
-def test_empty_completion_mask_gives_zeros_and_a_backward_that_works():
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    ids, attention_mask, completion_mask = batch(rows, masks)
-    nothing = torch.zeros_like(completion_mask)
-    logprobs, entropy = completion_logprobs(model, ids, attention_mask, nothing, 0.6, True)
-    assert not logprobs.any() and not entropy.any()
-    (logprobs.sum() + entropy.sum()).backward()
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+@pytest.mark.parametrize("architecture", HEADS)
+@pytest.mark.parametrize(
+    "pairs, rows", [(make_pairs(), []), ([([4, 9], []), ([7], [])], [0, 1]), ([([4], [])], [])]
+)
+def test_nothing_to_score_gives_no_numbers_and_gradients_of_zero(architecture, pairs, rows):
+    model, width = model_of(architecture), max(len(completion) for _, completion in pairs)
+    for first, second in ((1, 0), (0, 1), (1, 1)):
+        logprobs = completion_logprobs(model, pairs, rows)
+        both = completion_logprobs(model, pairs, rows, 0.7, entropy=True)
+        output = first * both[0] + second * both[1] if second else logprobs
+        assert output.shape == (len(rows), width)
+        model.zero_grad()
+        output.sum().backward()
+        # FSDP's ranks add up gradients together: each must have one for every weight.
+        assert all(weight.grad is not None for weight in model.parameters())
+        assert not any(weight.grad.any() for weight in model.parameters())
 
 
 def test_same_values_without_gradients():
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks)
-    with_graph = completion_logprobs(model, *inputs)
+    model, pairs = model_of("llama"), make_pairs()
+    with_graph = completion_logprobs(model, pairs, range(4))
     with torch.no_grad():
-        without = completion_logprobs(model, *inputs)
+        without = completion_logprobs(model, pairs, range(4))
     assert with_graph.requires_grad and not without.requires_grad
     assert torch.equal(with_graph, without)
+
+
+# --- micro-batches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
+    lengths = (1, 9, 5, 3, 9, 1, 7, 5, 5, 2)
+    pairs = make_pairs([(1 + n // 2, n - n // 2) for n in lengths])
+    rows = torch.tensor([3, 8, 0, 4, 6, 7, 9])
+    groups = []
+    for rank in range(processes):
+        monkeypatch.setattr(common.logprobs, "RANK", rank)
+        monkeypatch.setattr(common.logprobs, "WORLD_SIZE", processes)
+        groups.append([group.tolist() for group in micro_batches(pairs, rows, 2)])
+    assert len({len(of_rank) for of_rank in groups}) == 1
+    assert all(len(group) <= 2 for of_rank in groups for group in of_rank)
+    assert all(groups[0][:-1]), "only the last group of a rank may be empty"
+    dealt = [row for of_rank in groups for group in of_rank for row in group]
+    assert sorted(dealt) == sorted(rows.tolist())
+    # Neighbours in length meet: no row of a later group is longer than one of an earlier.
+    for earlier, later in itertools.pairwise(zip(*groups, strict=True)):
+        shortest = min(lengths[row] for group in earlier for row in group)
+        assert all(lengths[row] <= shortest for group in later for row in group)
+
+
+def test_micro_batches_of_no_rows():
+    """Ranks that were dealt nothing still run a pass, all of them as many."""
+    groups = list(micro_batches(make_pairs(), torch.arange(0), 2))
+    assert [len(group) for group in groups] == [0]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_ranks_score_a_rollout_together(monkeypatch, processes):
+    """Their tensors, 0 at rows that are not theirs, add up to what one process scores."""
+    model, pairs = model_of("llama"), make_pairs()
+    with torch.no_grad():
+        expected = completion_logprobs(model, pairs, range(4), 0.7)
+    monkeypatch.setattr(common.logprobs, "WORLD_SIZE", processes)
+    monkeypatch.setattr(common.logprobs, "all_reduce_sum", lambda values: values)
+    of_ranks = []
+    for rank in range(processes):
+        monkeypatch.setattr(common.logprobs, "RANK", rank)
+        batches = micro_batches(pairs, torch.arange(4), 1)
+        of_ranks.append(rollout_logprobs(model, pairs, batches, 0.7))
+    assert not any(values.requires_grad for values in of_ranks)
+    assert torch.stack([values != 0 for values in of_ranks]).sum(dim=0).max() == 1
+    assert torch.allclose(sum(of_ranks), expected, atol=1e-5)
 
 
 # --- the head -----------------------------------------------------------------------------------
 
 
 class DoubledLlama(LlamaForCausalLM):
-    """A head that `Head` cannot know."""
+    """A head that `head_of` cannot know."""
 
     def forward(self, *args, **inputs):
         output = super().forward(*args, **inputs)
@@ -419,10 +512,10 @@ class DoubledLlama(LlamaForCausalLM):
 
 
 def test_an_unknown_head_is_refused_by_name():
-    model, (rows, masks) = DoubledLlama(tiny_config("llama")).eval(), rows_and_masks()
+    model, pairs = DoubledLlama(tiny_config("llama")).eval(), make_pairs()
     for _ in range(2):  # and is not taken for known the second time
         with pytest.raises(ValueError, match="DoubledLlama"):
-            completion_logprobs(model, *batch(rows, masks))
+            completion_logprobs(model, pairs, range(4))
 
 
 class AdaptedHead(torch.nn.Module):
@@ -441,73 +534,76 @@ def test_an_adapter_on_the_head_is_refused():
     model = tiny_model("llama", tie_word_embeddings=False)
     model.set_output_embeddings(AdaptedHead(model.get_output_embeddings()))
     with pytest.raises(ValueError, match="output head of LlamaForCausalLM"):
-        completion_logprobs(model, *batch(*rows_and_masks()))
+        completion_logprobs(model, make_pairs(), range(4))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_an_unknown_head_is_refused_where_the_first_token_is_padding(side):
-    # With pad_token_id the embedding of padding is zero, and so are both logits compared.
+@pytest.mark.parametrize("lengths", [((1, 2), (3, 4)), ((3, 4), (1, 2))])
+def test_an_unknown_head_is_refused_where_rows_are_padded(lengths):
+    # With pad_token_id the embedding of padding is zero, and so would both logits compared be.
     model = DoubledLlama(tiny_config("llama", pad_token_id=0)).eval()
     with pytest.raises(ValueError, match="DoubledLlama"):
-        completion_logprobs(model, *batch(*rows_and_masks(((1, 2), (3, 4))), side))
+        completion_logprobs(model, make_pairs(lengths), range(2))
 
 
 def test_a_known_head_is_not_refused_for_dropout():
     model = tiny_model("gpt2").train()
-    completion_logprobs(model, *batch(*rows_and_masks()))
+    completion_logprobs(model, make_pairs(), range(4))
     assert model.training
+
+
+@every_head
+def test_a_known_head_is_not_refused_in_bfloat16(architecture, monkeypatch):
+    use_bfloat16(monkeypatch)
+    for seed in range(5):
+        completion_logprobs(model_of(architecture, seed=seed), make_pairs(), range(4))
 
 
 def record_logits(monkeypatch):
     """Shapes of all logits that are computed from now on."""
-    shapes, logits = [], Head.logits
+    shapes = []
 
-    def recorded(self, hidden, out):
-        shapes.append(tuple(out.shape))
-        return logits(self, hidden, out)
+    def recorded(hidden, room, weight, *rest):
+        shapes.append((len(hidden), len(weight)))
+        return head_logits(hidden, room, weight, *rest)
 
-    monkeypatch.setattr(Head, "logits", recorded)
+    monkeypatch.setattr(common.logprobs, "head_logits", recorded)
     return shapes
 
 
-@pytest.mark.parametrize("return_entropy", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_logits_exist_at_the_masked_positions_only_and_in_chunks(monkeypatch, side, return_entropy):
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_exist_at_the_completions_tokens_only_and_in_chunks(monkeypatch, entropy):
     several_chunks(monkeypatch, positions=3)
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks, side)
-    scored = int(inputs[2].sum())
+    model, pairs = model_of("llama"), make_pairs()
+    scored = sum(len(completion) for _, completion in pairs)
     with torch.no_grad():
-        completion_logprobs(model, *inputs)  # the check of the head is done once, here
+        completion_logprobs(model, pairs, range(4))  # the check of the head is done once, here
     shapes = record_logits(monkeypatch)
-    outputs = completion_logprobs(model, *inputs, 1.0, return_entropy)
+    outputs = completion_logprobs(model, pairs, range(4), 1.0, entropy)
     assert all(width == VOCAB for _, width in shapes)
     assert [n for n, _ in shapes] == [scored % 3] * (scored % 3 > 0) + [3] * (scored // 3)
     forward = list(shapes)
     shapes.clear()
-    sum(values.sum() for values in (outputs if return_entropy else (outputs,))).backward()
+    sum(values.sum() for values in (outputs if entropy else (outputs,))).backward()
     # Computed again, one chunk at a time, but for the one that the forward pass did last.
     assert sorted(shapes) == sorted(forward[:-1])
 
 
 def test_check_of_the_head_takes_one_token_once(monkeypatch):
-    model, (rows, masks) = model_of("llama"), rows_and_masks()
-    inputs = batch(rows, masks)
+    model, pairs = model_of("llama"), make_pairs()
     shapes = record_logits(monkeypatch)
-    completion_logprobs(model, *inputs)
-    scored = int(inputs[2].sum())
+    completion_logprobs(model, pairs, range(4))
+    scored = sum(len(completion) for _, completion in pairs)
     assert [n for n, _ in shapes] == [1, scored]
-    completion_logprobs(model, *inputs)
+    completion_logprobs(model, pairs, range(4))
     assert [n for n, _ in shapes] == [1, scored, scored]
 
 
 def test_graph_does_not_keep_the_logits():
     """Beyond the model's parameters nothing as wide as the vocabulary is saved for backward."""
-    model, (rows, masks) = model_of("llama", vocab_size=1003), rows_and_masks()
-    inputs = batch(rows, masks)
+    model, pairs = model_of("llama", vocab_size=1003), make_pairs()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        completion_logprobs(model, *inputs, 0.6, return_entropy=True)
+        score(model, pairs, 0.6)
     parameters = {p.data_ptr() for p in model.parameters()}
     assert saved
     assert all(x.shape[-1:] != (1003,) for x in saved if x.data_ptr() not in parameters)
@@ -516,10 +612,9 @@ def test_graph_does_not_keep_the_logits():
 def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
     """What is derived from a chunk must be small beside it, or memory grows by its multiples."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 8 * 1003)
-    model, (rows, masks) = model_of("llama", vocab_size=1003), rows_and_masks()
-    inputs = batch(rows, masks)
+    model, pairs = model_of("llama", vocab_size=1003), make_pairs()
     with torch.no_grad():
-        completion_logprobs(model, *inputs)  # the check of the head
+        completion_logprobs(model, pairs, range(4))  # the check of the head
     made = set()
 
     class Record(TorchDispatchMode):
@@ -530,7 +625,7 @@ def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
             return out
 
     with Record():
-        logprobs, entropy = completion_logprobs(model, *inputs, 0.6, return_entropy=True)
+        logprobs, entropy = score(model, pairs, 0.6)
         (logprobs.sum() + entropy.sum()).backward()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len({x.data_ptr() for x in made} - weights) == 1

@@ -154,7 +154,7 @@ def test_phi3_chat_ends_a_turn_at_its_end_token():
     turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     stop_ids = find_stop_ids(str(REAL), tokenizer)
     assert stop_ids == sorted([tokenizer.eos_token_id, end])
-    prompt, completion = sft.encode_pair(tokenizer, turns[:1], turns[1:], stop_ids, "row 0")
+    prompt, completion = sft.encode_pair(tokenizer, turns[:1], turns[1:], stop_ids)
     assert tokenizer.decode(prompt).endswith("<|assistant|>")
     assert completion[-1] == end
     assert completion.count(end) == 1
@@ -189,11 +189,11 @@ def test_dpo_on_phi3_chats(tmp_path):
         stop_ids = find_stop_ids(args.model, tokenizer)
         pairs += dpo.load_preference_pairs(args, "train", tokenizer, stop_ids)
         losses.append([r["objective/loss"] for r in metrics_of(dpo.main(args))[1:]])
-    assert pairs[0].prompt == pairs[1].prompt
-    assert tokenizer.decode(pairs[0].prompt).endswith("<|assistant|>")
+    assert pairs[0]["ids"] == pairs[1]["ids"]
+    assert tokenizer.decode(pairs[0]["ids"]).endswith("<|assistant|>")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     for pair in pairs:
-        for side, message in ((pair.chosen, good), (pair.rejected, bad)):
+        for side, message in ((pair["chosen"], good), (pair["rejected"], bad)):
             assert side[-1] == end  # the turn's, and not the EOS that is also the padding
             assert tokenizer.decode(side[:-1]).strip() == message["content"]
     assert losses[0] == losses[1]
@@ -205,7 +205,7 @@ def test_gpt2_has_no_pad_and_no_bos():
     tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "gpt2")
     eos = tokenizer.eos_token_id
     assert tokenizer.pad_token_id is None
-    prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos], "row 0")
+    prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
-    assert sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos], "row 0") is None  # " four"
+    assert sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos]) is None  # " four"

@@ -58,8 +58,7 @@ def contents(run_dir):
         for line in (run_dir / log).read_text().splitlines():
             row = json.loads(line)
             logs.append({k: v for k, v in row.items() if not k.startswith("time/")})
-    state = torch.load(run_dir / "checkpoint" / "state.pt", weights_only=True)
-    state.pop("logs")  # sizes of files with times in them
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     return logs, state, (run_dir / "model" / "model.safetensors").read_bytes()
 
 
@@ -115,32 +114,47 @@ def test_resuming_a_finished_run_writes_the_same_model(whole, capsys):
 
 def test_a_save_that_dies_leaves_the_last_checkpoint(whole, monkeypatch):
     name, run_dir = whole
-    path = run_dir / "checkpoint" / "state.pt"
+    path = run_dir / "checkpoint.pt"
     before = path.read_bytes()
 
-    def die(state, file):
-        file.write(b"half a")
+    def die(state, path):
+        path.write_bytes(b"half a")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", die)
     with pytest.raises(KeyboardInterrupt):
-        SCRIPTS[name].save_checkpoint(run_dir, {"step": 99})
+        SCRIPTS[name].save_checkpoint(run_dir, {}, {"step": 99})
     assert path.read_bytes() == before
 
 
-def test_resume_refuses_flags_that_would_change_the_run(whole):
+def test_flags_typed_beside_resume_override_those_of_the_run(whole):
+    """Flags of the run hold, the script's defaults do not; what is typed overrides both."""
     name, run_dir = whole
-    parse = SCRIPTS[name].parse_args
-    saved = json.loads((run_dir / "args.json").read_text())
-    assert saved["save_every"] == 2
-    with pytest.raises(SystemExit, match="save_every"):
-        # the script's default, but not what the run was started with
-        parse(["--resume", str(run_dir), "--save-every", str(SCRIPTS[name].Args.save_every)])
-    assert parse(["--resume", str(run_dir), "--save-every", "2"]).save_every == 2
+    parse, resume = SCRIPTS[name].parse_args, ["--resume", str(run_dir)]
+    assert json.loads((run_dir / "args.json").read_text())["save_every"] == 2
+    assert SCRIPTS[name].Args.save_every != 2
+    assert parse(resume).save_every == 2
+    assert parse([*resume, "--save-every", "7"]).save_every == 7
+
+
+def test_a_finished_run_can_be_extended(tmp_path):
+    """Its end is a checkpoint like any other; the schedule is that of the longer run."""
+    script = SCRIPTS["grpo"]
+    words = flags("grpo", tmp_path)
+    run_dir = script.main(script.parse_args([*words, "--total-rollouts", "2"]))
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()[1:]
+    rates = [json.loads(line)["policy/learning_rate"] for line in lines]
+    assert rates == [5e-4, 2.5e-4]
+    resume = ["--resume", str(run_dir), "--total-rollouts", "4"]
+    assert script.main(script.parse_args(resume)) == run_dir
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["policy/learning_rate"] for row in rows[3:]] == [2.5e-4, 1.25e-4]
+    assert json.loads((run_dir / "args.json").read_text())["total_rollouts"] == 4
 
 
 def test_runs_never_share_a_folder(tmp_path):
     for script in SCRIPTS.values():
         args = script.Args(output_dir=str(tmp_path), exp_name="x")
-        folders = {script.make_run_dir(args) for _ in range(3)}
+        folders = {script.start_run(args) for _ in range(3)}
         assert len(folders) == 3

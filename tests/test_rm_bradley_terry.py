@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from gpu_types import take_gpu_types
 from models import CHAT, tiny_config, tiny_model
 from safetensors.torch import load_file
 from transformers import (
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 import rm_bradley_terry as rm
@@ -21,14 +23,13 @@ from rm_bradley_terry import (
     Args,
     bradley_terry_loss,
     calibration,
+    last_token_scores,
     load_classifier,
-    reward_model_scores,
     to_preference,
 )
 
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
 SMALL = dict(epochs=0.001, batch_size=16, micro_batch_size=16, eval_rows=4, eval_samples=4)
-CPU = torch.device("cpu")
 ALL = pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 
 
@@ -84,6 +85,10 @@ def tiny_classifier(architecture, **overrides):
     torch.manual_seed(0)
     config = tiny_config(architecture, num_labels=1, **overrides)
     return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def load(folder, seed=1, **flags):
+    return load_classifier(Args(model=str(folder), seed=seed, max_length=64, **flags))
 
 
 def message(role, content):
@@ -187,46 +192,55 @@ def test_calibration_error_tells_right_from_overconfident_and_timid(factor, low,
 
 @ALL
 @pytest.mark.parametrize("pad_token_id", [None, 0, 2])
-def test_score_is_the_heads_output_at_the_last_token_wherever_the_padding_is(
+def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are(
     architecture, pad_token_id
 ):
     eos = 2
     model = tiny_classifier(architecture, pad_token_id=pad_token_id, eos_token_id=eos)
-    # Ended, cut off, with the EOS's id inside, longest, and a single token.
-    rows = [[1, 7, 9, 5, eos], [1, 7, 9], [1, eos, 8, eos], [1, 3, 3, 9, 8, 7, eos], [6]]
+    # Ended, cut off, with the EOS's id inside, longest, a single token, and ending as if padded.
+    rows = [[1, 7, 9, 5, eos], [1, 7, 9], [1, eos, 8, eos], [1, 3, 3, 9, 8, 7, eos], [6], [1, 7, 0]]
     with torch.no_grad():
         base = model.transformer if architecture == "gpt2" else model.model
         alone = [base(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
         expected = torch.stack(alone) @ model.score.weight[0]
         assert expected.unique().numel() == len(rows)
-        for width in (7, 12):
-            for side in ("left", "right", "middle"):
-                ids = torch.full((len(rows), width), eos)  # as with pad == eos
-                mask = torch.zeros(len(rows), width, dtype=torch.bool)
-                for i, row in enumerate(rows):
-                    before = {"left": 0, "right": len(row), "middle": len(row) // 2}[side]
-                    where = [*range(before), *range(width - len(row) + before, width)]
-                    ids[i, where], mask[i, where] = torch.tensor(row), True
-                scores = reward_model_scores(model, ids, mask)
-                torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+        for more in ([], [[4] * 12]):  # which makes all others be padded to 12
+            scores = last_token_scores(model, rows + more)[: len(rows)]
+            torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+            scores = last_token_scores(model, more + rows[::-1])[len(more) :]
+            torch.testing.assert_close(scores.flip(0), expected, atol=1e-4, rtol=1e-4)
 
 
 @ALL
 def test_score_carries_a_gradient_to_every_parameter(architecture):
     model = tiny_classifier(architecture)
-    ids = torch.tensor([[1, 7, 9, 2], [1, 8, 2, 0]])
-    reward_model_scores(model, ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])).sum().backward()
+    last_token_scores(model, [[1, 7, 9, 2], [1, 8, 2]]).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-def test_scores_are_float32_under_autocast():
+@ALL
+def test_no_rows_still_run_both_passes_and_add_nothing(architecture):
+    model = tiny_classifier(architecture)
+    passes = []
+    model.base_model.register_forward_pre_hook(lambda *args: passes.append(1))
+    scores = last_token_scores(model, [])
+    assert scores.shape == (0,) and passes == [1]
+    scores.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
+
+
+def test_scores_are_float32_under_autocast(monkeypatch):
+    take_gpu_types(monkeypatch)
     model = tiny_classifier("llama")
-    ids = torch.tensor([[1, 7, 9, 2]])
-    hidden = []
+    hidden, types = [], []
     model.score.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        score = reward_model_scores(model, ids, torch.ones_like(ids))
+    up = model.model.layers[0].mlp.up_proj
+    up.register_forward_hook(lambda module, args, output: types.append(output.dtype))
+    with torch.no_grad():
+        score = last_token_scores(model, [[1, 7, 9, 2]])
+    assert types == [torch.bfloat16]
     # A rounded product would differ from this sum by about a part in 2^8.
     expected = (hidden[0].double() * model.score.weight.double()).sum()
     assert score.dtype == torch.float32
@@ -240,7 +254,7 @@ def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
     # d = 2, where sqrt(1/3) = 0.577 and sqrt(1/2) = 0.707 are far apart.
     heads = dict(hidden_size=2, num_attention_heads=1, num_key_value_heads=1)
     tiny_model("llama", **heads).save_pretrained(tmp_path)
-    models = [load_classifier("--model", str(tmp_path), seed) for seed in range(200)]
+    models = [load(tmp_path, seed) for seed in range(200)]
     assert all(model.score.bias is None for model in models)
     draws = torch.cat([model.score.weight.detach() for model in models])
     assert draws.shape == (200, 2)
@@ -252,28 +266,27 @@ def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
 
 def test_transformer_is_the_policys_and_the_head_depends_on_the_seed_alone():
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
-    first = load_classifier("--model", POLICY, 1)
+    first = load(POLICY)
     assert not first.training
     assert {p.dtype for p in first.parameters()} == {torch.float32}
     for name, tensor in first.state_dict().items():
         assert name == "score.weight" or torch.equal(tensor, policy[name])
     torch.randn(3)  # the state of the generator does not matter
-    same, other = (load_classifier("--model", POLICY, seed) for seed in (1, 2))
+    same, other = (load(POLICY, seed) for seed in (1, 2))
     assert torch.equal(same.score.weight, first.score.weight)
     assert not torch.allclose(other.score.weight, first.score.weight)
 
 
 def test_a_trained_head_is_kept():
-    model = load_classifier("--model", REWARD_MODEL, 1)
+    model = load(REWARD_MODEL)
     saved = load_file(f"{REWARD_MODEL}/model.safetensors")
     assert torch.equal(model.score.weight, saved["score.weight"].float())
 
 
 def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
-    model = load_classifier("--model", policy_that_pads_with("<eos>", tmp_path), 1)
+    model = load(policy_that_pads_with("<eos>", tmp_path))
     assert model.config.pad_token_id == 2  # for which transformers blocks the gradient
-    ids = torch.tensor([[1, 84, 45, 2]])
-    reward_model_scores(model, ids, torch.ones_like(ids)).sum().backward()
+    last_token_scores(model, [[1, 84, 45, 2]]).sum().backward()
     assert model.get_input_embeddings().weight.grad[2].abs().max() > 0
 
 
@@ -291,28 +304,33 @@ def test_only_the_layers_asked_for_change(tmp_path, train_layers, trained):
 
 
 @ALL
-def test_last_layers_are_found_in_every_architecture(architecture):
-    model = tiny_classifier(architecture, num_hidden_layers=3)
+def test_last_layers_are_found_in_every_architecture(architecture, tmp_path):
+    tiny_classifier(architecture, num_hidden_layers=3).save_pretrained(tmp_path)
+    model = load(tmp_path, train_layers=2)
     layers = "transformer.h." if architecture == "gpt2" else "model.layers."
     every = {name for name, _ in model.named_parameters()}
-    rm.freeze_layers(model, 2)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     starts = ("score.", f"{layers}1.", f"{layers}2.")
     assert trained == {name for name in every if name.startswith(starts)}
 
 
-def test_another_list_of_layers_in_front_is_not_taken_for_the_transformers():
+def test_another_list_of_layers_in_front_is_not_taken_for_the_transformers(monkeypatch):
     model = tiny_classifier("llama")
+    kind, loaded = rm.AutoModelForSequenceClassification, (model, {"missing_keys": set()})
+    monkeypatch.setattr(kind, "from_pretrained", lambda *args, **options: loaded)
     tower = torch.nn.ModuleList([torch.nn.Linear(2, 2)])  # as that of a model that also sees
     model.model._modules = {"tower": tower, **model.model._modules}
-    rm.freeze_layers(model, 1)
+    assert load("anything", train_layers=1) is model
     assert model.model.layers[1].mlp.up_proj.weight.requires_grad
     assert not tower[0].weight.requires_grad
 
 
-@pytest.mark.parametrize("train_layers", [3, -1])
-def test_a_number_of_layers_that_the_model_lacks(tmp_path, train_layers):
-    with pytest.raises(SystemExit, match=f"--train-layers {train_layers}: .* the model's 2 layers"):
+@pytest.mark.parametrize(
+    ("train_layers", "message"),
+    [(3, "--train-layers 3: the model has 2 layers only"), (-1, "--train-layers must not be -1")],
+)
+def test_a_number_of_layers_that_the_model_lacks(tmp_path, train_layers, message):
+    with pytest.raises(SystemExit, match=message):
         run(tmp_path, train_layers=train_layers)
 
 
@@ -348,6 +366,7 @@ def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     chosen, rejected = plain_scores(run_dir / "model", held_out(40))
     config = AutoConfig.from_pretrained(run_dir / "model")
     assert config.num_labels == 1
+    assert GenerationConfig.from_pretrained(run_dir / "model").eos_token_id == [2]
     assert config.score_mean == pytest.approx(chosen.mean().item(), abs=1e-4)
 
     samples = read(run_dir / "samples.jsonl")
@@ -447,7 +466,7 @@ def test_chosen_and_rejected_share_one_forward_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(rm, "load_classifier", spy)
     run(tmp_path, micro_batch_size=5, eval_rows=8)
     # 8 held-out pairs, 16 of a step, and 8 held-out ones again: twice as many rows as pairs
-    assert rows[:8] == [10, 6, 10, 10, 10, 2, 10, 6]
+    assert rows == [10, 6, 10, 10, 10, 2, 10, 6]
 
 
 def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
@@ -580,23 +599,32 @@ USER, GOOD, BAD = message("user", "q"), message("assistant", "good"), message("a
     ],
 )
 def test_prompt_and_sides_of_a_row(flags, row, expected):
-    assert to_preference(Args(**flags), row, "row 0") == expected
+    assert to_preference(Args(**flags), row) == expected
 
 
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"chosen": [USER, GOOD], "rejected": [BAD, BAD]}, "row 7: the two conversations must be"),
-        ({"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, "row 7: .* --prompt-column none"),
-        ({"prompt": "q", "chosen": "good", "rejected": [BAD]}, "row 7: .* found .'list', 'str'"),
-        ({"prompt": "q", "chosen": 1, "rejected": 2}, "row 7: .* found .'int', 'str'"),
-        ({"prompt": "q", "rejected": "b"}, "row 7: no --chosen-column chosen, only"),
-        ({"prompt": "q", "chosen": "b"}, "row 7: no --rejected-column rejected, only"),
+        (
+            {"chosen": [USER, GOOD], "rejected": [BAD, BAD]},
+            "row 0 of train: the two conversations must be",
+        ),
+        (
+            {"prompt": "q", "chosen": [GOOD], "rejected": [BAD]},
+            "row 0 of train: .* --prompt-column none",
+        ),
+        (
+            {"prompt": "q", "chosen": "good", "rejected": [BAD]},
+            "row 0 of train: .* found .'list', 'str'",
+        ),
+        ({"prompt": "q", "chosen": 1, "rejected": 2}, "row 0 of train: .* found .'int', 'str'"),
+        ({"prompt": "q", "rejected": "b"}, "row 0 of train: there is no column chosen, only"),
+        ({"prompt": "q", "chosen": "b"}, "row 0 of train: there is no column rejected, only"),
     ],
 )
-def test_rows_of_no_known_kind_are_errors_that_name_the_row(row, error):
+def test_rows_of_no_known_kind_are_errors_that_name_the_row(tmp_path, row, error):
     with pytest.raises(SystemExit, match=error):
-        to_preference(Args(), row, "row 7")
+        preferences(tmp_path, [row])
 
 
 # --- pairs to tokens ----------------------------------------------------------------------------
@@ -619,22 +647,22 @@ def test_sides_end_with_exactly_one_stop_id(tmp_path):
     pairs = preferences(tmp_path, rows)
     assert len(pairs) == 100
     for row, pair in zip(rows, pairs, strict=True):
-        assert pair.prompt == ids("<bos> " + row["prompt"])
-        assert pair.chosen == ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert pair.rejected == ids(row["rejected"] + " <eos>")
-        assert pair.margin == 0
+        prompt = ids("<bos> " + row["prompt"])
+        chosen = prompt + ids(row["chosen"].split("<eos>")[0] + " <eos>")
+        assert pair["sequences"] == [chosen, prompt + ids(row["rejected"] + " <eos>")]
+        assert pair["margin"] == 0
     # Any stop id ends a side.
     (pair,) = preferences(tmp_path, rows[:1], stop_ids=[2, ids(".")[0]])
-    assert pair.chosen == ids("we watched it at home .")
-    assert pair.rejected == ids("the script was simply bland .")
+    prompt = ids("<bos> " + rows[0]["prompt"])
+    sides = ("we watched it at home .", "the script was simply bland .")
+    assert pair["sequences"] == [prompt + ids(side) for side in sides]
 
 
 def test_chat_pairs_in_tokens(tmp_path):
     row = {"prompt": "on wednesday", "chosen": "a film", "rejected": "it"}
     (pair,) = preferences(tmp_path, [row], chat=True, chat_template=CHAT)
-    assert pair.prompt == ids("<bos> on wednesday <eos> . the :")
-    assert pair.chosen == ids("a film <eos>")
-    assert pair.rejected == ids("it <eos>")
+    prompt = ids("<bos> on wednesday <eos> . the :")
+    assert pair["sequences"] == [prompt + ids("a film <eos>"), prompt + ids("it <eos>")]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -665,7 +693,9 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
         # One word of two: the prompt would end with another token than when it stands alone.
         rows.append({"prompt": "on wednesday", "chosen": good, "rejected": "s it"})
     pairs = preferences(tmp_path, rows, **flags)
-    assert [(len(pair.chosen), len(pair.rejected)) for pair in pairs] == [(3, 2), (3, 5), (5, 3)]
+    prompt = 7 if chat else 3  # tokens
+    lengths = [[len(ids) - prompt for ids in pair["sequences"]] for pair in pairs]
+    assert lengths == [[3, 2], [3, 5], [5, 3]]
     empty, merged = (3, 0) if chat else (4, 1)
     assert capsys.readouterr().out.strip() == (
         f"train: 3 of {len(rows)} pairs; dropped {empty} with an empty prompt or side, {merged} "
@@ -690,11 +720,12 @@ def test_content_in_parts_is_not_empty(tmp_path):
     }
     template = CHAT.replace("m['content']", "m['content'][0]['text']")
     (pair,) = preferences(tmp_path, [row], chat_template=template)
-    assert (pair.chosen, pair.rejected) == (ids("a film <eos>"), ids("it <eos>"))
+    prompt = ids("<bos> on wednesday <eos> . the :")
+    assert pair["sequences"] == [prompt + ids("a film <eos>"), prompt + ids("it <eos>")]
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(SystemExit, match="nothing is left of train: 0 of 1 pairs; dropped 0 "):
+    with pytest.raises(SystemExit, match="train: nothing is left: 0 of 1 pairs; dropped 0 "):
         preferences(tmp_path, held_out(1), max_length=5)
 
 
@@ -702,10 +733,12 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
 def test_margins_come_from_their_column(tmp_path, column):
     rows = [row | {column: value} for row, value in zip(held_out(3), (0.5, -2, 3), strict=True)]
     pairs = preferences(tmp_path, rows, margin_column=column)
-    assert [pair.margin for pair in pairs] == [0.5, -2, 3]
-    assert all(pair.margin == 0 for pair in preferences(tmp_path, rows, margin_column="none"))
-    for flag in ("margin_column", "prompt_column"):  # asked for, and not there
-        with pytest.raises(SystemExit, match=f"row 0 of train: .*--{flag[:6]}-column gaps"):
+    assert [pair["margin"] for pair in pairs] == [0.5, -2, 3]
+    assert all(pair["margin"] == 0 for pair in preferences(tmp_path, rows, margin_column="none"))
+    # asked for, and not there
+    messages = dict(margin_column="--margin-column gaps: no number", prompt_column="no column gaps")
+    for flag, message in messages.items():
+        with pytest.raises(SystemExit, match=f"row 0 of train: .*{message}"):
             preferences(tmp_path, rows, **{flag: "gaps"})
 
 
@@ -715,6 +748,6 @@ def test_margins_come_from_their_column(tmp_path, column):
 def test_margins_that_are_no_numbers_name_the_row_and_the_flag(tmp_path, good, bad):
     rows = held_out(2)
     rows[0]["gap"], rows[1]["gap"] = good, bad
-    where = f"row {0 if good == 'x' else 1} of train: --margin-column gap must be a number"
-    with pytest.raises(SystemExit, match=f"{where}, found {bad!r}"):
+    where = f"row {0 if good == 'x' else 1} of train: --margin-column gap: no number"
+    with pytest.raises(SystemExit, match=f"{where}, but {bad!r}"):
         preferences(tmp_path, rows, margin_column="gap")

@@ -1,7 +1,9 @@
 """sft.py: the loss, what is learned and what is not, and how rows become tokens."""
 
+import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from transformers import (
 
 import sft
 from common.generation import find_stop_ids
-from sft import Args, encode_pair, make_batch, negative_log_likelihood, to_pairs
+from common.logprobs import completion_logprobs
+from sft import Args, encode_pair, load_pairs, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
 SMALL = dict(epochs=0.01, batch_size=16, micro_batch_size=16, eval_rows=8, eval_samples=2)
@@ -53,38 +56,76 @@ def chat_tokenizer():
 
 
 def test_loss_by_hand():
-    logprobs = torch.log(torch.tensor([[0.9, 0.5, 0.25], [0.1, 0.125, 0.3]]))
-    mask = torch.tensor([[False, True, True], [False, True, False]])
+    logprobs = torch.log(torch.tensor([[0.5, 0.25], [0.125, 1.0]]))  # the second ends after one
     # -(log 1/2 + log 1/4 + log 1/8) / 3 = (1 + 2 + 3) log 2 / 3
-    assert negative_log_likelihood(logprobs, mask, 3).item() == pytest.approx(2 * math.log(2))
+    assert negative_log_likelihood(logprobs, 3).item() == pytest.approx(2 * math.log(2))
 
 
-def test_loss_ignores_what_is_not_masked():
-    logprobs = torch.tensor([[math.nan, -1.0, math.inf]], requires_grad=True)
-    loss = negative_log_likelihood(logprobs, torch.tensor([[False, True, False]]), 1)
-    assert loss.item() == 1
-    loss.backward()
-    assert logprobs.grad.tolist() == [[0, -1, 0]]
-
-
-def test_only_completion_tokens_are_learned_unless_asked():
+def test_only_completion_tokens_have_a_gradient():
+    """Columns after a completion's end are 0; the loss of the others is plain cross-entropy's."""
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
     pairs = [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]
-    cpu = torch.device("cpu")
-    ids, mask, loss_mask = make_batch(Args(), pairs, 0, cpu)
-    assert ids.tolist() == [[1, 5, 6, 7, 2], [1, 8, 9, 9, 2]]
-    assert loss_mask.tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]
-    _, mask, loss_mask = make_batch(Args(train_on_prompt=True), [([1, 5], [2]), ([1], [2])], 0, cpu)
-    assert loss_mask.tolist() == [[0, 1, 1], [0, 1, 0]]
-    assert mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+    logprobs = completion_logprobs(model, pairs, range(2))
+    assert logprobs[0, 2:].tolist() == [0, 0]
+    negative_log_likelihood(logprobs, 6).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = 0
+    for prompt, completion in pairs:
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        target = torch.tensor(completion)
+        loss = loss + torch.nn.functional.cross_entropy(logits, target, reduction="sum") / 6
+    loss.backward()
+    for found, p in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_real_eos_is_learned_where_padding_has_its_id():
-    ids, mask, loss_mask = make_batch(
-        Args(), [([1, 5], [7, 2]), ([1], [2])], 2, torch.device("cpu")
-    )
-    assert ids.tolist() == [[1, 5, 7, 2], [1, 2, 2, 2]]
-    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert loss_mask.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0]]
+@pytest.mark.parametrize(
+    ("train_on_prompt", "expected"),
+    [
+        (False, [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]),
+        (True, [([1], [5, 6, 7, 2]), ([1], [8, 9, 9, 2])]),  # all but the first of all
+    ],
+)
+def test_only_completion_tokens_are_learned_unless_asked(
+    train_on_prompt, expected, tmp_path, monkeypatch
+):
+    scored, prompts = [], []
+
+    def completion_logprobs(model, pairs, rows):
+        scored.extend(pairs[i] for i in rows)
+        raise KeyboardInterrupt  # one step is enough
+
+    def evaluate(args, model, tokenizer, stop_ids, sampled_prompts, pairs):
+        assert pairs == expected
+        prompts.extend(sampled_prompts)
+        return {}, []
+
+    pairs = [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]
+    monkeypatch.setattr(sft, "load_pairs", lambda *args: pairs)
+    monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
+    monkeypatch.setattr(sft, "evaluate", evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1)
+    assert sorted(scored) == sorted(expected)
+    assert prompts == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
+
+
+def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
+    """pad == eos: the EOS of each completion is one of its tokens, and has its log-prob."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = [{"prompt": "1+2=", "completion": "#3"}, {"prompt": "1+2+3=", "completion": "3,6#6"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = load_pairs(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
+    assert [completion[-1] for _, completion in pairs] == [2, 2]
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
+    logprobs = completion_logprobs(model, pairs, range(2)).detach()
+    for row, (prompt, completion) in zip(logprobs, pairs, strict=True):
+        logits = model(torch.tensor([prompt + completion])).logits[0, -2]
+        expected = torch.log_softmax(logits, dim=-1)[2].item()
+        assert row[len(completion) - 1].item() == pytest.approx(expected, rel=1e-4)
+        assert row[len(completion) :].tolist() == [0] * (len(row) - len(completion))
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
@@ -96,7 +137,8 @@ def test_step_loss_is_the_token_mean_of_plain_cross_entropy(tmp_path, train_on_p
     text = Path("tiny/arithmetic/sft/train.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     total = count = 0
-    for i in sft.batch_rows(0, 8, len(rows), seed=1):
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    for i in order[:8]:
         prompt = tokenizer(rows[i]["prompt"]).input_ids
         ids = tokenizer(rows[i]["prompt"] + rows[i]["completion"] + "<eos>").input_ids
         start = 1 if train_on_prompt else len(prompt)
@@ -124,16 +166,40 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
-def test_micro_batches_sort_by_length_and_keep_every_row():
-    groups = list(sft.micro_batches([3, 9, 1, 7, 5], 2))
-    assert groups == [[1, 3], [4, 0], [2]]
+def test_each_epoch_is_a_permutation_of_its_own_and_none_is_cut(tmp_path, monkeypatch):
+    """Batches go on into the next epoch, so that each has as many rows."""
+    steps = []
+
+    def completion_logprobs(model, pairs, rows):
+        steps.append(sorted(pairs[i] for i in rows))
+        return logprobs(model, pairs, rows)
+
+    logprobs = sft.completion_logprobs
+    monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
+    flags = dict(train_split="train[:6]", batch_size=4, micro_batch_size=4)
+    run(tmp_path, epochs=4.0, **flags)
+    drawn = list(itertools.chain(*steps))
+    assert [len(step) for step in steps] == [4] * 6
+    known = {(tuple(prompt), tuple(completion)) for prompt, completion in drawn}
+    assert len(known) == 6
+    # Two epochs are three batches.
+    for rows in (drawn[:12], drawn[12:]):
+        counts = Counter((tuple(prompt), tuple(completion)) for prompt, completion in rows)
+        assert set(counts.values()) == {2}
+    assert steps[:3] != steps[3:]
+    first, steps[:] = list(steps), []
+    run(tmp_path, epochs=4.0, **flags)
+    assert steps == first
+    steps.clear()
+    run(tmp_path, epochs=4.0, seed=2, **flags)
+    assert steps != first
 
 
 # --- rows to tokens -----------------------------------------------------------------------------
 
 
 def test_plain_pair_ends_with_eos_and_has_one_bos(tokenizer):
-    prompt, completion = encode_pair(tokenizer, "1+2=", "#3", [2], "row 0")
+    prompt, completion = encode_pair(tokenizer, "1+2=", "#3", [2])
     assert tokenizer.convert_ids_to_tokens(prompt) == ["<bos>", "1", "+", "2", "="]
     assert tokenizer.convert_ids_to_tokens(completion) == ["#", "3", "<eos>"]
 
@@ -141,9 +207,9 @@ def test_plain_pair_ends_with_eos_and_has_one_bos(tokenizer):
 def test_chat_pair_ends_at_its_first_stop_id():
     tokenizer = chat_tokenizer()
     args = Args(chat=True)
-    ((prompt, completion),) = to_pairs(args, {"prompt": "a b", "completion": "c"}, "row 0")
+    ((prompt, completion),) = to_pairs(args, {"prompt": "a b", "completion": "c"})
     stop_ids = [2, tokenizer.convert_tokens_to_ids("nl")]
-    ids = encode_pair(tokenizer, prompt, completion, stop_ids, "row 0")
+    ids = encode_pair(tokenizer, prompt, completion, stop_ids)
     words = [tokenizer.convert_ids_to_tokens(part) for part in ids]
     assert words[0] == ["<bos>", "user:", "a", "b", "<eos>", "nl", "assistant:"]
     assert words[1] == ["c", "<eos>"]
@@ -163,7 +229,8 @@ def test_saved_model_ends_at_its_stop_ids_and_brings_no_sampling_of_its_own(tmp_
     model = AutoModelForCausalLM.from_pretrained(BASE)
     # Old versions of transformers refuse to save this, at the very end of a run.
     model.generation_config = GenerationConfig(temperature=0.6, do_sample=False, top_k=3)
-    sft.save_model(tmp_path, model, AutoTokenizer.from_pretrained(BASE), [2, 5])
+    sft.log(tmp_path, 0, {"eval/loss": 1.0}, [{"prompt": "", "completion": ""}])
+    sft.finish(tmp_path, model, AutoTokenizer.from_pretrained(BASE), [2, 5])
     saved = GenerationConfig.from_pretrained(tmp_path / "model")
     assert saved.eos_token_id == [2, 5]
     assert saved.top_k is None
@@ -177,22 +244,26 @@ def test_every_assistant_turn_of_messages_is_a_completion():
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d"},
     ]
-    pairs = to_pairs(Args(), {"messages": turns}, "row 0")
+    pairs = to_pairs(Args(), {"messages": turns})
     assert pairs == [(turns[:1], turns[1:2]), (turns[:3], turns[3:])]
-    _, completion = encode_pair(chat_tokenizer(), *pairs[1], [2], "row 0")
+    _, completion = encode_pair(chat_tokenizer(), *pairs[1], [2])
     assert chat_tokenizer().convert_ids_to_tokens(completion) == ["d", "<eos>"]
 
 
 def test_a_merge_across_the_boundary_is_found():
     inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    assert encode_pair(tokenizer, "b", "a", [3], "row 7") == ([1], [0, 3])
-    assert encode_pair(tokenizer, "a", "b", [3], "row 7") is None
+    assert encode_pair(tokenizer, "b", "a", [3]) == ([1], [0, 3])
+    assert encode_pair(tokenizer, "a", "b", [3]) is None
 
 
-def test_two_bos_are_an_error_that_names_the_row(tokenizer):
-    with pytest.raises(SystemExit, match="row 3: the prompt begins with <bos> twice"):
-        encode_pair(tokenizer, "<bos>1+2=", "#3", [2], "row 3")
+def test_two_bos_are_an_error_that_names_the_row(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="two BOS"):
+        encode_pair(tokenizer, "<bos>1+2=", "#3", [2])
+    rows = [{"prompt": text, "completion": "#3"} for text in ["1+2="] * 3 + ["<bos>1+2="]]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit, match="row 3 of train: two BOS"):
+        load_pairs(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
 
 
 def test_unusable_rows_are_dropped_and_counted(tmp_path, capsys):
@@ -206,7 +277,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path, capsys):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     run(tmp_path, dataset=str(tmp_path), max_length=20, epochs=1)
     out = capsys.readouterr().out
-    assert "train: 1 pairs of 4 rows; dropped 2 empty, 0 with a completion that changes" in out
+    assert "train: 1 of 4 pairs; dropped 2 empty, 0 with a completion that changes" in out
     assert "and 1 longer than --max-length 20" in out
 
 

@@ -125,7 +125,7 @@ def test_reviews_policy_is_grammatical_and_neither_kind_nor_unkind(rule, low, hi
     args = grpo.Args(
         model="tiny/reviews/policy",
         dataset="tiny/reviews/prompts",
-        reward_fn=(f"tiny/reviews/gold.py:{rule}",),
+        reward_fn=[f"tiny/reviews/gold.py:{rule}"],
         max_new_tokens=40,
         eval_split="train",
         total_rollouts=1,

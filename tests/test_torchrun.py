@@ -22,11 +22,6 @@ import torch
 from safetensors.torch import load_file
 from scripts import SCRIPTS
 
-import grpo
-import ppo_rlhf
-from common.generation import generate, pad_rows
-from common.logprobs import completion_logprobs
-
 # Nothing here can be divided evenly by 2 or by 4, and some of 4 processes get no row at all.
 PAIRS = dict(train_split="train[:20]", epochs=1.3, batch_size=9, micro_batch_size=2, eval_rows=5)
 ROLLOUTS = dict(total_rollouts=3, prompts_per_rollout=5, micro_batch_size=2, eval_rows=5)
@@ -106,8 +101,8 @@ def runs(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             save = script.save_checkpoint
 
-            def stop(run_dir, state, save=save):
-                save(run_dir, state)
+            def stop(run_dir, trained, state, save=save):
+                save(run_dir, trained, state)
                 raise KeyboardInterrupt
 
             patch.setattr(script, "save_checkpoint", stop)
@@ -137,6 +132,8 @@ def read(path):
 
 def compare(found, expected, where):
     """The same to rounding: numbers, weights, and what holds them."""
+    if isinstance(found, tuple | list):  # Adam's betas come back as a list
+        found, expected = list(found), list(expected)
     assert type(found) is type(expected), where
     if isinstance(found, dict):
         assert found.keys() == expected.keys(), where
@@ -176,13 +173,11 @@ def test_the_number_of_processes_does_not_change_the_training(runs, name, kind):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_checkpoint_does_not_tell_how_many_wrote_it(runs, name):
     one, *others = (
-        torch.load(runs[name, kind] / "checkpoint" / "state.pt", weights_only=True)
+        torch.load(runs[name, kind] / "checkpoint.pt", weights_only=True)
         for kind in ("1", "2", "4", "1to2", "2to1")
     )
     for other in others:
-        assert other.keys() == one.keys()
-        for part in one.keys() - {"logs"}:  # sizes of files with times in them
-            compare(other[part], one[part], part)
+        compare(other, one, "checkpoint")
 
 
 def test_processes_finish_their_rollouts_at_different_lengths(runs):
@@ -252,44 +247,5 @@ def test_an_error_in_one_process_ends_the_job_and_is_shown(tmp_path):
     finally:
         process.kill()
     assert process.returncode != 0
-    assert output.count("error: reward function fails returned None for the completion") == 1
-
-
-# --- the parts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 8])
-def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
-    lengths = [3, 9, 1, 7, 5, 5, 2]
-    groups = []
-    for rank in range(processes):
-        monkeypatch.setattr(grpo, "RANK", rank)
-        monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
-        groups.append(list(grpo.micro_batches(lengths, 2)))
-    assert len({len(of_rank) for of_rank in groups}) == 1
-    assert all(len(group) <= 2 for of_rank in groups for group in of_rank)
-    assert sorted(row for of_rank in groups for group in of_rank for row in group) == list(range(7))
-
-
-def test_no_rows_give_no_numbers_and_gradients_of_zero():
-    policy = grpo.load_model("--model", "tiny/reviews/policy", grpo.AutoModelForCausalLM)
-    critic = ppo_rlhf.load_critic(ppo_rlhf.Args())
-    ids, mask = pad_rows([], 0, "left", torch.device("cpu"))
-    for width in (0, 5):
-        ids, mask = ids.new_zeros(0, width), mask.new_zeros(0, width)
-        outputs = {
-            "logprobs": (policy, completion_logprobs(policy, ids, mask, mask)),
-            "entropy": (policy, completion_logprobs(policy, ids, mask, mask, 0.7, True)[1]),
-            "values": (critic, ppo_rlhf.critic_values(critic, ids, mask, mask)),
-            "scores": (critic, ppo_rlhf.reward_model_scores(critic, ids, mask)),
-        }
-        for name, (model, output) in outputs.items():
-            assert output.shape == ((0,) if name == "scores" else (0, width)), name
-            model.zero_grad()
-            output.sum().backward()
-            # FSDP's processes add up gradients together: each must have one for every weight.
-            assert all(weight.grad is not None for weight in model.parameters()), name
-            assert not any(weight.grad.any() for weight in model.parameters()), name
-        sequences, sampled, finished = generate(policy, ids, mask, 4, 1.0, [0], 0)
-        assert sequences.shape == sampled.shape == (0, width)
-        assert finished.shape == (0,)
+    message = "error: reward function fails must return a list of 4 numbers: it returned None for"
+    assert output.count(message) == 1

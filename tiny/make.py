@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 TINY = Path(__file__).parent
 sys.path.append(str(TINY.parent))
-from common.generation import generate, pad_rows  # noqa: E402
+from common.generation import generate  # noqa: E402
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 
@@ -92,12 +92,7 @@ def sample(folder: Path, prompts: list[str], seed: int) -> list[str]:
     completions = []
     for start in range(0, len(prompts), 256):
         rows = [tokenizer(prompt).input_ids for prompt in prompts[start : start + 256]]
-        ids, mask = pad_rows(rows, tokenizer.pad_token_id, "left", policy.device)
-        stop_ids = [tokenizer.eos_token_id]
-        ids, mask, _ = generate(
-            policy, ids, mask, 40, 1.0, stop_ids, tokenizer.pad_token_id, generator
-        )
-        completions += [row[sampled] for row, sampled in zip(ids, mask, strict=True)]
+        completions += generate(policy, rows, 40, 1.0, [tokenizer.eos_token_id], generator)
     return tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from dpo import dpo_loss
+from dpo import preference_loss
 from grpo import grpo_loss, token_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,13 +104,12 @@ def decoding(shape: str, batch: int, new_tokens: int, bandwidth: float) -> None:
     model = make_model(shape, torch.bfloat16)
     config, prompt = model.config, 128
     ids = torch.randint(10, config.vocab_size, (batch, prompt), device=DEVICE)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    torch.manual_seed(1)
-    ours = seconds(lambda: generate(model, ids, mask, new_tokens, 1.0, [], 0), 2)
+    mask, prompts, rng = torch.ones_like(ids), ids.tolist(), torch.Generator()
+    ours = seconds(lambda: generate(model, prompts, new_tokens, 1.0, [], rng), 2)
     theirs = seconds(
         lambda: model.generate(
             input_ids=ids,
-            attention_mask=mask.long(),
+            attention_mask=mask,
             do_sample=True,
             top_k=0,
             max_new_tokens=new_tokens,
@@ -133,8 +131,8 @@ def decoding(shape: str, batch: int, new_tokens: int, bandwidth: float) -> None:
 
     # Ragged: with random weights, 1 in 128 of the tokens drawn is a stop id.
     often = torch.randperm(config.vocab_size)[: config.vocab_size // 128].tolist()
-    made = generate(model, ids, mask, new_tokens, 1.0, often, 0)[1].sum().item()
-    took = seconds(lambda: generate(model, ids, mask, new_tokens, 1.0, often, 0), 2)
+    made = sum(map(len, generate(model, prompts, new_tokens, 1.0, often, rng)))
+    took = seconds(lambda: generate(model, prompts, new_tokens, 1.0, often, rng), 2)
     part, cost = made / (batch * new_tokens), took / ours
     print(f"  ragged: {part:.0%} of the tokens made, in {cost:.0%} of the time")
 
@@ -144,28 +142,27 @@ def training(shape: str, rows: int, length: int, matrix_rate: float) -> None:
     policy = make_model(shape, torch.float32)
     reference = None  # DPO's log-probs of it are computed before training
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=DEVICE == "cuda")
-    ids = torch.randint(10, policy.config.vocab_size, (rows, length), device=DEVICE)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    completion = mask.clone()
-    completion[:, : length // 4] = False
-    weights = token_weights(completion, "sequence", length)
+    ids, start = torch.randint(10, policy.config.vocab_size, (rows, length)).tolist(), length // 4
+    pairs = [(row[:start], row[start:]) for row in ids]
+    mask = torch.ones(rows, length - start, dtype=torch.bool, device=DEVICE)
+    weights = token_weights(mask, "sequence", length)
     advantages = torch.randn(rows, device=DEVICE)
 
     def logprobs(model):
-        on_gpu = DEVICE == "cuda"
-        with torch.autocast(DEVICE, torch.bfloat16) if on_gpu else nullcontext():
-            return completion_logprobs(model, ids, mask, completion)
+        return completion_logprobs(model, pairs, range(rows))
 
     def grpo_step():
         with torch.no_grad():
             ref = logprobs(reference)
         new = logprobs(policy)
-        loss, _ = grpo_loss(new, new.detach(), ref, advantages, completion, weights, 0.2, 0.2, 0.04)
+        loss, _ = grpo_loss(new, new.detach(), ref, advantages, weights, 0.2, 0.2, 0.04)
         finish(loss)
 
     def dpo_step():
-        chosen, rejected = logprobs(policy).sum(dim=1).chunk(2)
-        finish(dpo_loss(chosen, rejected, 0.1, 0.0).mean())
+        sides = logprobs(policy).sum(dim=1).view(2, -1).T  # (B, 2), chosen and rejected
+        lengths = torch.full_like(sides, length - start)
+        losses, _ = preference_loss(sides, torch.zeros_like(sides), lengths, "dpo", 0.1)
+        finish(losses.mean())
 
     def finish(loss):
         loss.backward()

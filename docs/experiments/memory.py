@@ -7,7 +7,7 @@ Each figure comes from a process of its own. On a CPU it is the most resident me
 seen since the measurement began, less what was resident then; on a GPU what torch has allocated.
 
 `scripts` trains random models of 27M parameters for two steps, few and short rows at a time, so
-that what the printed table counts is most of the memory. The tiny models are trained before the
+that what the printed line counts is most of the memory. The tiny models are trained before the
 measurement begins, to have made what is made once.
 """
 
@@ -68,36 +68,32 @@ def logprobs(way: str) -> dict:
 
     from common.logprobs import completion_logprobs
 
-    # No layers, and embeddings that are not trained: what is left to measure is the head.
+    # Hardly a layer, and embeddings that are not trained: what is left to measure is the head.
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
-        num_hidden_layers=0,
+        num_hidden_layers=1,
+        intermediate_size=1,
         num_attention_heads=14,
         max_position_embeddings=TOKENS + 1,
     )
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = LlamaForCausalLM(config).to(device)
+    model = LlamaForCausalLM(config).to(device).eval()
     model.get_input_embeddings().requires_grad_(False)
     ids = torch.randint(VOCAB, (1, TOKENS + 1), device=device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
 
     def run(length: int = TOKENS + 1) -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            if way == "plain":
-                # The usual lines: logits of all positions, log_softmax, gather.
+        if way == "plain":
+            # The usual lines: logits of all positions, log_softmax, gather.
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 logits = model(input_ids=ids[:, : length - 1], use_cache=False).logits.float()
-                targets = ids[:, 1:length, None]
-                values = torch.log_softmax(logits, dim=-1).gather(2, targets)
-            else:
-                values = completion_logprobs(
-                    model,
-                    ids[:, :length],
-                    mask[:, :length],
-                    mask[:, :length],
-                    return_entropy=way == "ours with entropy",
-                )
+            targets = ids[:, 1:length, None]
+            values = torch.log_softmax(logits, dim=-1).gather(2, targets)
+        else:
+            row = ids[0, :length].tolist()
+            pairs, entropy = [(row[:1], row[1:])], way == "ours with entropy"
+            values = completion_logprobs(model, pairs, [0], entropy=entropy)
         (values[0] if isinstance(values, tuple) else values).sum().backward()
         model.zero_grad()
 
@@ -149,7 +145,7 @@ def enlarge(source: str, folder: Path) -> str:
 
 
 def scripts(name: str) -> dict:
-    """The table's bytes and the peak of each stage of a run."""
+    """The printed line's bytes and the peak of each stage of a run."""
     sys.path.insert(0, str(ROOT))
     script, stages, before = importlib.import_module(name), {}, 0
 
@@ -172,17 +168,17 @@ def scripts(name: str) -> dict:
         }
         script.main(script.Args(**flags))
         for stage, last in (
-            ("loading", "print_models"),
+            ("loading", "start_run"),
             ("training", "save_checkpoint"),
-            ("checkpoint", "save_model"),
-            ("model", "print_evaluations"),
+            ("checkpoint", "finish" if hasattr(script, "finish") else "save_reward_model"),
         ):
             setattr(script, last, ends(stage, getattr(script, last)))
         before = reset_peak()
         with contextlib.redirect_stdout(io.StringIO()) as out:
             script.main(script.Args(**flags | large))
-    table = re.search(r"together ([\d,.]+) MB", out.getvalue())[1]
-    return {"table": float(table.replace(",", "")) * MB, "stages": stages}
+            stages["model"] = peak() - before
+    counted = re.search(r"([\d.]+) GB", out.getvalue())[1]
+    return {"table": float(counted) * 1e9, "stages": stages}
 
 
 def in_a_process(*arguments: str, **environment: str) -> dict:
@@ -222,7 +218,7 @@ def main() -> None:
             most = max(found["stages"].values())
             stages = [f"{stage} {size / MB:,.0f}" for stage, size in found["stages"].items()]
             print(
-                f"{name}: table {found['table'] / MB:,.0f} MB, peak {most / MB:,.0f} MB, "
+                f"{name}: counted {found['table'] / MB:,.0f} MB, peak {most / MB:,.0f} MB, "
                 f"{most / found['table']:.2f} of it ({', '.join(stages)})",
                 flush=True,
             )

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
+from common.generation import RANK, WORLD_SIZE, unsharded
 from common.logprobs import completion_logprobs
 
 
@@ -69,18 +70,14 @@ def main() -> None:
     model = grpo.shard(LlamaForCausalLM(config).eval(), device)
     count = model.num_parameters()
     held = sum(
-        weight.to_local().numel() if grpo.WORLD_SIZE > 1 else weight.numel()
+        weight.to_local().numel() if WORLD_SIZE > 1 else weight.numel()
         for weight in model.parameters()
     )
-    print(f"{grpo.WORLD_SIZE} x {device.type}: {count:,} parameters, {held / count:.0%} here")
-    ids = torch.randint(1_000, (args.rows, args.length), device=device)[
-        grpo.RANK :: grpo.WORLD_SIZE
-    ]
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    print(f"{WORLD_SIZE} x {device.type}: {count:,} parameters, {held / count:.0%} here")
+    pairs = [(row[:1], row[1:]) for row in torch.randint(1_000, (args.rows, args.length)).tolist()]
 
     def forward() -> torch.Tensor:
-        with grpo.autocast(device):
-            return completion_logprobs(model, ids, mask, mask)
+        return completion_logprobs(model, pairs, range(RANK, args.rows, WORLD_SIZE))
 
     def score() -> None:
         with torch.no_grad():
@@ -91,7 +88,7 @@ def main() -> None:
         model.zero_grad()
 
     def gather() -> None:
-        with grpo.autocast(device), grpo.gathered(model):
+        with unsharded(model):
             pass
 
     def measure(name: str, run: Callable[[], None]) -> None:
@@ -114,7 +111,7 @@ def main() -> None:
     measure("gathering the weights for a rollout", gather)
     measure("log-probs of a micro-batch", score)
     measure("forward and backward of a micro-batch", train)
-    if grpo.WORLD_SIZE > 1:
+    if WORLD_SIZE > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

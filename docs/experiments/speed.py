@@ -182,10 +182,13 @@ def measure(side: str, work: str) -> None:
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
     skip, steps = SKIP.get(work, 5), STEPS.get(work, 50)
-    times = []
+    times, first = [], []
 
     def note_time(optimizer, *_):
-        if type(optimizer).__name__ == "AdamW":  # accelerate wraps it in an optimiser of its own
+        if type(optimizer).__name__ != "AdamW":  # accelerate wraps it in an optimiser of its own
+            return
+        first[:] = first or [optimizer]  # PPO's critic has one too
+        if optimizer is first[0]:
             times.append(time.perf_counter())
 
     register_optimizer_step_post_hook(note_time)
