@@ -1,21 +1,16 @@
 r"""Direct Preference Optimization (DPO): learn from preference pairs without a reward model.
 
-RLHF maximises E[r(x, y)] - beta KL(pi || pi_ref). Its optimum is pi(y|x) proportional to
-pi_ref(y|x) exp(r(x, y) / beta), so every policy is optimal for an implicit reward, beta log(pi(y|x)
-/ pi_ref(y|x)) up to a term of x alone. With it the Bradley-Terry loss of `rm_bradley_terry.py`
-trains the policy itself (Rafailov et al. 2023, arXiv 2305.18290, equation 7, where eps = 0):
+The optimum of E[r(x, y)] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) / Z(x). So each
+policy is optimal for an implicit reward, beta log(pi(y|x) / pi_ref(y|x)), and the Bradley-Terry
+loss of `rm_bradley_terry.py` can train it (arXiv 2305.18290, equation 7, where eps = 0):
 
-    h = log(pi(y_w|x) / pi_ref(y_w|x)) - log(pi(y_l|x) / pi_ref(y_l|x)),
-    L = mean over pairs of  - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h),
+    h = log(pi(y_w|x) / pi_ref(y_w|x)) - log(pi(y_l|x) / pi_ref(y_l|x)),   y_w chosen, y_l rejected,
+    L = mean over pairs of  - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
-y_w the chosen and y_l the rejected completion, log pi(y|x) the sum over its tokens. eps > 0 says
-that a label is wrong that often (conservative DPO, Mitchell 2023).
+Deviations from the paper: AdamW and a linear schedule, not RMSprop. eps > 0 says that a label is
+wrong that often (conservative DPO, Mitchell 2023). `--loss ipo` (arXiv 2310.12036) aims at a finite
+h per token. `--nll-coef` adds the chosen completion's log-likelihood (arXiv 2404.19733).
 
-Deviations from the paper: AdamW and a linear schedule, not RMSprop. `--loss ipo` (arXiv 2310.12036)
-aims at a finite h, with log pi averaged over tokens, as its authors advise, so beta is on another
-scale. `--nll-coef` adds the chosen completion's negative log-likelihood (arXiv 2404.19733).
-
-Run it:
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
         --eval-reward-fn None --max-length 1024 --max-new-tokens 256 --batch-size 64 \
@@ -23,9 +18,8 @@ Run it:
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # resume after a crash
 
-A healthy run: the first loss is exactly ln 2 = 0.693, for h = 0 (IPO: 1 / (4 beta^2)), then
-`reward/margin` and `reward/accuracy` rise. `policy/logprob_chosen` often falls as well: the loss
-sees differences alone. If by tens of nats, lower the learning rate, raise beta or use --nll-coef.
+A healthy run: the first loss is exactly ln 2 = 0.693 (IPO: 1 / (4 beta^2)), then `reward/margin`
+and `reward/accuracy` rise. If `policy/logprob_chosen` falls by tens of nats: raise beta.
 """
 
 import gc
@@ -40,7 +34,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
@@ -53,21 +46,19 @@ from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import GenerationConfig, get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
 from common.generation import use_bfloat16
-from common.logprobs import Pairs, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import completion_logprobs, micro_batches, rollout_logprobs
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
 class Args:
-    # --- run ---
     exp_name: str = "dpo"  # name of the run's folder, with the seed and the time
     seed: int = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
@@ -92,7 +83,7 @@ class Args:
     label_smoothing: float = 0.0  # eps, the probability that a label is wrong (conservative DPO)
     nll_coef: float = 0.0  # coefficient of the chosen completion's NLL, in nats per token
     online_reference: bool = False  # run the reference in every step, not once before training
-    # --- optimisation ---
+    # --- optimisation and evaluation ---
     epochs: float = 3.0  # passes over the training pairs
     batch_size: int = 32  # pairs per optimiser step
     micro_batch_size: int = 32  # pairs per forward pass: memory and speed, not the result
@@ -101,7 +92,6 @@ class Args:
     warmup_ratio: float = 0.1  # part of the run over which the learning rate rises from 0
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
-    # --- evaluation ---
     eval_every: int = 100  # steps between evaluations; always one at the start and at the end
     eval_rows: int = 500  # held-out pairs, at most; their prompts are completed too
     eval_reward_fn: str | None = "tiny/reviews/gold.py:sentiment"  # rule that judges the samples
@@ -121,17 +111,13 @@ def preference_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each pair (B,), and its metrics (B,).
 
-    DPO's derivative by h is beta (sigmoid(beta h) - (1 - eps)): large where the implicit reward
-    ranks a pair wrongly, 0 where sigmoid(beta h) is the label's own certainty. IPO's loss is
-    (h - 1 / (2 beta))^2 (arXiv 2310.12036, equation 17), h in nats per token.
-
-    Args:
-        logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected,
-            summed over tokens, in nats. lengths: (B, 2) tokens per completion.
+    logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
+    tokens, in nats; lengths: (B, 2) in tokens. DPO's derivative by h, beta (sigmoid(beta h) - (1 -
+    eps)), is 0 where the policy is as certain as the label. IPO's loss is (h - 1 / (2 beta))^2
+    (arXiv 2310.12036, equation 17), h in nats per token.
     """
     logratios = (logprobs - ref_logprobs) / (lengths if loss == "ipo" else 1)
-    chosen_logratios, rejected_logratios = logratios.unbind(dim=1)
-    h = chosen_logratios - rejected_logratios
+    h = logratios[:, 0] - logratios[:, 1]
     if loss == "ipo":
         losses = (h - 1 / (2 * beta)).square()
     else:
@@ -156,12 +142,11 @@ def main(args: Args) -> Path:
         require(stop_ids, "neither tokenizer nor generation config has an EOS")
     train_rows = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    spec = args.eval_reward_fn
-    rule = load_rule("--eval-reward-fn", spec, eval_rows[0])[1] if spec else None
+    judge = load_judge(args.eval_reward_fn, eval_rows[0]) if args.eval_reward_fn else None
     longest = max(args.max_length, *(len(row["ids"]) + args.max_new_tokens for row in eval_rows))
-    load = partial(load_model, "--model", args.model, AutoModelForCausalLM, longest, device)
-    policy = load()
-    ref_model = load() if args.online_reference else None
+    source = ("--model", args.model, AutoModelForCausalLM, longest, device)
+    policy = load_model(*source)
+    ref_model = load_model(*source) if args.online_reference else None
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
     total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
@@ -169,13 +154,6 @@ def main(args: Args) -> Path:
     run_dir, trained = start_run(args), {"policy": (policy, optimizer)}
     size, models = policy.num_parameters(), 4 + (ref_model is not None)  # Adam: 4 times the weights
     print(f"{run_dir}: {size:,} parameters, {models * size * 4e-9:.3f} GB on {device}")
-
-    def sample(rows: list[dict], temperature: float, rng: Any) -> tuple[Pairs, list[str]]:
-        """A pair (prompt, completion) of token ids per row, and the completions as text."""
-        prompts = [row["ids"] for row in rows]
-        sampled = generate(policy, prompts, args.max_new_tokens, temperature, stop_ids, rng)
-        texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        return list(zip(prompts, sampled, strict=True)), texts
 
     rng = torch.Generator().manual_seed(args.seed)
     epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
@@ -189,16 +167,46 @@ def main(args: Args) -> Path:
     first_epoch = batches[: math.ceil(len(train_rows) / args.batch_size)]
     for picked in [] if ref_model else tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
         kept[picked] = all_logprobs(args, policy, [train_rows[i] for i in picked])
-    held_out = (eval_rows, all_logprobs(args, policy, eval_rows), rule)
-    held_out = (args, policy, (lambda: ref_model) if ref_model else load, sample, *held_out)
-    first_step = load_checkpoint(run_dir, trained)["step"] if args.resume else 0
+    eval_lengths = torch.tensor([row["lengths"] for row in eval_rows], device=device)  # (N, 2)
+    held_out = (all_logprobs(args, policy, eval_rows), eval_lengths, *coefs)
+
+    def evaluate() -> tuple[dict, list[dict]]:
+        """Metrics of the held-out pairs and of one completion per prompt, and the samples."""
+        losses, terms = preference_loss(all_logprobs(args, policy, eval_rows), *held_out)
+        found = (losses, terms["reward/accuracy"], terms["reward/margin"])
+        loss, accuracy, margin = (values.double().mean().item() for values in found)
+        metrics = {"eval/loss": loss, "eval/pair_accuracy": accuracy, "eval/margin": margin}
+        rng = torch.Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
+        prompts, sampled, size = [row["ids"] for row in eval_rows], [], 2 * args.batch_size
+        for some in (prompts[start : start + size] for start in range(0, len(prompts), size)):
+            sampled += generate(policy, some, args.max_new_tokens, args.temperature, stop_ids, rng)
+        pairs = list(zip(prompts, sampled, strict=True))
+        parts = [*micro_batches(pairs, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
+        fixed = (pairs, parts, args.temperature)
+        logratios = rollout_logprobs(policy, *fixed)  # (N, T)
+        logratios -= rollout_logprobs(ref_model or load_model(*source), *fixed)
+        if WORLD_SIZE > 1:
+            gc.collect()  # a sharded model and its hooks refer to each other
+        # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
+        metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)
+        metrics["eval/length_mean"] = np.mean([len(completion) for completion in sampled])
+        texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        samples = []
+        for row, text, completion in zip(eval_rows, texts, sampled, strict=True):
+            samples.append(dict(prompt=row["prompt"], completion=text, length=len(completion)))
+        if judge:
+            rewards = np.array(judge(eval_rows, texts))
+            metrics |= {"eval/reward": rewards.mean(), "eval/accuracy": (rewards >= 1).mean()}
+            samples = [s | {"reward": r} for s, r in zip(samples, rewards, strict=True)]
+        return metrics, samples
+
+    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
     if not args.resume:
-        log(run_dir, 0, *evaluate(*held_out))
+        log(run_dir, 0, *evaluate())
     progress = tqdm(range(first_step, total_steps), disable=RANK > 0)
     for step in progress:
-        started = time.perf_counter()
-
         # 1. draw the pairs of this step
+        started = time.perf_counter()
         rows = [train_rows[i] for i in batches[step]]
         lengths = torch.tensor([row["lengths"] for row in rows], device=device)  # (B, 2)
 
@@ -214,14 +222,14 @@ def main(args: Args) -> Path:
             for name, values in {"objective/loss": losses, **terms}.items():
                 sums[name] += values.detach().double().sum()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
         with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
             require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
         optimizer.step()
         optimizer.zero_grad()
 
         # 4. log, evaluate, save
-        done, samples = step + 1, []
+        done, due = step + 1, (step + 1) % args.eval_every == 0 or step + 1 == total_steps
         tokens = lengths.sum().item() + 2 * sum(len(row["ids"]) for row in rows)
         metrics = {
             **{name: all_reduce_sum(value).item() / len(rows) for name, value in sums.items()},
@@ -230,56 +238,18 @@ def main(args: Args) -> Path:
             "time/epoch": done * args.batch_size / len(train_rows),
             "time/tokens_per_second": tokens / (time.perf_counter() - started),
         }
-        if done % args.eval_every == 0 or done == total_steps:
-            eval_metrics, samples = evaluate(*held_out)
-            metrics |= eval_metrics
-        log(run_dir, done, metrics, samples)
+        found = evaluate() if due else ({}, [])
+        log(run_dir, done, metrics | found[0], found[1])
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
         if done % args.save_every == 0 or done == total_steps:
             save_checkpoint(run_dir, trained, {"step": done})
 
     finish(run_dir, policy, tokenizer, stop_ids)
-    print(f"next: generate with it, or train on with --model {run_dir / 'model'}")
+    print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
-def evaluate(
-    args: Args, policy: Any, load_ref: Any, sample: Any, rows: list, ref_logprobs: Tensor, rule: Any
-) -> tuple[dict, list[dict]]:
-    """Metrics of the held-out pairs and of one sampled completion per prompt, and the samples."""
-    lengths = torch.tensor([row["lengths"] for row in rows], device=policy.device)
-    coefs = (args.loss, args.beta, args.label_smoothing, args.nll_coef)
-    losses, terms = preference_loss(all_logprobs(args, policy, rows), ref_logprobs, lengths, *coefs)
-    found = (losses, terms["reward/accuracy"], terms["reward/margin"])
-    loss, accuracy, margin = (values.double().mean().item() for values in found)
-    metrics = {"eval/loss": loss, "eval/pair_accuracy": accuracy, "eval/margin": margin}
-    rng = torch.Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    ref_model = load_ref()  # unless it is kept online, for this evaluation only
-    samples, kl = [], 0.0
-    for start in range(0, len(rows), 2 * args.batch_size):
-        some = rows[start : start + 2 * args.batch_size]
-        pairs, texts = sample(some, args.temperature, rng)
-        batches = [*micro_batches(pairs, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
-        # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
-        for sign, model in ((1, policy), (-1, ref_model)):
-            logprobs = rollout_logprobs(model, pairs, batches, args.temperature)  # (B, T)
-            kl += sign * logprobs.double().sum().item()
-        rewards = rule(some, pairs, texts).tolist() if rule else []
-        rewards = [{"reward": reward} for reward in rewards] or [{}] * len(some)
-        for row, text, (_, y), r in zip(some, texts, pairs, rewards, strict=True):
-            samples.append({"prompt": row["prompt"], "completion": text, "length": len(y), **r})
-    if WORLD_SIZE > 1:  # a sharded model and its hooks refer to each other
-        del model, ref_model
-        gc.collect()
-    metrics["eval/kl"] = kl / len(rows)
-    metrics["eval/length_mean"] = np.mean([sampled["length"] for sampled in samples])
-    if rule:
-        rewards = np.array([sampled["reward"] for sampled in samples])
-        metrics |= {"eval/reward": rewards.mean(), "eval/accuracy": (rewards >= 1).mean()}
-    return metrics, samples
-
-
-# --- log-probs of pairs ------------------------------------------------------------------------
+# --- log-probs of pairs, and the rule that judges samples --------------------------------------
 def pair_logprobs(args: Args, model: Any, rows: list[dict]) -> Iterator[tuple[Tensor, Tensor]]:
     """Row numbers (b,), and log pi(y|x) (b, 2) of chosen and rejected, of each micro-batch."""
     sides = [(row["ids"], row[side]) for side in ("chosen", "rejected") for row in rows]  # 2B
@@ -298,48 +268,29 @@ def all_logprobs(args: Args, model: Any, rows: list[dict]) -> Tensor:
     return all_reduce_sum(logprobs)
 
 
-# --- the rule that judges samples --------------------------------------------------------------
-# 72, -3, +4, 1,234.50, $5, .5; a sign right behind a digit, a letter or a bracket is an operator.
-NUMBER = r"((?:(?<![\w.)])[-+])?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-
-
-def last_number(prompts: list, completions: list[str], answer: list, **columns: list) -> list:
-    """1 where the completion's last number is the answer's, such as `5` or `... #### 1,234`."""
-
-    def find(text: Any) -> float | None:
-        numbers = re.findall(NUMBER, str(text), re.ASCII)
-        return float("".join(numbers[-1]).replace(",", "")) if numbers else None
-
-    found = [(find(text), find(right)) for text, right in zip(completions, answer, strict=True)]
-    return [None if right is None else float(number == right) for number, right in found]
-
-
-def load_rule(flag: str, spec: str, row: dict) -> tuple[str, Callable]:
-    """Name and judge of a rule: `last_number`, or a function as path/to/file.py:function."""
+def load_judge(spec: str, row: dict) -> Callable:
+    """The function at path/to/file.py:function, called on rank 0 alone: it may compare samples."""
     path, _, name = spec.rpartition(":")
-    with explain(f"{flag} {spec}, called with prompts, completions, {[*row['columns']]}"):
-        function = last_number
-        if spec != "last_number":
-            require(path.endswith(".py"), "neither last_number nor path/to/file.py:function")
-            found = spec_from_file_location(f"rule_{Path(path).stem}", path)
-            module = sys.modules[found.name] = module_from_spec(found)  # where dataclasses look
-            found.loader.exec_module(module)
-            function = getattr(module, name)
+    with explain(f"--eval-reward-fn {spec}, called with prompts, completions, {[*row['columns']]}"):
+        require(path.endswith(".py"), "not path/to/file.py:function")
+        found = spec_from_file_location(f"rule_{Path(path).stem}", path)
+        module = sys.modules[found.name] = module_from_spec(found)  # where dataclasses look
+        found.loader.exec_module(module)
+        function = getattr(module, name)
         inspect.signature(function).bind(prompts=[], completions=[], **row["columns"])
-    return name, partial(apply_rule, name, function)
 
+    def judge(rows: list[dict], texts: list[str]) -> list[float]:
+        prompts, rewards = [row["prompt"] for row in rows], []
+        if RANK == 0:
+            columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+            rewards = function(prompts=prompts, completions=texts, **columns)
+            with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
+                for prompt, text, reward in zip(prompts, texts, [*rewards], strict=True):
+                    finite = isinstance(reward, SupportsFloat) and math.isfinite(reward)
+                    require(finite, f"it returned {reward!r} for {text!r} after {prompt!r}")
+        return all_gather([float(reward) for reward in rewards])
 
-def apply_rule(name: str, rule: Callable, rows: list, pairs: Pairs, texts: list[str]) -> Tensor:
-    """Rewards (B,) of a completion per row. Rank 0 alone calls: a rule may compare the rows."""
-    rewards = []
-    if RANK == 0:
-        columns = {key: [row["columns"][key] for row in rows] for key in rows[0]["columns"]}
-        rewards = rule(prompts=[row["prompt"] for row in rows], completions=texts, **columns)
-        with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
-            for row, text, reward in zip(rows, texts, [*rewards], strict=True):
-                finite = isinstance(reward, SupportsFloat) and math.isfinite(reward)
-                require(finite, f"it returned {reward!r} for {text!r} after {row['prompt']!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))
+    return judge
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -378,26 +329,29 @@ def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list
         dataset = load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         for index, columns in enumerate(dataset):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                prompt, *sides = to_preference(args, columns)
-                empty = any(map(is_blank, (prompt, *sides)))
-                pairs = [empty or encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
-            if empty or None in pairs:
-                count["empty" if empty else "merged"] += 1
+                parts = prompt, *sides = to_preference(args, columns)
+                ends = [part[-1] if part and isinstance(part, list) else part for part in parts]
+                ends = [end.get("content", end) if isinstance(end, dict) else end for end in ends]
+                if not all(str(end or "").strip() for end in ends):
+                    count["empty"] += 1  # a string, or the last message of a chat
+                    continue
+                pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
+            if None in pairs:
+                count["merged"] += 1
                 continue
             (ids, chosen), (_, rejected) = pairs
             room = max(0, args.max_length - len(ids))
-            cut = max(len(chosen), len(rejected)) > room
-            chosen, rejected = chosen[:room], rejected[:room]
-            if chosen == rejected:
+            kept = {"chosen": chosen[:room], "rejected": rejected[:room]}
+            if kept["chosen"] == kept["rejected"]:
                 count["equal" if room else "no room"] += 1
                 continue
-            count["cut"] += cut
-            row = {"prompt": prompt, "ids": ids, "chosen": chosen, "rejected": rejected}
+            count["cut"] += max(len(chosen), len(rejected)) > room
             used = (args.prompt_column, args.chosen_column, args.rejected_column)
             columns = {name: value for name, value in columns.items() if name not in used}
             if args.answer_column in columns:
                 columns["answer"] = columns.pop(args.answer_column)
-            rows.append(row | {"lengths": [len(chosen), len(rejected)], "columns": columns})
+            kept["lengths"] = [len(side) for side in kept.values()]
+            rows.append({"prompt": prompt, "ids": ids, "columns": columns, **kept})
         found = f"{len(rows)} of {len(dataset)} pairs, {count['cut']} cut off at --max-length "
         found += f"{args.max_length}; dropped {count['empty']} with an empty prompt or side, "
         found += f"{count['merged']} with one that changes the prompt's tokens, {count['no room']} "
@@ -409,38 +363,28 @@ def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list
 
 def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
-    columns = [args.chosen_column, args.rejected_column]
-    columns += [] if args.prompt_column in ("prompt", "none") else [args.prompt_column]
-    for name in columns:
-        require(name in row, f"there is no column {name}, only {sorted(row)}")
-    chosen, rejected = row[args.chosen_column] or "", row[args.rejected_column] or ""
-    prompt = row.get(args.prompt_column) or ""
-    kinds = {type(part).__name__ for part in (prompt, chosen, rejected) if part}
-    require(
-        kinds in (set(), {"str"}, {"list"}),
-        "prompt, chosen and rejected must all be strings or all lists of chat messages, found "
-        f"{sorted(kinds)} (if chosen and rejected hold the prompt: --prompt-column none)",
-    )
+    names = (args.prompt_column, args.chosen_column, args.rejected_column)
+    for name in names:
+        known = name in row or name == args.prompt_column in ("prompt", "none")
+        require(known, f"there is no column {name}, only {sorted(row)}")
+    prompt, chosen, rejected = (row.get(name) or "" for name in names)
+    kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})
+    found = "prompt, chosen and rejected must all be strings or all lists of chat messages, found "
+    found += f"{kinds} (if chosen and rejected hold the prompt: --prompt-column none)"
+    require(kinds in ([], ["str"], ["list"]), found)
     if not chosen or not rejected:
         return prompt, chosen, rejected
-    if args.prompt_column not in row and kinds == {"list"}:
+    if args.prompt_column not in row and kinds == ["list"]:
         prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
         require(prompt == other, "the two conversations must be equal up to their last message")
     elif args.prompt_column not in row:
         # Cut in front of white space, where most tokenizers do not merge.
         prompt = re.match(r"(.*\S(?=\s))?", os.path.commonprefix([chosen, rejected]), re.DOTALL)[0]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if args.chat and kinds == {"str"}:
+    if args.chat and kinds == ["str"]:
         prompt = [{"role": "user", "content": prompt}]
         chosen, rejected = ([{"role": "assistant", "content": c}] for c in (chosen, rejected))
     return prompt, chosen, rejected
-
-
-def is_blank(part: str | list) -> bool:
-    """Whether a prompt or a side, a string or chat messages, ends with nothing."""
-    last = part[-1] if isinstance(part, list) and part else part
-    text = last.get("content", last) if isinstance(last, dict) else last
-    return not str(text or "").strip()
 
 
 def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int]) -> tuple | None:
@@ -505,8 +449,8 @@ def check_args(args: Args) -> None:
             known = type(value) not in (int, float) or zero or 0 < value < math.inf
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.label_smoothing < 0.5, "--label-smoothing must be less than 0.5")
-        ipo = args.loss == "ipo" and args.label_smoothing > 0
-        require(not ipo, "--label-smoothing belongs to --loss dpo")
+        smooth = args.label_smoothing > 0
+        require(args.loss == "dpo" or not smooth, "--label-smoothing belongs to --loss dpo")
 
 
 def start_process() -> torch.device:
@@ -528,12 +472,12 @@ def start_run(args: Args) -> Path:
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0:
+    if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+            run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        if args.track:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
     return run_dir
 
 
@@ -547,16 +491,18 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
         state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     for name, (model, optimizer) in trained.items():
         dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
-    for path in run_dir.glob("*.jsonl") if RANK == 0 else []:
-        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        path.write_text("".join(kept))
+    if RANK == 0:
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+        for path in run_dir.glob("*.jsonl"):
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+            path.write_text("".join(kept))
     return state
 
 
@@ -587,7 +533,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
     for name in [name for name in first if name.startswith("eval/")]:
         print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
     before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
+    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
     best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
     for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
         print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
@@ -599,5 +545,4 @@ if __name__ == "__main__":
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         wandb.finish()
-        sys.stdout.flush()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

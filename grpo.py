@@ -4,16 +4,16 @@ For each prompt q sample a group of G completions o_1..o_G from the policy, rewa
 group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equation 3)
 
     J(theta) = E[ (1/G) sum_i (1/|o_i|) sum_t
-                  min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it ],
+                  { min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it } ],
     rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t),
     A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of o_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-Deviations from the paper: rewards are of whole completions; the reference stays the starting
-policy; the standard deviation is that of a sample, plus 1e-4. `--kl-placement reward` subtracts
-beta times a completion's summed log-ratio from its reward, as PPO does. Flags for later papers:
-DAPO's (arXiv 2503.14476) clip-higher, token mean and masking of cut-off completions; Dr. GRPO's
-(arXiv 2503.20783) constant length and undivided advantages.
+pi_old being the policy that sampled. Deviations from the paper: outcome supervision only; the
+reference is never replaced; std is that of a sample, plus 1e-4; four optimiser steps per rollout by
+default. `--kl-placement reward` takes beta times the log-ratio off a completion's reward, as PPO
+does. Flags for later papers: clip-higher, token mean, masking of cut-off completions (DAPO, arXiv
+2503.14476); --no-scale-rewards --loss-norm constant --beta 0 is Dr. GRPO (arXiv 2503.20783).
 
     python grpo.py                                       # tiny/arithmetic, a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -50,7 +50,6 @@ from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import GenerationConfig, get_scheduler, logging
@@ -92,10 +91,10 @@ class Args:
     max_new_tokens: int = 24  # longest completion in tokens
     temperature: float = 1.0  # of sampling; it divides the logits in all log-probs too
     beta: float = 0.04  # coefficient of the KL (DeepSeekMath: 0.04); 0 loads no reference
-    kl_placement: Literal["loss", "reward"] = "loss"  # k3 in the loss, or k1 in the reward
-    clip_coef: float = 0.2  # eps: the ratio counts down to 1 - eps (PPO, arXiv 1707.06347)
-    clip_coef_high: float | None = None  # the ratio counts up to 1 + this, else eps (DAPO: 0.28)
-    update_epochs: int = 1  # passes over a rollout; in its first step the ratio is 1
+    kl_placement: Literal["loss", "reward"] = "loss"  # k3, or the log-ratio (k1) in the reward
+    clip_coef: float = 0.2  # eps: no gradient below ratio 1 - eps where A < 0 (PPO)
+    clip_coef_high: float | None = None  # none above 1 + this where A > 0; else eps
+    update_epochs: int = 1  # passes over a rollout; in the very first step the ratio is 1
     num_minibatches: int = 4  # optimiser steps per pass
     scale_rewards: bool = True  # divide advantages by the group's deviation (Dr. GRPO: do not)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"  # GRPO, DAPO or Dr. GRPO
@@ -104,7 +103,7 @@ class Args:
     micro_batch_size: int = 64  # completions per forward pass: memory and speed, not the result
     learning_rate: float = 5e-4  # AdamW's peak learning rate
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after warm-up
-    warmup_ratio: float = 0.0  # part of the run over which the learning rate rises from 0
+    warmup_ratio: float = 0.0  # fraction of the rollouts over which the rate rises from 0
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: int = 20  # rollouts between evaluations; always one at the start and at the end
     eval_rows: int = 500  # held-out prompts, at most; one completion each
@@ -115,11 +114,11 @@ class Args:
 def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (N * G,). In float64 the mean of G
-    equal float32 numbers is exact, so that the advantage is 0. Without `scale`: Dr. GRPO.
+    The G completions of a prompt are neighbours in the rewards (N * G,). In float64 the sum of G
+    equal float32 numbers is exact, and so their advantage is 0. Without `scale`: Dr. GRPO.
     """
     groups = rewards.double().view(-1, group_size)
-    advantages = groups - groups.mean(dim=1, keepdim=True)
+    advantages = groups - groups.sum(dim=1, keepdim=True) / group_size
     if scale:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     return advantages.view(-1).float()
@@ -128,8 +127,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Te
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens from pi an unbiased estimate of KL(pi || pi_ref) in nats, never negative. As a loss it
-    has the expected gradient of the other direction, KL(pi_ref || pi).
+    On tokens from pi, which those of pi_old are in the first step, an unbiased estimate of
+    KL(pi || pi_ref). As a loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
@@ -138,15 +137,15 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def token_weights(loss_mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
     """The weight (B, T) of each token in the loss of an optimiser step: loss = sum(weight * term).
 
-    loss_mask (B, T) is of the whole step: micro-batches then add up to it, however it is split.
+    loss_mask (B, T) is of the whole step, so that micro-batches add up to it, however it is split.
     """
     lengths = loss_mask.sum(dim=1, keepdim=True)  # (B, 1)
     completions = (lengths > 0).sum().clamp(min=1)
-    if loss_norm == "sequence":  # the mean over a completion's tokens, then completions (GRPO)
+    if loss_norm == "sequence":  # 1/|o_i| and a mean over completions (GRPO)
         return loss_mask / (lengths.clamp(min=1) * completions)
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return loss_mask / lengths.sum().clamp(min=1)
-    return loss_mask / (max_new_tokens * completions)  # the same for all lengths (Dr. GRPO)
+    return loss_mask / (max_new_tokens * completions)  # instead of |o_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -159,15 +158,15 @@ def grpo_loss(
     clip_high: float,
     beta: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J(theta), a scalar, over some completions of an optimiser step, and sums for the metrics.
+    """-J(theta) (equation 3), over some completions of a step, and sums for the metrics.
 
     Log-probs (B, T) are of the sampled tokens under pi_theta, pi_old and pi_ref, in nats, all 0
-    after a completion's end. Advantages are (B,), weights (B, T) from `token_weights`.
+    after a completion's end. Advantages are (B,); weights (B, T), from `token_weights`, average.
     """
     advantages, log_ratio = advantages[:, None], logprobs - old_logprobs
     ratio = log_ratio.exp()  # rho
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # No gradient where the ratio has left the interval as its advantage pushes (PPO, equation 7).
+    # No gradient once the ratio has left the interval as its advantage pushes (PPO, equation 7).
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     sums = {
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
@@ -215,7 +214,7 @@ def main(args: Args) -> Path:
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps, args.total_rollouts)
     run_dir, trained = start_run(args), {"policy": (policy, optimizer)}
-    first_step = load_checkpoint(run_dir, trained)["step"] if args.resume else 0
+    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
     size = sum(model.num_parameters() for model in models if model is not None)
     print(f"{run_dir}: {policy.num_parameters():,} parameters, {size * 4e-9:.3f} GB on {device}")
 
@@ -236,10 +235,9 @@ def main(args: Args) -> Path:
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
     progress = tqdm(range(first_step, args.total_rollouts), disable=RANK > 0)
     for step in progress:
+        # 1. roll out: G completions per prompt, from the policy as it is now
         started = time.perf_counter()
         rng = torch.Generator().manual_seed(args.seed + 1_000_003 * (step + 1))
-
-        # 1. roll out: G completions per prompt, from the policy as it is now
         picked = order[step * args.prompts_per_rollout :][: args.prompts_per_rollout]
         rows = [train_rows[i] for i in picked for _ in range(args.group_size)]  # B = prompts x G
         pairs, texts = sample(rows, args.temperature, rng)  # B pairs of token ids
@@ -257,7 +255,7 @@ def main(args: Args) -> Path:
         passes = [torch.randperm(len(pairs), generator=rng) for _ in range(args.update_epochs)]
         minibatches = [part for rows in passes for part in rows.tensor_split(args.num_minibatches)]
         batches = [[*micro_batches(pairs, rows, args.micro_batch_size)] for rows in minibatches]
-        # In the micro-batches of the first pass, so that the first ratio is exactly 1.
+        # The micro-batches of the first pass, so that the first ratio is 1, rounding included.
         first_pass = [rows for parts in batches[: args.num_minibatches] for rows in parts]
         fixed = (pairs, first_pass, args.temperature)
         old_logprobs = rollout_logprobs(policy, *fixed) if needs_old else None  # (B, T)
@@ -265,7 +263,7 @@ def main(args: Args) -> Path:
 
         # 4. advantages against the group's mean, the same for every token of a completion
         returns = rewards.to(device)  # (B,)
-        if kl_in_reward:  # k1, which needs no gradient of its own (InstructGPT, equation 2)
+        if kl_in_reward:  # k1, the log-ratio of a completion (DeepSeekMath, equation 2)
             returns = returns - args.beta * (old_logprobs - ref_logprobs).sum(dim=1)
         advantages = group_advantages(returns, args.group_size, args.scale_rewards)  # (B,)
 
@@ -286,7 +284,7 @@ def main(args: Args) -> Path:
                 for name, value in terms.items():
                     sums[name] += value.detach().double()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+            norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
             with explain(f"rollout {step + 1}: no step was taken; is --learning-rate too high?"):
                 require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
             grad_norms.append(norm)
@@ -315,17 +313,15 @@ def main(args: Args) -> Path:
         counts = {"objective/loss": len(grad_norms), "objective/kl": len(pairs) * len(passes)}
         for name, value in sums.items():  # per optimiser step, per completion, or else per token
             metrics[name] = all_reduce_sum(value).item() / counts.get(name, tokens * len(passes))
-        done, samples = step + 1, []
-        if done % args.eval_every == 0 or done == args.total_rollouts:
-            eval_metrics, samples = evaluate(args, sample, eval_rows, *eval_judges)
-            metrics |= eval_metrics
-        log(run_dir, done, metrics, samples)
+        done, due = step + 1, (step + 1) % args.eval_every == 0 or step + 1 == args.total_rollouts
+        found = evaluate(args, sample, eval_rows, *eval_judges) if due else ({}, [])
+        log(run_dir, done, metrics | found[0], found[1])
         progress.set_postfix(reward=metrics["reward/mean"], entropy=metrics["policy/entropy"])
         if done % args.save_every == 0 or done == args.total_rollouts:
             save_checkpoint(run_dir, trained, {"step": done})
 
     finish(run_dir, policy, tokenizer, stop_ids)
-    print(f"next: generate with it, or train on with --model {run_dir / 'model'}")
+    print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
@@ -504,6 +500,8 @@ def check_args(args: Args) -> None:
             known = type(value) not in (int, float) or zero or 0 < value < math.inf
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.group_size > 1, "--group-size must be at least 2")
+        completions = args.prompts_per_rollout * args.group_size
+        require(args.num_minibatches <= completions, "--num-minibatches: too many")
 
 
 def start_process() -> torch.device:
@@ -525,12 +523,12 @@ def start_run(args: Args) -> Path:
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0:
+    if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+            run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        if args.track:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
     return run_dir
 
 
@@ -544,16 +542,18 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
         state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     for name, (model, optimizer) in trained.items():
         dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
-    for path in run_dir.glob("*.jsonl") if RANK == 0 else []:
-        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        path.write_text("".join(kept))
+    if RANK == 0:
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+        for path in run_dir.glob("*.jsonl"):
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+            path.write_text("".join(kept))
     return state
 
 
@@ -584,7 +584,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
     for name in [name for name in first if name.startswith("eval/")]:
         print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
     before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
+    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
     best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
     for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
         print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
@@ -596,5 +596,4 @@ if __name__ == "__main__":
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         wandb.finish()
-        sys.stdout.flush()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

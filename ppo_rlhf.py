@@ -5,20 +5,23 @@ Maximise (InstructGPT, Ouyang et al. 2022, arXiv 2203.02155, equation 2)
 
     J(theta) = E[ score(x, y) - beta sum_t log( pi_theta(y_t | x, y_<t) / pi_ref(y_t | x, y_<t) ) ].
 
-Each completion is an episode of tokens with rewards r_t = 1[t = last] score - beta log(pi_old /
-pi_ref)_t. A critic V estimates what is still to come; then generalised advantage estimation (GAE,
-arXiv 1506.02438, equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
+Each completion is an episode; its actions are the tokens, and their rewards
 
-    delta_t = r_t + gamma V_t+1 - V_t,     A_t = sum_l (gamma lambda)^l delta_t+l,
+    r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t.
+
+A critic V estimates what is still to come; then generalised advantage estimation (GAE, arXiv
+1506.02438, equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
+
+    delta_t = r_t + gamma V_old,t+1 - V_old,t,    A_t = sum_l (gamma lambda)^l delta_t+l,
     L = - mean_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
         + vf_coef mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
-        - ent_coef mean_t H(pi_t),         rho_t = (pi_theta / pi_old)_t,   R_t = A_t + V_old,t.
+        - ent_coef mean_t H(pi_t),    rho_t = (pi_theta / pi_old)_t,    R_t = A_t + V_old,t,
 
+mean_t being over all sampled tokens of an optimiser step, and A_t in L whitened, in R_t not.
 Deviations from the paper: no pretraining gradients; advantages are whitened and values clipped, as
 in the code that InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion
 ends its episode too. `--kl-placement loss` moves the KL into the loss (see `k2_kl`).
 
-Run it:
     python ppo_rlhf.py                                   # tiny/reviews, 40 s on a CPU
     python ppo_rlhf.py --model runs/sft__1__.../model --reward-model runs/rm_.../model \
         --eval-reward-fn None --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
@@ -26,7 +29,7 @@ Run it:
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # resume after a crash
 
-Healthy: `reward/mean` and `eval/reward` rise; where the second falls, the reward model is hacked.
+Healthy: `eval/reward` rises with `reward/mean`; where it falls, the reward model is being hacked.
 """
 
 import inspect
@@ -53,7 +56,6 @@ from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer, GenerationConfig, get_scheduler, logging
@@ -98,19 +100,19 @@ class Args:
     num_minibatches: int = 2  # optimiser steps per pass
     gamma: float = 1.0  # discount of a reward one token later
     gae_lambda: float = 0.95  # at 0 an advantage trusts the critic alone, at 1 only the rewards
-    clip_coef: float = 0.2  # eps: the ratio counts from 1 - eps to 1 + eps
-    vf_clip_coef: float | None = 0.2  # eps_v: a value counts up to this far from the old; or None
-    vf_coef: float = 0.5  # of the value loss; Adam hides it, so tune --critic-learning-rate
+    clip_coef: float = 0.2  # eps: the ratio is clipped to 1 - eps and 1 + eps
+    vf_clip_coef: float | None = 0.2  # eps_v: V is clipped to V_old +- this; None: never
+    vf_coef: float = 0.5  # of the value loss; Adam hardly sees a scale: tune the rate
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     whiten_rewards: bool = False  # give a rollout's rewards variance 1, keeping their mean
-    target_kl: float | None = None  # stop after a pass that ends with a higher policy/approx_kl
+    target_kl: float | None = None  # no more passes once KL(pi_old || pi) per token is higher
     critic_init: Literal["reward_model", "sft", "scratch"] = "reward_model"  # sft: from --model
     critic_learning_rate: float = 1e-3  # AdamW's peak learning rate for the critic
     beta: float = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # k1 in the rewards, or k2 in the loss
-    kl_target: float | None = None  # nats per completion that beta is adapted to hold
-    kl_horizon: float = 1_280  # completions over which beta changes by its error, at most 0.2
+    kl_target: float | None = None  # KL(pi || pi_ref) per completion that beta is adapted to
+    kl_horizon: float = 1_280  # K = completions per rollout / this, in adapt_beta
     # --- optimisation and evaluation ---
     micro_batch_size: int = 64  # completions per forward pass: memory and speed, not the result
     learning_rate: float = 5e-4  # AdamW's peak learning rate for the policy
@@ -133,7 +135,7 @@ def shaped_rewards(scores: Tensor, log_ratio: Tensor, mask: Tensor, beta: float)
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """A_t = sum_l (gamma lam)^l delta_t+l,  delta_t = r_t + gamma V_t+1 - V_t  (GAE, equation 16).
 
-    V_t is the critic's estimate before token t, and 0 after the last. Returns A and R = A + V.
+    V_t is the critic's estimate before token t, 0 after the last, as rewards. Returns A, R = A + V.
     """
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # (B,)
@@ -154,8 +156,8 @@ def whiten(values: Tensor, mask: Tensor, keep_mean: bool = False) -> Tensor:
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens from pi an unbiased estimate of KL(pi || pi_ref) in nats, never negative. As a loss it
-    has the expected gradient of the other direction, KL(pi_ref || pi).
+    On tokens from pi, which those of pi_old are in the first step, an unbiased estimate of
+    KL(pi || pi_ref). As a loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
@@ -164,9 +166,8 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k2_kl(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """rho 1/2 (log pi - log pi_ref)^2 at each token, rho = pi / pi_old without a gradient.
 
-    On tokens from pi_old its expected gradient is that of KL(pi || pi_ref). As a loss k1 would have
-    none, k3 that of KL(pi_ref || pi) (arXiv 2506.09477 and 2510.01555). A token answers for its own
-    KL alone, in the rewards also for that of what it leads to.
+    At each prefix, tokens from pi_old give it the gradient of KL(pi || pi_ref) in expectation; as
+    losses k1 would have none, k3 that of KL(pi_ref || pi) (arXiv 2506.09477 and 2510.01555).
     """
     return 0.5 * (logprobs - old_logprobs).detach().exp() * (logprobs - ref_logprobs).square()
 
@@ -194,11 +195,11 @@ def policy_loss(
     kl_coef: float,
     ent_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's part of L, and sums; weights (B, T): 1 / the optimiser step's sampled tokens."""
+    """The policy's part of L, and sums; weights (B, T): 1 / sampled tokens in the step, else 0."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()  # rho
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    # No gradient where the ratio has left the interval as its advantage pushes (PPO, equation 7).
+    # No gradient once the ratio has left the interval as its advantage pushes (PPO, equation 7).
     surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
     loss = surrogate + kl_coef * k2_kl(logprobs, old_logprobs, ref_logprobs)
     loss = loss - ent_coef * entropy if ent_coef > 0 else loss
@@ -217,7 +218,7 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean of 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps_v) - R)^2), and sums.
 
-    No gradient where V has left the interval towards R (Ziegler et al., code).
+    No gradient where V is out of the interval and nearer to R than the clipped V (Ziegler, code).
     """
     losses = free = 0.5 * (values - returns).square()
     if clip is not None:
@@ -251,6 +252,8 @@ def main(args: Args) -> Path:
         judges["reward_model"] = partial(reward_model_scores, reward_model, args.micro_batch_size)
     critic = load_critic(args, device)
     with explain(f"--reward-weights: give one for each of {[*judges]}"):
+        known = len(args.reward_fn) + bool(args.reward_model)
+        require(len(judges) == known, "two --reward-fn of one name")
         weights = dict(zip(judges, args.reward_weights or [1.0] * len(judges), strict=True))
     rules = [args.eval_reward_fn] if args.eval_reward_fn else []
     rules = dict(load_rule("--eval-reward-fn", spec, eval_rows[0]) for spec in rules)
@@ -261,7 +264,9 @@ def main(args: Args) -> Path:
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     schedule = get_scheduler(args.lr_schedule, policy_optimizer, warmup_steps, args.total_rollouts)
     run_dir = start_run(args)
-    state = load_checkpoint(run_dir, trained) if args.resume else {"step": 0, "beta": args.beta}
+    state = (
+        load_checkpoint(args, run_dir, trained) if args.resume else {"step": 0, "beta": args.beta}
+    )
     beta = state["beta"] if args.kl_target else args.beta
     models = [*[policy, critic] * 4, ref_model, reward_model]  # Adam: 4 times the weights
     size = sum(model.num_parameters() for model in models if model is not None)
@@ -280,10 +285,9 @@ def main(args: Args) -> Path:
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:
+        # 1. roll out: a completion per prompt, from the policy as it is now
         started = time.perf_counter()
         rng = torch.Generator().manual_seed(args.seed + 1_000_003 * (step + 1))
-
-        # 1. roll out: a completion per prompt, from the policy as it is now
         picked = order[step * args.prompts_per_rollout :][: args.prompts_per_rollout]
         rows = [train_rows[i] for i in picked]
         pairs, texts = sample(rows, args.temperature, rng)  # B pairs of token ids
@@ -298,7 +302,8 @@ def main(args: Args) -> Path:
         scores = rewards.to(device) - args.missing_eos_penalty * ~finished  # (B,)
         scored = time.perf_counter()
 
-        # 3. log-probs and values that stay fixed, batched as in the first pass: its ratio is then 1
+        # 3. log-probs and values that stay fixed during the update, in the micro-batches of the
+        # first pass, so that before the first step the ratio is exactly 1
         passes = [torch.randperm(len(pairs), generator=rng) for _ in range(args.update_epochs)]
         minibatches = [part for rows in passes for part in rows.tensor_split(args.num_minibatches)]
         batches = [[*micro_batches(pairs, rows, args.micro_batch_size)] for rows in minibatches]
@@ -346,14 +351,11 @@ def main(args: Args) -> Path:
                 approx_kl += terms["policy/approx_kl"].detach() / tokens
             for name, (model, _) in trained.items():
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+                norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
                 norms[name].append(norm)
-            last = {name: values[-1] for name, values in norms.items()}
+            last = [values[-1] for values in norms.values()]  # of policy and critic
             with explain(f"rollout {step + 1}: no step was taken; is --learning-rate too high?"):
-                require(
-                    math.isfinite(sum(last.values())),
-                    f"gradient norms {last}; checkpoint: {run_dir}",
-                )
+                require(math.isfinite(sum(last)), f"gradient norms {last}; checkpoint: {run_dir}")
             for _, optimizer in trained.values():
                 optimizer.step()
                 optimizer.zero_grad()
@@ -394,17 +396,15 @@ def main(args: Args) -> Path:
             metrics |= {"objective/kl_k1": kl, "objective/non_score_reward": -kl_in_reward * kl}
         if args.kl_target:
             beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, len(pairs))
-        done, samples = step + 1, []
-        if done % args.eval_every == 0 or done == args.total_rollouts:
-            eval_metrics, samples = evaluate(args, sample, eval_rows, *eval_judges)
-            metrics |= eval_metrics
-        log(run_dir, done, metrics, samples)
+        done, due = step + 1, (step + 1) % args.eval_every == 0 or step + 1 == args.total_rollouts
+        found = evaluate(args, sample, eval_rows, *eval_judges) if due else ({}, [])
+        log(run_dir, done, metrics | found[0], found[1])
         progress.set_postfix(reward=metrics["reward/mean"], entropy=metrics["policy/entropy"])
         if done % args.save_every == 0 or done == args.total_rollouts:
             save_checkpoint(run_dir, trained, {"step": done, "beta": beta})
 
     finish(run_dir, policy, tokenizer, stop_ids)
-    print(f"next: generate with it, or train on with --model {run_dir / 'model'}")
+    print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
@@ -494,9 +494,9 @@ def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
             critic = kind.from_config(config, dtype=torch.float32).eval()
         else:
             critic = kind.from_pretrained(source, config=config, dtype=torch.float32)
+        torch.manual_seed(args.seed)  # loading may have drawn numbers
         if args.critic_init == "sft":  # a new head (Stiennon et al., arXiv 2009.01325, B.1)
             torch.nn.init.normal_(critic.score.weight, std=(critic.score.in_features + 1) ** -0.5)
-    critic.get_input_embeddings().padding_idx = None  # as in load_model
     return shard(critic, device)
 
 
@@ -620,6 +620,9 @@ def check_args(args: Args) -> None:
         known = args.reward_model or (args.reward_fn and args.critic_init != "reward_model")
         require(known, "without --reward-model give --reward-fn, and --critic-init sft or scratch")
         require(args.beta > 0 or not args.kl_target, "--kl-target adapts --beta, which is 0")
+        require(args.num_minibatches <= args.prompts_per_rollout, "--num-minibatches: too many")
+        adapted = args.kl_target and 5 * args.kl_horizon <= args.prompts_per_rollout
+        require(not adapted, "--kl-horizon is so short that beta would become negative")
 
 
 def start_process() -> torch.device:
@@ -641,12 +644,12 @@ def start_run(args: Args) -> Path:
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0:
+    if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+            run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        if args.track:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
     return run_dir
 
 
@@ -660,16 +663,18 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
         state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     for name, (model, optimizer) in trained.items():
         dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
-    for path in run_dir.glob("*.jsonl") if RANK == 0 else []:
-        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        path.write_text("".join(kept))
+    if RANK == 0:
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+        for path in run_dir.glob("*.jsonl"):
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+            path.write_text("".join(kept))
     return state
 
 
@@ -700,7 +705,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
     for name in [name for name in first if name.startswith("eval/")]:
         print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
     before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
+    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
     best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
     for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
         print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
@@ -712,5 +717,4 @@ if __name__ == "__main__":
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         wandb.finish()
-        sys.stdout.flush()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

@@ -1,19 +1,17 @@
 r"""Reward modelling (Bradley-Terry): learn from pairs of completions what people prefer.
 
 Of two completions of a prompt x, y_w was preferred to y_l. Give each a score r(x, y) such that
-p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and Terry 1952), by minimising
+p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and Terry 1952): minimise, over pairs,
 
-    L = mean over pairs of  - log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2
+    L = mean of  - log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2
 
-(InstructGPT, arXiv 2203.02155, equation 1), where m is an optional margin (Llama 2, arXiv
-2307.09288, section 3.2.2), and c an optional weight that keeps the scores, of which the first term
-sees only differences, near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
+(InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
+and a term that keeps the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
 
 Deviations from the paper: pairs, not rankings of K completions; no dropout, and AdamW; scores are
 not shifted, but the mean score of held-out preferred completions is saved in the config as
 `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT: the demonstrations' mean).
 
-Run it:
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
         --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 8 \
@@ -21,9 +19,8 @@ Run it:
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
     python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__...      # resume after a crash
 
-A healthy run: the first loss is a little above ln 2 = 0.69, chance level; `eval/pair_accuracy`
-rises to the rate at which people agree, seldom above 0.8 on real data; `eval/calibration_error`
-ends below 0.1. If `eval/loss` rises while `reward/accuracy` goes to 1, it overfits: fewer epochs.
+A healthy run: the first loss is near ln 2 = 0.69, chance level; `eval/pair_accuracy` rises to 0.8,
+how often people agree; `eval/calibration_error` ends below 0.1. If `eval/loss` rises: fewer epochs.
 """
 
 import json
@@ -32,7 +29,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +42,6 @@ from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers import get_scheduler, logging
@@ -60,7 +55,6 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class Args:
-    # --- run ---
     exp_name: str = "rm_bradley_terry"  # name of the run's folder, with the seed and the time
     seed: int = 1  # seed of the data order and of the new head
     output_dir: str = "runs"  # where the run's folder is made
@@ -80,10 +74,9 @@ class Args:
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     max_length: int = 128  # of prompt and completion, in tokens; longer pairs are dropped, counted
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; trains in float32
-    # --- reward modelling ---
+    # --- training and evaluation ---
     train_layers: Literal["all"] | int = "all"  # all, or the head and this many of the last layers
     center_coef: float = 0.0  # c, weight of the term that keeps r_w + r_l near 0 (Eisenstein: 0.01)
-    # --- optimisation ---
     epochs: float = 3.0  # passes over the training pairs
     batch_size: int = 32  # pairs per optimiser step
     micro_batch_size: int = 32  # pairs per forward pass: memory and speed, not the result
@@ -92,7 +85,6 @@ class Args:
     warmup_ratio: float = 0.2  # part of the run over which the learning rate rises from 0
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
-    # --- evaluation ---
     eval_every: int = 50  # optimiser steps between evaluations; always one at the start and the end
     eval_rows: int = 500  # held-out pairs, at most
     eval_samples: int = 20  # how many of them go into samples.jsonl with their scores
@@ -112,20 +104,19 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, c: floa
 def calibration(margins: Tensor, bins: int = 5) -> tuple[list[dict[str, float]], float]:
     """Does the completion that is said to win with 80 % win in 80 % of such pairs?
 
-    margins: (N,) r_w - r_l of held-out pairs. The predicted winner has the higher score, and its
-    probability is p = sigmoid(|r_w - r_l|). Returns a row for each bin of p that is not empty, and
-    the expected calibration error (Guo et al. 2017, arXiv 1706.04599, equation 3).
+    By margins r_w - r_l (N,) the higher score wins with p = sigmoid(|r_w - r_l|). Returns a row for
+    each bin of p in use, and the expected calibration error (Guo et al. 2017, arXiv 1706.04599).
     """
     p = margins.double().abs().sigmoid()
     right = (margins.double().sign() + 1) / 2  # a tie counts half
-    index, table, error = ((p - 0.5) * 2 * bins).long().clamp(max=bins - 1), [], 0.0
+    index, table = ((p - 0.5) * 2 * bins).long().clamp(max=bins - 1), []
     for number in index.unique().tolist():
         inside = index == number
         row = {"from": 0.5 + 0.5 * number / bins, "to": 0.5 + 0.5 * (number + 1) / bins}
         row |= {"pairs": inside.sum().item(), "predicted": p[inside].mean().item()}
         table.append(row | {"observed": right[inside].mean().item()})
-        error += row["pairs"] * abs(row["predicted"] - table[-1]["observed"]) / len(margins)
-    return table, error
+    gaps = [row["pairs"] * abs(row["predicted"] - row["observed"]) for row in table]
+    return table, sum(gaps) / len(margins)
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -139,16 +130,13 @@ def main(args: Args) -> Path:
         require(stop_ids, "neither tokenizer nor generation config has an EOS")
     train_rows = load_preferences(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_preferences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    model = load_classifier(args)
-    separate_padding(model, tokenizer, stop_ids)
-    model = shard(model, device)
+    model = load_classifier(args, tokenizer, stop_ids, device)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, weight_decay=args.weight_decay, fused=True)
-    total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
+    steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
+    schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
     run_dir, trained = start_run(args), {"model": (model, optimizer)}
-    first_step = load_checkpoint(run_dir, trained)["step"] if args.resume else 0
+    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
     size = model.num_parameters() + 3 * model.num_parameters(only_trainable=True)  # Adam's
     print(f"{run_dir}: {model.num_parameters():,} parameters, {size * 4e-9:.3f} GB on {device}")
 
@@ -157,10 +145,9 @@ def main(args: Args) -> Path:
         values = torch.zeros(3, len(rows), device=device)
         longer = [([], max(row["sequences"], key=len)) for row in rows]
         for part in micro_batches(longer, torch.arange(len(rows)), args.micro_batch_size):
-            some = [rows[i] for i in part]  # (b,), whose completions share one forward pass
-            both = [row["sequences"][side] for side in (0, 1) for row in some]
-            chosen, rejected = last_token_scores(model, both).view(2, len(some))
-            margins = torch.tensor([row["margin"] for row in some], device=device)
+            both = [rows[i]["sequences"][side] for side in (0, 1) for i in part]  # in one pass
+            chosen, rejected = last_token_scores(model, both).view(2, len(part))  # (b,) each
+            margins = torch.tensor([rows[i]["margin"] for i in part], device=device)
             losses = bradley_terry_loss(chosen, rejected, margins, args.center_coef)
             if torch.is_grad_enabled():
                 (losses.sum() / len(rows)).backward()
@@ -170,9 +157,9 @@ def main(args: Args) -> Path:
     if not args.resume:
         log(run_dir, 0, *evaluate(args, run_dir, eval_rows, score))
     rng = torch.Generator().manual_seed(args.seed)
-    epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
+    epochs = math.ceil(steps * args.batch_size / len(train_rows))
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(first_step, total_steps), disable=RANK > 0)
+    progress = tqdm(range(first_step, steps), disable=RANK > 0)
     for step in progress:
         started = time.perf_counter()
 
@@ -183,7 +170,7 @@ def main(args: Args) -> Path:
         # 2. optimise
         optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](step)
         norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
         with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
             require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
         optimizer.step()
@@ -203,16 +190,19 @@ def main(args: Args) -> Path:
             "time/epoch": done * args.batch_size / len(train_rows),
             "time/tokens_per_second": tokens / (time.perf_counter() - started),
         }
-        if done % args.eval_every == 0 or done == total_steps:
+        if done % args.eval_every == 0 or done == steps:
             eval_metrics, samples = evaluate(args, run_dir, eval_rows, score)
             metrics |= eval_metrics
         log(run_dir, done, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if done % args.save_every == 0 or done == total_steps:
+        if done % args.save_every == 0 or done == steps:
             save_checkpoint(run_dir, trained, {"step": done})
 
     save_reward_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print(f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'} (with --model its policy)")
+    print(
+        f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'} (with --model its policy)",
+        flush=True,
+    )
     return run_dir
 
 
@@ -231,10 +221,8 @@ def evaluate(args: Args, run_dir: Path, rows: list[dict], score: Callable) -> tu
         "eval/score_chosen": chosen.mean().item(),
         "eval/score_rejected": rejected.mean().item(),
     }
-    samples = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows]
-    for sample, r_w, r_l in zip(samples, chosen.tolist(), rejected.tolist(), strict=True):
-        sample |= {"score_chosen": r_w, "score_rejected": r_l}
-    return metrics, samples[: args.eval_samples]
+    scored = zip(rows[: args.eval_samples], chosen.tolist(), rejected.tolist(), strict=False)
+    return metrics, [row["texts"] | dict(score_chosen=a, score_rejected=b) for row, a, b in scored]
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -248,46 +236,34 @@ def last_token_scores(model: Any, sequences: list[list[int]]) -> Tensor:
     return model.score(last.float()).squeeze(1)[: len(sequences)]  # in bfloat16 near ones are equal
 
 
-def load_classifier(args: Args) -> torch.nn.Module:
-    """A transformer with a head of one output, in float32 and in eval mode: dropout is off.
-
-    A head that the checkpoint lacks is drawn from N(0, 1 / (d + 1)), d being the hidden size
-    (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1).
-    """
+def load_classifier(args: Args, tokenizer: Any, stop_ids: list, device: Any) -> torch.nn.Module:
+    """A transformer with a head of one output, in float32 and in eval mode: dropout is off."""
     with explain(f"--model {args.model}"):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             args.model, dtype=torch.float32, num_labels=1, output_loading_info=True
         )
-        head, missing = model.score, sorted({*report["missing_keys"]} - {"score.weight"})
+        missing = sorted({*report["missing_keys"]} - {"score.weight"})
         require(not missing, f"weights that {type(model).__name__} needs are not in it: {missing}")
         positions = getattr(model.config, "max_position_embeddings", args.max_length)
         require(args.max_length <= positions, f"--max-length: it has {positions} positions only")
     torch.manual_seed(args.seed)
-    if "score.weight" in report["missing_keys"]:
-        torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
-    model.get_input_embeddings().padding_idx = None
+    if "score.weight" in report["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
+        torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
+    # Other programs score the last id that is not the padding: one that ends no completion, then.
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in stop_ids:
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if args.train_layers != "all":
         names = model._no_split_modules or ()
         layers = [part for part in model.modules() if type(part).__name__ in names]
         with explain(f"--train-layers {args.train_layers}"):
             require(args.train_layers <= len(layers), f"the model has {len(layers)} layers only")
         model.requires_grad_(False)
-        for module in (head, *layers[len(layers) - args.train_layers :]):
-            module.requires_grad_(True)
-    return model
-
-
-def separate_padding(model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Give the model a padding id that ends no completion, a new token if need be.
-
-    Other programs score the last id that is not the padding id: with pad == eos, not ours.
-    """
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in stop_ids:
-        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        for part in (model.score, *layers[len(layers) - args.train_layers :]):
+            part.requires_grad_(True)
+    return shard(model, device)
 
 
 def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -308,72 +284,59 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 def load_preferences(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> list[dict]:
     """Each pair's texts, `margin`, and two `sequences` of token ids; says how many were dropped."""
-    rows, dropped = [], Counter()
+    rows = []
     with explain(f"--dataset {args.dataset}, {split}"):
         dataset = load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         for index, columns in enumerate(dataset):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                prompt, chosen, rejected = to_preference(args, columns)
-                blank = any(map(is_blank, (prompt, chosen, rejected)))
-                sides = () if blank else (chosen, rejected)
+                parts = prompt, *sides = to_preference(args, columns)
+                ends = [part[-1] if part and isinstance(part, list) else part for part in parts]
+                ends = [end.get("content", end) if isinstance(end, dict) else end for end in ends]
+                if not all(str(end or "").strip() for end in ends):
+                    continue  # a string, or the last message of a chat, is empty
+                texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
                 pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
-                given = args.margin_column not in ("margin", "none")
-                margin = columns.get(args.margin_column, None if given else 0.0)
-                known = blank or (isinstance(margin, float | int) and math.isfinite(margin))
+                sequences = [] if None in pairs else [x + y for x, y in pairs]
+                margin = ({"margin": 0.0, "none": 0.0} | columns).get(args.margin_column)
+                known = isinstance(margin, float | int) and math.isfinite(margin)
                 require(known, f"--margin-column {args.margin_column}: no number, but {margin!r}")
-            sequences = [] if None in pairs else [x + y for x, y in pairs]
-            if not sequences:
-                dropped["blank" if blank else "merged"] += 1
-            elif sequences[0] == sequences[1]:
-                dropped["equal"] += 1
-            elif max(map(len, sequences)) > args.max_length:
-                dropped["long"] += 1
-            else:
-                row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-                rows.append(row | {"sequences": sequences, "margin": margin})
-        found = "{} of {} pairs; dropped {} with an empty prompt or side, {} with one that changes "
-        found += "the prompt's tokens, {} with chosen equal to rejected and {} longer than {}"
-        counts = [dropped[reason] for reason in ("blank", "merged", "equal", "long")]
-        found = found.format(len(rows), len(dataset), *counts, f"--max-length {args.max_length}")
-        require(rows, f"nothing is left: {found}")
+                rows.append({"texts": texts, "sequences": sequences, "margin": margin})
+        whole = [row for row in rows if row["sequences"]]
+        unequal = [row for row in whole if row["sequences"][0] != row["sequences"][1]]
+        kept = [row for row in unequal if max(map(len, row["sequences"])) <= args.max_length]
+        found = f"{len(kept)} of {len(dataset)} pairs; dropped {len(dataset) - len(rows)} with an "
+        found += f"empty prompt or side, {len(rows) - len(whole)} with one that changes the "
+        found += f"prompt's tokens, {len(whole) - len(unequal)} with chosen equal to rejected "
+        found += f"and {len(unequal) - len(kept)} longer than --max-length {args.max_length}"
+        require(kept, f"nothing is left: {found}")
     print(f"{split}: {found}")
-    return rows
+    return kept
 
 
 def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
-    columns = [args.chosen_column, args.rejected_column]
-    columns += [] if args.prompt_column in ("prompt", "none") else [args.prompt_column]
-    for name in columns:
-        require(name in row, f"there is no column {name}, only {sorted(row)}")
-    chosen, rejected = row[args.chosen_column] or "", row[args.rejected_column] or ""
-    prompt = row.get(args.prompt_column) or ""
-    kinds = {type(part).__name__ for part in (prompt, chosen, rejected) if part}
-    require(
-        kinds in (set(), {"str"}, {"list"}),
-        "prompt, chosen and rejected must all be strings or all lists of chat messages, found "
-        f"{sorted(kinds)} (if chosen and rejected hold the prompt: --prompt-column none)",
-    )
+    names = (args.prompt_column, args.chosen_column, args.rejected_column)
+    for name in names:
+        known = name in row or name == args.prompt_column in ("prompt", "none")
+        require(known, f"there is no column {name}, only {sorted(row)}")
+    prompt, chosen, rejected = (row.get(name) or "" for name in names)
+    kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})
+    found = "prompt, chosen and rejected must all be strings or all lists of chat messages, found "
+    found += f"{kinds} (if chosen and rejected hold the prompt: --prompt-column none)"
+    require(kinds in ([], ["str"], ["list"]), found)
     if not chosen or not rejected:
         return prompt, chosen, rejected
-    if args.prompt_column not in row and kinds == {"list"}:
+    if args.prompt_column not in row and kinds == ["list"]:
         prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
         require(prompt == other, "the two conversations must be equal up to their last message")
     elif args.prompt_column not in row:
         # Cut in front of white space, where most tokenizers do not merge.
         prompt = re.match(r"(.*\S(?=\s))?", os.path.commonprefix([chosen, rejected]), re.DOTALL)[0]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if args.chat and kinds == {"str"}:
+    if args.chat and kinds == ["str"]:
         prompt = [{"role": "user", "content": prompt}]
         chosen, rejected = ([{"role": "assistant", "content": c}] for c in (chosen, rejected))
     return prompt, chosen, rejected
-
-
-def is_blank(part: str | list) -> bool:
-    """Whether a prompt or a side, a string or chat messages, ends with nothing."""
-    last = part[-1] if isinstance(part, list) and part else part
-    text = last.get("content", last) if isinstance(last, dict) else last
-    return not str(text or "").strip()
 
 
 def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
@@ -458,12 +421,12 @@ def start_run(args: Args) -> Path:
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0:
+    if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+            run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        if args.track:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
     return run_dir
 
 
@@ -477,16 +440,18 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
         state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     for name, (model, optimizer) in trained.items():
         dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
-    for path in run_dir.glob("*.jsonl") if RANK == 0 else []:
-        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        path.write_text("".join(kept))
+    if RANK == 0:
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+        for path in run_dir.glob("*.jsonl"):
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+            path.write_text("".join(kept))
     return state
 
 
@@ -523,5 +488,4 @@ if __name__ == "__main__":
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         wandb.finish()
-        sys.stdout.flush()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

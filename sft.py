@@ -4,10 +4,9 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
 
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
-N being the number of completion tokens in the batch: stage 1 of InstructGPT (arXiv 2203.02155,
-section 3.5). Deviations from the paper: a mean over tokens, because one over sequences gives each
-token of a short answer more weight, and the model learns to be brief; no dropout, so that the
-log-probs that later stages compare are those of one fixed distribution; the last model is kept.
+with N completion tokens in the batch: stage 1 of InstructGPT (arXiv 2203.02155, section 3.5).
+Deviations from the paper: a mean over tokens, since one over sequences teaches to be brief; no
+dropout, so that later stages compare log-probs of one distribution; the last model is kept.
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
@@ -15,9 +14,8 @@ log-probs that later stages compare are those of one fixed distribution; the las
     torchrun --nproc_per_node=8 sft.py ...                 # eight GPUs: docs/processes.md
     python sft.py --resume runs/sft__1__...                # resume after a crash
 
-A healthy run: `eval/loss` falls with `objective/loss` and ends close to it; the gradient norm
-settles after the warm-up; the samples end by themselves. If `eval/loss` rises again, the model
-overfits: train for fewer epochs.
+A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, train for fewer epochs);
+the gradient norm settles after the warm-up; the samples end by themselves.
 """
 
 import json
@@ -36,10 +34,8 @@ import torch
 import tyro
 import wandb
 from datasets import load_dataset
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import get_scheduler, logging
@@ -53,7 +49,6 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class Args:
-    # --- run ---
     exp_name: str = "sft"  # name of the run's folder, with the seed and the time
     seed: int = 1  # seed of the data order, the sampled completions and new weights
     output_dir: str = "runs"  # where the run's folder is made
@@ -71,10 +66,9 @@ class Args:
     completion_column: str = "completion"  # column of the completion, of the prompt's kind
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
     max_length: int = 128  # of prompt and completion, in tokens; longer rows are dropped
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of model/; training is in float32
-    # --- supervised fine-tuning ---
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
-    # --- optimisation ---
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of model/; training is in float32
+    # --- optimisation and evaluation ---
     epochs: float = 4.0  # passes over the training rows
     batch_size: int = 32  # rows per optimiser step
     micro_batch_size: int = 32  # rows per forward pass: memory and speed, never the result
@@ -83,7 +77,6 @@ class Args:
     warmup_ratio: float = 0.03  # part of the run over which the learning rate rises from 0
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
-    # --- evaluation ---
     eval_every: int = 200  # steps between evaluations; always one at the start and at the end
     eval_rows: int = 500  # held-out rows for eval/loss, at most
     eval_samples: int = 8  # held-out prompts to complete into samples.jsonl
@@ -92,12 +85,8 @@ class Args:
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
-    """- (1/N) sum of log-probs (B, T), 0 after a completion's end: nats per token, a scalar.
-
-    N is counted over the whole optimiser step, of which (B, T) may be a part: losses and gradients
-    of the parts then add up to the step's, however it is split.
-    """
+def negative_log_likelihood(logprobs: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """- (1/N) sum of log-probs (B, T), in nats; N is the whole step's, so that parts add up."""
     return -logprobs.sum() / num_tokens
 
 
@@ -114,8 +103,8 @@ def main(args: Args) -> Path:
     eval_pairs = load_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     prompts = [prompt for prompt, _ in eval_pairs[: args.eval_samples]]
     if args.train_on_prompt:  # all tokens count but the first, which has no context
-        rows = (train_pairs, eval_pairs)
-        train_pairs, eval_pairs = ([(x[:1], x[1:] + y) for x, y in pairs] for pairs in rows)
+        train_pairs = [(x[:1], x[1:] + y) for x, y in train_pairs]
+        eval_pairs = [(x[:1], x[1:] + y) for x, y in eval_pairs]
     if args.from_scratch:
         torch.manual_seed(args.seed)
         config = AutoConfig.from_pretrained(args.model, dtype=torch.float32)
@@ -125,24 +114,22 @@ def main(args: Args) -> Path:
         model = load_model("--model", args.model, AutoModelForCausalLM, longest, device)
     adam = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
-    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
+    steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
+    schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
     run_dir, trained = start_run(args), {"policy": (model, optimizer)}
-    first_step = load_checkpoint(run_dir, trained)["step"] if args.resume else 0
+    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
     size = model.num_parameters()  # with gradient and Adam's state four times
     print(f"{run_dir}: {size:,} parameters, {4 * size * 4e-9:.3f} GB on {device}")
     held_out = (args, model, tokenizer, stop_ids, prompts, eval_pairs)
     if not args.resume:
         log(run_dir, 0, *evaluate(*held_out))
     rng = torch.Generator().manual_seed(args.seed)
-    epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
+    epochs = math.ceil(steps * args.batch_size / len(train_pairs))
     order = torch.cat([torch.randperm(len(train_pairs), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(first_step, total_steps), disable=RANK > 0)
+    progress = tqdm(range(first_step, steps), disable=RANK > 0)
     for step in progress:
-        started = time.perf_counter()
-
         # 1. draw the rows of this step
+        started = time.perf_counter()
         pairs = [train_pairs[i] for i in order[step * args.batch_size :][: args.batch_size]]
         num_tokens = sum(len(completion) for _, completion in pairs)  # N, of all ranks
 
@@ -154,14 +141,14 @@ def main(args: Args) -> Path:
             loss.backward()
             step_loss += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
         with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
             require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
         optimizer.step()
         optimizer.zero_grad()
 
         # 3. log, evaluate, save
-        done, samples, seconds = step + 1, [], time.perf_counter() - started
+        done, seconds = step + 1, time.perf_counter() - started
         metrics = {
             "objective/loss": all_reduce_sum(step_loss).item(),
             "policy/grad_norm": norm,
@@ -169,16 +156,18 @@ def main(args: Args) -> Path:
             "time/epoch": done * args.batch_size / len(train_pairs),
             "time/tokens_per_second": sum(len(x) + len(y) for x, y in pairs) / seconds,
         }
-        if done % args.eval_every == 0 or done == total_steps:
-            eval_metrics, samples = evaluate(*held_out)
-            metrics |= eval_metrics
-        log(run_dir, done, metrics, samples)
+        due = done % args.eval_every == 0 or done == steps
+        eval_metrics, samples = evaluate(*held_out) if due else ({}, [])
+        log(run_dir, done, metrics | eval_metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], grad_norm=norm)
-        if done % args.save_every == 0 or done == total_steps:
+        if done % args.save_every == 0 or done == steps:
             save_checkpoint(run_dir, trained, {"step": done})
 
     finish(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print(f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)")
+    print(
+        f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)",
+        flush=True,
+    )
     return run_dir
 
 
@@ -231,16 +220,15 @@ def load_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> P
     """Token ids of prompts and completions; says how many were dropped and why."""
     found = []
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split).to_list()
-        for index, row in enumerate(dataset):
+        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                pairs = to_pairs(args, row)
-                found += [encode_pair(tokenizer, *pair, stop_ids) for pair in pairs] or [()]
-        empty, merged, usable = found.count(()), found.count(None), [pair for pair in found if pair]
-        pairs = [pair for pair in usable if len(pair[0] + pair[1]) <= args.max_length]
-        told = f"{len(pairs)} of {len(found)} pairs; dropped {empty} empty, {merged} with a "
-        told += f"completion that changes the prompt's tokens and {len(usable) - len(pairs)} longer"
-        told += f" than --max-length {args.max_length}"
+                pairs = [encode_pair(tokenizer, *pair, stop_ids) for pair in to_pairs(args, row)]
+                found += pairs or [()]
+        usable = [pair for pair in found if pair]
+        pairs = [(x, y) for x, y in usable if len(x + y) <= args.max_length]
+        told = f"{len(pairs)} of {len(found)} pairs; dropped {found.count(())} empty, "
+        told += f"{found.count(None)} with a completion that changes the prompt's tokens and "
+        told += f"{len(usable) - len(pairs)} longer than --max-length {args.max_length}"
         require(pairs, f"nothing is left: {told}")
     print(f"{split}: {told}")
     return pairs
@@ -250,9 +238,8 @@ def to_pairs(args: Args, row: dict) -> list[tuple[Any, Any]]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
     if "messages" in row and args.prompt_column not in row:
         turns = row["messages"] or []
-        roles = [isinstance(turn, dict) and turn.get("role") for turn in turns]
-        answers = [i for i, role in enumerate(roles) if i > 0 and role == "assistant"]
-        return [(turns[:i], turns[i : i + 1]) for i in answers]
+        answer = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns]
+        return [(turns[:i], turns[i : i + 1]) for i in range(1, len(turns)) if answer[i]]
     for name in (args.prompt_column, args.completion_column):
         require(name in row, f"there is no column {name}, only {sorted(row)}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
@@ -347,12 +334,12 @@ def start_run(args: Args) -> Path:
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0:
+    if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+            run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        if args.track:
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
     return run_dir
 
 
@@ -366,16 +353,18 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
         state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     for name, (model, optimizer) in trained.items():
         dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
-    for path in run_dir.glob("*.jsonl") if RANK == 0 else []:
-        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        path.write_text("".join(kept))
+    if RANK == 0:
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+        for path in run_dir.glob("*.jsonl"):
+            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+            path.write_text("".join(kept))
     return state
 
 
@@ -406,7 +395,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
     for name in [name for name in first if name.startswith("eval/")]:
         print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
     before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=True)]
+    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
     best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
     for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
         print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
@@ -418,5 +407,4 @@ if __name__ == "__main__":
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         wandb.finish()
-        sys.stdout.flush()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

@@ -122,6 +122,7 @@ def test_numbers_out_of_range(name, flag, value, tmp_path):
         (dict(beta=-0.1), "--beta must"),
         (dict(temperature=0.0), "--temperature must not be 0"),
         (dict(clip_coef_high=0.0), "--clip-coef-high must"),
+        (dict(num_minibatches=5), "--num-minibatches: too many"),
         (dict(reward_weights=[1.0, 2.0]), "--reward-weights: give one for each of ['last_number']"),
     ],
 )
@@ -149,6 +150,8 @@ def test_grpo_flags(flags, message, tmp_path):
         (dict(target_kl=-1.0), "--target-kl must not be -1"),
         (dict(kl_target=0.0), "--kl-target must not be 0"),
         (dict(kl_horizon=0.0), "--kl-horizon must not be 0"),
+        (dict(kl_horizon=0.8, kl_target=1.0), "--kl-horizon is so short"),
+        (dict(num_minibatches=5), "--num-minibatches: too many"),
         (dict(critic_learning_rate=0.0), "--critic-learning-rate must not be 0"),
         (dict(temperature=0.0), "--temperature must not be 0"),
         (dict(max_new_tokens=-1), "--max-new-tokens must not be -1"),
@@ -406,18 +409,21 @@ def test_reward_function_that_is_not_there(name, spec, message, tmp_path):
 def test_judge_of_dpo(tmp_path):
     spec = "no/such.py:f"
     fails("dpo", tmp_path, f"--eval-reward-fn {spec}, called", eval_reward_fn=spec)
+    text = fails("dpo", tmp_path, "not path/to/file.py:function", eval_reward_fn="last_number")
+    assert text.startswith("error: --eval-reward-fn last_number")
     spec = reward_file(tmp_path, "return [None for _ in completions]")
     text = fails("dpo", tmp_path, "it returned None for", eval_reward_fn=spec)
     assert " after '" in text
     data = dataset(tmp_path, [{"prompt": "1+2=", "chosen": "#3", "rejected": "#4", "right": "3"}])
-    flags = dict(dataset=data, model="tiny/arithmetic/policy", eval_reward_fn="last_number")
+    flags = dict(dataset=data, model="tiny/arithmetic/policy", eval_reward_fn="grpo.py:last_number")
     text = fails("dpo", tmp_path, "missing a required argument: 'answer'", **flags)
     assert "called with prompts, completions, ['right']" in text
 
 
-def test_two_reward_functions_of_one_name(tmp_path):
-    flags = dict(reward_fn=["last_number", "last_number"])
-    fails("grpo", tmp_path, "two --reward-fn of one name", **flags)
+@REWARDED
+def test_two_reward_functions_of_one_name(name, tmp_path):
+    flags = dict(reward_fn=["tiny/reviews/gold.py:sentiment"] * 2, reward_weights=[1.0])
+    fails(name, tmp_path, "two --reward-fn of one name", **flags)
 
 
 def test_reward_file_that_does_not_import(tmp_path):

@@ -106,7 +106,7 @@ def test_dpo_makes_reviews_kind_without_a_reward_model(seed, tmp_path):
 def test_dpo_learns_to_show_its_working(seed, tmp_path):
     flags = (
         "--model tiny/arithmetic/policy --dataset tiny/arithmetic/preferences "
-        "--eval-reward-fn last_number --max-new-tokens 24"
+        "--eval-reward-fn grpo.py:last_number --max-new-tokens 24"
     )
     _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
     assert 0.25 < first["eval/accuracy"] < 0.42

@@ -57,9 +57,9 @@ def test_every_flag_is_read_by_its_script():
 
 # Lines at most. Three scripts are not yet where they should be: 380, 450 and 520.
 BUDGETS = {
-    "sft.py": 422,
-    "rm_bradley_terry.py": 527,
-    "dpo.py": 603,
+    "sft.py": 410,
+    "rm_bradley_terry.py": 491,
+    "dpo.py": 548,
     "grpo.py": 600,
     "ppo_rlhf.py": 720,
 }

@@ -137,6 +137,16 @@ def test_flags_typed_beside_resume_override_those_of_the_run(whole):
     assert parse([*resume, "--save-every", "7"]).save_every == 7
 
 
+def test_a_resume_that_fails_leaves_the_runs_flags(whole):
+    name, run_dir = whole
+    before = (run_dir / "args.json").read_text()
+    other = {"tiny/arithmetic/policy", "tiny/reviews/policy"} - {SCRIPTS[name].Args.model}
+    resume = ["--resume", str(run_dir), "--model", sorted(other)[-1]]
+    with pytest.raises((SystemExit, RuntimeError)):  # other shapes, or another tokenizer
+        SCRIPTS[name].main(SCRIPTS[name].parse_args(resume))
+    assert (run_dir / "args.json").read_text() == before
+
+
 def test_a_finished_run_can_be_extended(tmp_path):
     """Its end is a checkpoint like any other; the schedule is that of the longer run."""
     script = SCRIPTS["grpo"]

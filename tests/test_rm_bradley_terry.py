@@ -88,7 +88,8 @@ def tiny_classifier(architecture, **overrides):
 
 
 def load(folder, seed=1, **flags):
-    return load_classifier(Args(model=str(folder), seed=seed, max_length=64, **flags))
+    args = Args(model=str(folder), seed=seed, max_length=64, **flags)
+    return load_classifier(args, AutoTokenizer.from_pretrained(POLICY), [2], torch.device("cpu"))
 
 
 def message(role, content):
@@ -284,8 +285,9 @@ def test_a_trained_head_is_kept():
 
 
 def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
-    model = load(policy_that_pads_with("<eos>", tmp_path))
-    assert model.config.pad_token_id == 2  # for which transformers blocks the gradient
+    source = policy_that_pads_with("<eos>", tmp_path)
+    assert AutoConfig.from_pretrained(source).pad_token_id == 2  # transformers blocks its gradient
+    model = load(source)
     last_token_scores(model, [[1, 84, 45, 2]]).sum().backward()
     assert model.get_input_embeddings().weight.grad[2].abs().max() > 0
 
@@ -347,12 +349,16 @@ def test_a_number_of_layers_that_the_model_lacks(tmp_path, train_layers, message
         ("<eos>", [2], 140, 135, 140),  # the model has rows to spare, as many on the hub do
     ],
 )
-def test_padding_gets_an_id_that_ends_no_completion(pad, stop_ids, vocabulary, pad_id, rows):
+def test_padding_gets_an_id_that_ends_no_completion(
+    tmp_path, pad, stop_ids, vocabulary, pad_id, rows
+):
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     tokenizer.pad_token = pad
     model = tiny_classifier("llama", vocab_size=vocabulary)  # its config has no padding id
     before = model.get_input_embeddings().weight.detach().clone()
-    rm.separate_padding(model, tokenizer, stop_ids)
+    model.save_pretrained(tmp_path)
+    args = Args(model=str(tmp_path), max_length=64)
+    model = load_classifier(args, tokenizer, stop_ids, torch.device("cpu"))
     assert tokenizer.pad_token_id == model.config.pad_token_id == pad_id
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == rows
     assert torch.equal(model.get_input_embeddings().weight[: len(before)], before)
