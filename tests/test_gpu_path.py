@@ -26,6 +26,7 @@ from common.logprobs import completion_logprobs
 STEPS = dict(eval_rows=5, eval_every=2, save_every=2)
 PAIRS = dict(STEPS, train_split="train[:16]", epochs=2.0, batch_size=8, micro_batch_size=4)
 ROLLOUTS = dict(STEPS, total_rollouts=4, prompts_per_rollout=4, micro_batch_size=4)
+ROLLOUTS |= dict(max_new_tokens=16)
 RUNS = {
     "sft": PAIRS,
     "rm_bradley_terry": PAIRS,
@@ -36,9 +37,8 @@ RUNS = {
         model="tiny/reviews/policy",
         dataset="tiny/reviews/prompts",
         reward_model="tiny/reviews/reward_model",
-        max_new_tokens=40,
     ),
-    "dpo": PAIRS,
+    "dpo": dict(PAIRS, max_new_tokens=16),
 }
 
 
