@@ -159,7 +159,7 @@ def test_loss_equals_plain_loops(norm):
     logprobs, old, ref = (-torch.rand(4, 6) * 3 * mask for _ in range(3))
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
     coefs = dict(clip_low=0.2, clip_high=0.28, beta=0.1)
-    c = dict(logprobs=logprobs, old=old, ref=ref, advantages=advantages, mask=mask, **coefs)
+    c = dict(logprobs=logprobs.clone(), old=old, ref=ref, advantages=advantages, mask=mask, **coefs)
     logprobs.requires_grad_()
     loss, sums = grpo_loss(logprobs, old, ref, advantages, token_weights(mask, norm, 10), **coefs)
     assert loss.item() == pytest.approx(brute_force_loss(c, norm, 10), rel=1e-5)
