@@ -117,7 +117,8 @@ def preference_loss(
     (arXiv 2310.12036, equation 17), h in nats per token.
     """
     logratios = (logprobs - ref_logprobs) / (lengths if loss == "ipo" else 1)
-    h = logratios[:, 0] - logratios[:, 1]
+    chosen_logratios, rejected_logratios = logratios.unbind(dim=1)
+    h = chosen_logratios - rejected_logratios
     if loss == "ipo":
         losses = (h - 1 / (2 * beta)).square()
     else:
