@@ -161,7 +161,7 @@ def grpo_loss(
     """-J(theta) (equation 3), over some completions of a step, and sums for the metrics.
 
     Log-probs (B, T) are of the sampled tokens under pi_theta, pi_old and pi_ref, in nats, all 0
-    after a completion's end. Advantages are (B,); weights (B, T), from `token_weights`, average.
+    after a completion's end. Advantages are (B,), weights (B, T) those of `token_weights`.
     """
     advantages, log_ratio = advantages[:, None], logprobs - old_logprobs
     ratio = log_ratio.exp()  # rho
@@ -501,7 +501,7 @@ def check_args(args: Args) -> None:
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.group_size > 1, "--group-size must be at least 2")
         completions = args.prompts_per_rollout * args.group_size
-        require(args.num_minibatches <= completions, "--num-minibatches: too many")
+        require(args.num_minibatches <= completions, "--num-minibatches: too many for a rollout")
 
 
 def start_process() -> torch.device:

@@ -106,7 +106,7 @@ class Args:
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     whiten_rewards: bool = False  # give a rollout's rewards variance 1, keeping their mean
-    target_kl: float | None = None  # no more passes once KL(pi_old || pi) per token is higher
+    target_kl: float | None = None  # stop after a pass at whose end KL(pi_old || pi) is higher
     critic_init: Literal["reward_model", "sft", "scratch"] = "reward_model"  # sft: from --model
     critic_learning_rate: float = 1e-3  # AdamW's peak learning rate for the critic
     beta: float = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
