@@ -9,7 +9,7 @@ loss of `rm_bradley_terry.py` can train it (arXiv 2305.18290, equation 7, where 
 
 Deviations from the paper: AdamW and a linear schedule, not RMSprop. eps > 0 says that a label is
 wrong that often (conservative DPO, Mitchell 2023). `--loss ipo` (arXiv 2310.12036) aims at a finite
-h per token. `--nll-coef` adds the chosen completion's log-likelihood (arXiv 2404.19733).
+h per token. `--nll-coef` adds the chosen completion's NLL per token (arXiv 2404.19733).
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
@@ -18,8 +18,8 @@ h per token. `--nll-coef` adds the chosen completion's log-likelihood (arXiv 240
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # resume after a crash
 
-A healthy run: the first loss is exactly ln 2 = 0.693 (IPO: 1 / (4 beta^2)), then `reward/margin`
-and `reward/accuracy` rise. If `policy/logprob_chosen` falls by tens of nats: raise beta.
+A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); plus the NLL), `reward/margin`
+and `reward/accuracy` rise then. If `policy/logprob_chosen` falls by tens of nats: raise beta.
 """
 
 import gc
@@ -28,13 +28,15 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
-from collections import Counter, defaultdict
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
@@ -45,14 +47,13 @@ import wandb
 from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import GenerationConfig, get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
-from common.generation import use_bfloat16
-from common.logprobs import completion_logprobs, micro_batches, rollout_logprobs
+from common.generation import shard
+from common.logprobs import completion_logprobs, encode_pair, micro_batches, rollout_logprobs
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -70,8 +71,8 @@ class Args:
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; without a test split a slice such as train[95%:]
-    prompt_column: str = "prompt"  # column of the prompt; `none` if chosen and rejected hold it
+    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    prompt_column: str = "prompt"  # `none`: the prompt is what chosen and rejected begin with
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
     answer_column: str = "answer"  # column given to the rule of --eval-reward-fn as `answer`
@@ -114,7 +115,7 @@ def preference_loss(
     logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
     tokens, in nats; lengths: (B, 2) in tokens. DPO's derivative by h, beta (sigmoid(beta h) - (1 -
     eps)), is 0 where the policy is as certain as the label. IPO's loss is (h - 1 / (2 beta))^2
-    (arXiv 2310.12036, equation 17), h in nats per token.
+    (arXiv 2310.12036, equation 17, tau = beta), h of means over each side's tokens, not of sums.
     """
     logratios = (logprobs - ref_logprobs) / (lengths if loss == "ipo" else 1)
     chosen_logratios, rejected_logratios = logratios.unbind(dim=1)
@@ -136,14 +137,17 @@ def preference_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     check_args(args)
-    device = start_process()
+    run_dir, device = start_run(args)
     with explain(f"--model {args.model}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         stop_ids = find_stop_ids(args.model, tokenizer)
         require(stop_ids, "neither tokenizer nor generation config has an EOS")
     train_rows = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    judge = load_judge(args.eval_reward_fn, eval_rows[0]) if args.eval_reward_fn else None
+    # The default rule judges the default dataset alone.
+    judged = args.eval_reward_fn != Args.eval_reward_fn or args.dataset == Args.dataset
+    rule = args.eval_reward_fn if judged else None
+    judge = load_judge(rule, eval_rows[0]) if rule else None
     longest = max(args.max_length, *(len(row["ids"]) + args.max_new_tokens for row in eval_rows))
     source = ("--model", args.model, AutoModelForCausalLM, longest, device)
     policy = load_model(*source)
@@ -152,7 +156,7 @@ def main(args: Args) -> Path:
     total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    run_dir, trained = start_run(args), {"policy": (policy, optimizer)}
+    trained = {"policy": (policy, optimizer)}
     size, models = policy.num_parameters(), 4 + (ref_model is not None)  # Adam: 4 times the weights
     print(f"{run_dir}: {size:,} parameters, {models * size * 4e-9:.3f} GB on {device}")
 
@@ -162,8 +166,8 @@ def main(args: Args) -> Path:
     batches = order.split(args.batch_size)[:total_steps]
     coefs = (args.loss, args.beta, args.label_smoothing, args.nll_coef)
 
-    # The policy is still the reference, also on resume. The last batches go first: what is kept of
-    # a pair is from the micro-batch in which training meets it first, so that its h is exactly 0.
+    # The policy is still the reference, also on resume. The last batches go first, so that what the
+    # first ones give stays: step 1 runs the same micro-batches, and its h is exactly 0.
     kept = torch.zeros(len(train_rows), 2, device=device)
     first_epoch = batches[: math.ceil(len(train_rows) / args.batch_size)]
     for picked in [] if ref_model else tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
@@ -187,7 +191,7 @@ def main(args: Args) -> Path:
         logratios = rollout_logprobs(policy, *fixed)  # (N, T)
         logratios -= rollout_logprobs(ref_model or load_model(*source), *fixed)
         if WORLD_SIZE > 1:
-            gc.collect()  # a sharded model and its hooks refer to each other
+            gc.collect()  # frees the reference: a sharded model and its hooks refer to each other
         # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
         metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)
         metrics["eval/length_mean"] = np.mean([len(completion) for completion in sampled])
@@ -198,13 +202,14 @@ def main(args: Args) -> Path:
         if judge:
             rewards = np.array(judge(eval_rows, texts))
             metrics |= {"eval/reward": rewards.mean(), "eval/accuracy": (rewards >= 1).mean()}
-            samples = [s | {"reward": r} for s, r in zip(samples, rewards, strict=True)]
+            samples = [s | {"reward": r} for s, r in zip(samples, rewards.tolist(), strict=True)]
         return metrics, samples
 
-    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
+    state = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
+    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
     if not args.resume:
         log(run_dir, 0, *evaluate())
-    progress = tqdm(range(first_step, total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. draw the pairs of this step
         started = time.perf_counter()
@@ -215,7 +220,8 @@ def main(args: Args) -> Path:
         ref_logprobs = all_logprobs(args, ref_model, rows) if ref_model else kept[batches[step]]
 
         # 3. optimise: one step, its gradient summed over micro-batches
-        optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](step)
+        rate = args.learning_rate * schedule.lr_lambdas[0](step)
+        optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
         sums = defaultdict(float)
         for some, logprobs in pair_logprobs(args, policy, rows):  # (b,) and (b, 2)
             losses, terms = preference_loss(logprobs, ref_logprobs[some], lengths[some], *coefs)
@@ -225,7 +231,7 @@ def main(args: Args) -> Path:
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
         with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
-            require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
+            require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
         optimizer.step()
         optimizer.zero_grad()
 
@@ -235,7 +241,7 @@ def main(args: Args) -> Path:
         metrics = {
             **{name: all_reduce_sum(value).item() / len(rows) for name, value in sums.items()},
             "policy/grad_norm": norm,
-            "policy/learning_rate": optimizer.param_groups[0]["lr"],
+            "policy/learning_rate": rate,
             "time/epoch": done * args.batch_size / len(train_rows),
             "time/tokens_per_second": tokens / (time.perf_counter() - started),
         }
@@ -243,7 +249,7 @@ def main(args: Args) -> Path:
         log(run_dir, done, metrics | found[0], found[1])
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
         if done % args.save_every == 0 or done == total_steps:
-            save_checkpoint(run_dir, trained, {"step": done})
+            save_checkpoint(run_dir, trained, state | {"step": done})
 
     finish(run_dir, policy, tokenizer, stop_ids)
     print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
@@ -273,10 +279,10 @@ def load_judge(spec: str, row: dict) -> Callable:
     """The function at path/to/file.py:function, called on rank 0 alone: it may compare samples."""
     path, _, name = spec.rpartition(":")
     with explain(f"--eval-reward-fn {spec}, called with prompts, completions, {[*row['columns']]}"):
-        require(path.endswith(".py"), "not path/to/file.py:function")
-        found = spec_from_file_location(f"rule_{Path(path).stem}", path)
-        module = sys.modules[found.name] = module_from_spec(found)  # where dataclasses look
-        found.loader.exec_module(module)
+        require(Path(path).is_file(), "not path/to/file.py:function")
+        sys.path.insert(0, str(Path(path).parent))
+        module = import_module(Path(path).stem)
+        require(Path(path).samefile(module.__file__), f"its name is that of {module.__file__}")
         function = getattr(module, name)
         inspect.signature(function).bind(prompts=[], completions=[], **row["columns"])
 
@@ -298,87 +304,66 @@ def load_judge(spec: str, row: dict) -> Callable:
 def load_model(flag: str, source: str, kind: Any, longest: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
-        model, report = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        missing = sorted(report["missing_keys"])
-        require(not missing, f"weights that {type(model).__name__} needs are not in it: {missing}")
+        model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        wrong = sorted({*info["missing_keys"]} | {*info["unexpected_keys"]})
+        require(not wrong, f"weights missing or of no use to {type(model).__name__}: {wrong}")
         require(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
         positions = getattr(model.config, "max_position_embeddings", longest)
-        require(longest <= positions, f"{longest} tokens are more than its {positions} positions")
+        told = f"the --max flags allow {longest} tokens, but it has only {positions} positions"
+        require(longest <= positions, told)
     return shard(model, device)
-
-
-def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model to the device; under torchrun FSDP shards it, layer by layer."""
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
-    model.get_input_embeddings().padding_idx = None
-    layers = model._no_split_modules or ()
-    units = [part for part in model.modules() if type(part).__name__ in layers]
-    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
-    for unit in units if WORLD_SIZE > 1 else []:
-        low = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)  # no head of scores
-        dtypes = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduce_dtype=torch.float32)
-        fully_shard(unit, mp_policy=dtypes, reshard_after_forward=True)
-        unit.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
-        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
-    return model.to(device)
 
 
 def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list[dict]:
     """Rows of `prompt`, its token `ids`, those of `chosen` and `rejected`, and other `columns`."""
-    rows, count = [], Counter()
+    rows, dropped, cut = [], defaultdict(list), 0
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split).to_list()
+        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
         for index, columns in enumerate(dataset):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
                 parts = prompt, *sides = to_preference(args, columns)
-                ends = [part[-1] if part and isinstance(part, list) else part for part in parts]
-                ends = [end.get("content", end) if isinstance(end, dict) else end for end in ends]
-                if not all(str(end or "").strip() for end in ends):
-                    count["empty"] += 1  # a string, or the last message of a chat
-                    continue
                 pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
-            if None in pairs:
-                count["merged"] += 1
+            why = [pair for pair in pairs if isinstance(pair, str)]
+            if not why:
+                (ids, chosen), (_, rejected) = pairs
+                room = max(0, args.max_length - len(ids))
+                kept = {"chosen": chosen[:room], "rejected": rejected[:room]}
+                if room == 0:
+                    why = [f"whose prompt leaves no room in --max-length {args.max_length}"]
+                elif kept["chosen"] == kept["rejected"]:
+                    why = ["with chosen equal to rejected"]
+            if why:
+                dropped[why[0]].append(parts)
                 continue
-            (ids, chosen), (_, rejected) = pairs
-            room = max(0, args.max_length - len(ids))
-            kept = {"chosen": chosen[:room], "rejected": rejected[:room]}
-            if kept["chosen"] == kept["rejected"]:
-                count["equal" if room else "no room"] += 1
-                continue
-            count["cut"] += max(len(chosen), len(rejected)) > room
+            cut += max(len(chosen), len(rejected)) > room
             used = (args.prompt_column, args.chosen_column, args.rejected_column)
             columns = {name: value for name, value in columns.items() if name not in used}
             if args.answer_column in columns:
                 columns["answer"] = columns.pop(args.answer_column)
             kept["lengths"] = [len(side) for side in kept.values()]
             rows.append({"prompt": prompt, "ids": ids, "columns": columns, **kept})
-        found = f"{len(rows)} of {len(dataset)} pairs, {count['cut']} cut off at --max-length "
-        found += f"{args.max_length}; dropped {count['empty']} with an empty prompt or side, "
-        found += f"{count['merged']} with one that changes the prompt's tokens, {count['no room']} "
-        found += f"whose prompt leaves no room and {count['equal']} with chosen equal to rejected"
-        require(rows, f"nothing is left: {found}")
-    print(f"{split}: {found}")
+        report(split, rows, dropped)
+    if cut:
+        print(f"{split}: {cut} pairs are cut off at --max-length {args.max_length}")
     return rows
 
 
 def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
     names = (args.prompt_column, args.chosen_column, args.rejected_column)
-    for name in names:
-        known = name in row or name == args.prompt_column in ("prompt", "none")
-        require(known, f"there is no column {name}, only {sorted(row)}")
     prompt, chosen, rejected = (row.get(name) or "" for name in names)
+    shared = names[0] not in row and (names[0] == "none" or isinstance(chosen or rejected, list))
+    for name in names[1:] if shared else names:
+        require(name in row, f"no column {name} in {sorted(row)} (is it --prompt-column none?)")
     kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})
-    found = "prompt, chosen and rejected must all be strings or all lists of chat messages, found "
-    found += f"{kinds} (if chosen and rejected hold the prompt: --prompt-column none)"
-    require(kinds in ([], ["str"], ["list"]), found)
+    told = f"prompt and sides must all be strings or all lists of messages, found {kinds}"
+    require(kinds in ([], ["str"], ["list"]), f"{told} (or is it --prompt-column none?)")
     if not chosen or not rejected:
         return prompt, chosen, rejected
-    if args.prompt_column not in row and kinds == ["list"]:
+    if shared and kinds == ["list"]:
         prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
         require(prompt == other, "the two conversations must be equal up to their last message")
-    elif args.prompt_column not in row:
+    elif shared:
         # Cut in front of white space, where most tokenizers do not merge.
         prompt = re.match(r"(.*\S(?=\s))?", os.path.commonprefix([chosen, rejected]), re.DOTALL)[0]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -388,31 +373,13 @@ def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     return prompt, chosen, rejected
 
 
-def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int]) -> tuple | None:
-    """Token ids of a prompt and of its completion, which ends with its first stop id.
-
-    The two are tokenised as one text, as the model would meet them, and cut at the prompt's length.
-    None where that changes the prompt's tokens: the tokenizer has merged its end with the
-    completion's start, or the template writes a prompt differently once answered.
-    """
-    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
-    ids = encode(tokenizer, prompt + completion)
-    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    completion_ids = [*ids[len(prompt_ids) :], eos]
-    end = min(completion_ids.index(stop) for stop in stop_ids if stop in completion_ids)
-    return (prompt_ids, completion_ids[: end + 1]) if ids[: len(prompt_ids)] == prompt_ids else None
-
-
-def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
-    """Token ids of a string as it is, or of chat messages through the chat template."""
-    if isinstance(text, str):
-        ids = tokenizer(text).input_ids
-    else:
-        known = all(isinstance(turn, dict) and turn.get("role") for turn in text)
-        require(known, f"every chat message needs a role and a content, found {text!r:.200}")
-        ids = tokenizer.apply_chat_template(text, return_dict=False, **options)
-    require(ids[:2] != 2 * [tokenizer.bos_token_id], "two BOS, one added by the tokenizer")
-    return ids
+def report(split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each kind."""
+    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
+    for why, some in dropped.items():
+        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
+    require(rows, f"nothing is left: {told}")
+    print(f"{split}: {told}")
 
 
 # --- the run: flags, folder, checkpoint --------------------------------------------------------
@@ -428,7 +395,8 @@ def explain(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SystemExit(f"error: {what}: {str(error.__cause__ or error) or repr(error)}") from None
+        message = str(error.__cause__ or error).strip() or repr(error)
+        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -447,39 +415,39 @@ def check_args(args: Args) -> None:
     with explain("flags"):
         for name, value in vars(args).items():
             zero = value == 0 and name in may_be_zero
-            known = type(value) not in (int, float) or zero or 0 < value < math.inf
+            most = 1 if name == "warmup_ratio" else math.inf
+            known = type(value) not in (int, float) or zero or 0 < value < most
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.label_smoothing < 0.5, "--label-smoothing must be less than 0.5")
         smooth = args.label_smoothing > 0
         require(args.loss == "dpo" or not smooth, "--label-smoothing belongs to --loss dpo")
 
 
-def start_process() -> torch.device:
-    """The device of this rank; of several, rank 0 alone prints."""
+def start_run(args: Args) -> tuple[Path, torch.device]:
+    """The run's folder, made anew or that of --resume, and the device of this rank."""
     logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():  # CUDA-only
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        if device.type == "cuda":  # CUDA-only
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
         torch.distributed.init_process_group()
-        if RANK > 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return device
-
-
-def start_run(args: Args) -> Path:
-    """The run's folder, made anew or that of --resume, with the flags in it."""
+    if RANK > 0:  # rank 0 alone prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.reconfigure(errors="backslashreplace")  # a console that cannot show a sample
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0 and not args.resume:
-        with explain(f"--output-dir {args.output_dir}"):
+    with explain(f"--output-dir {args.output_dir}"):
+        if RANK == 0 and not args.resume:
             run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+            (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    return run_dir
+
+    told = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(
+        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {told}")
+    )
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
@@ -488,56 +456,56 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
         state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        torch.save(state, run_dir / "checkpoint.tmp")
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+        file = run_dir / "checkpoint.tmp"
+        with explain(f"{run_dir}: no checkpoint could be written"):
+            try:
+                torch.save(state, file)
+                os.replace(file, run_dir / "checkpoint.pt")
+            finally:
+                file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
-    with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
-        state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    for name, (model, optimizer) in trained.items():
-        dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
+    with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
+        for name, (model, optimizer) in trained.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        for path in run_dir.glob("*.jsonl"):
-            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-            path.write_text("".join(kept))
-    return state
+        for name, size in saved["logs"].items():
+            os.truncate(run_dir / name, size)
+    return saved
 
 
 def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
-    for name, rows in {"metrics": [metrics], "samples": samples}.items():
-        with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-            file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
+    with explain(f"{run_dir}"):
+        for name, rows in {"metrics": [metrics], "samples": samples}.items():
+            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if wandb.run:
         wandb.log(metrics, step=step)
+    if samples:
+        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
+        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
 
 
 def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write model/ for `from_pretrained`, and print what the logs say was learnt."""
+    """Write model/ for `from_pretrained`."""
     weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    if RANK > 0:
-        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(run_dir / "model", state_dict=weights)
-    tokenizer.save_pretrained(run_dir / "model")
-    logs = [(run_dir / f"{name}.jsonl").read_text() for name in ("metrics", "samples")]
-    metrics, samples = ([json.loads(line) for line in log.splitlines()] for log in logs)
-    first, last = metrics[0], metrics[-1]
-    for name in [name for name in first if name.startswith("eval/")]:
-        print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
-    before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
-    best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
-    for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
-        print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
+    with explain(f"{run_dir / 'model'}"):
+        if RANK == 0:
+            for part in (model.generation_config, tokenizer):
+                part.save_pretrained(run_dir / "model")
+            model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}")
 
 

@@ -12,8 +12,8 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 pi_old being the policy that sampled. Deviations from the paper: outcome supervision only; the
 reference is never replaced; std is that of a sample, plus 1e-4; four optimiser steps per rollout by
 default. `--kl-placement reward` takes beta times the log-ratio off a completion's reward, as PPO
-does. Flags for later papers: clip-higher, token mean, masking of cut-off completions (DAPO, arXiv
-2503.14476); --no-scale-rewards --loss-norm constant --beta 0 is Dr. GRPO (arXiv 2503.20783).
+does. Flags for later papers, with --beta 0: clip-higher, token mean, masking of cut-off completions
+(DAPO, arXiv 2503.14476); --no-scale-rewards --loss-norm constant (Dr. GRPO, arXiv 2503.20783).
 
     python grpo.py                                       # tiny/arithmetic, a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -31,14 +31,16 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
@@ -49,13 +51,12 @@ import wandb
 from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import GenerationConfig, get_scheduler, logging
 
-from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, find_stop_ids
-from common.generation import generate, pad_rows, use_bfloat16
+from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, content
+from common.generation import encode, find_stop_ids, generate, pad_rows, shard
 from common.logprobs import Pairs, completion_logprobs, micro_batches, rollout_logprobs
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -74,7 +75,7 @@ class Args:
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; without a test split a slice such as train[95%:]
+    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     answer_column: str = "answer"  # column given to the reward functions as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
@@ -114,11 +115,11 @@ class Args:
 def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (N * G,). In float64 the sum of G
-    equal float32 numbers is exact, and so their advantage is 0. Without `scale`: Dr. GRPO.
+    The G completions of a prompt are neighbours in the rewards (N * G,). Without `scale`: Dr. GRPO.
     """
     groups = rewards.double().view(-1, group_size)
-    advantages = groups - groups.sum(dim=1, keepdim=True) / group_size
+    groups = groups - groups[:, :1]  # all exactly 0 where rewards are equal, and so is their mean
+    advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     return advantages.view(-1).float()
@@ -184,7 +185,7 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     check_args(args)
-    device = start_process()
+    run_dir, device = start_run(args)
     with explain(f"--model {args.model}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         stop_ids = find_stop_ids(args.model, tokenizer)
@@ -213,8 +214,9 @@ def main(args: Args) -> Path:
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=True)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps, args.total_rollouts)
-    run_dir, trained = start_run(args), {"policy": (policy, optimizer)}
-    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
+    trained = {"policy": (policy, optimizer)}
+    state = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
+    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
     size = sum(model.num_parameters() for model in models if model is not None)
     print(f"{run_dir}: {policy.num_parameters():,} parameters, {size * 4e-9:.3f} GB on {device}")
 
@@ -233,7 +235,7 @@ def main(args: Args) -> Path:
     rng = torch.Generator().manual_seed(args.seed)
     epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_rows))
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(first_step, args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:
         # 1. roll out: G completions per prompt, from the policy as it is now
         started = time.perf_counter()
@@ -286,7 +288,7 @@ def main(args: Args) -> Path:
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
             with explain(f"rollout {step + 1}: no step was taken; is --learning-rate too high?"):
-                require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
+                require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
             grad_norms.append(norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -318,7 +320,7 @@ def main(args: Args) -> Path:
         log(run_dir, done, metrics | found[0], found[1])
         progress.set_postfix(reward=metrics["reward/mean"], entropy=metrics["policy/entropy"])
         if done % args.save_every == 0 or done == args.total_rollouts:
-            save_checkpoint(run_dir, trained, {"step": done})
+            save_checkpoint(run_dir, trained, state | {"step": done})
 
     finish(run_dir, policy, tokenizer, stop_ids)
     print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
@@ -364,10 +366,10 @@ def load_rule(flag: str, spec: str, row: dict) -> tuple[str, Callable]:
     with explain(f"{flag} {spec}, called with prompts, completions, {[*row['columns']]}"):
         function = last_number
         if spec != "last_number":
-            require(path.endswith(".py"), "neither last_number nor path/to/file.py:function")
-            found = spec_from_file_location(f"rule_{Path(path).stem}", path)
-            module = sys.modules[found.name] = module_from_spec(found)  # where dataclasses look
-            found.loader.exec_module(module)
+            require(Path(path).is_file(), "neither last_number nor path/to/file.py:function")
+            sys.path.insert(0, str(Path(path).parent))
+            module = import_module(Path(path).stem)
+            require(Path(path).samefile(module.__file__), f"its name is that of {module.__file__}")
             function = getattr(module, name)
         inspect.signature(function).bind(prompts=[], completions=[], **row["columns"])
     return name, partial(apply_rule, name, function)
@@ -404,66 +406,47 @@ def reward_model_scores(model: Any, size: int, rows: list, pairs: Pairs, texts: 
 def load_model(flag: str, source: str, kind: Any, longest: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
-        model, report = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        missing = sorted(report["missing_keys"])
-        require(not missing, f"weights that {type(model).__name__} needs are not in it: {missing}")
+        model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        wrong = sorted({*info["missing_keys"]} | {*info["unexpected_keys"]})
+        require(not wrong, f"weights missing or of no use to {type(model).__name__}: {wrong}")
         require(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
         positions = getattr(model.config, "max_position_embeddings", longest)
-        require(longest <= positions, f"{longest} tokens are more than its {positions} positions")
+        told = f"the --max flags allow {longest} tokens, but it has only {positions} positions"
+        require(longest <= positions, told)
     return shard(model, device)
 
 
-def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model to the device; under torchrun FSDP shards it, layer by layer."""
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
-    model.get_input_embeddings().padding_idx = None
-    layers = model._no_split_modules or ()
-    units = [part for part in model.modules() if type(part).__name__ in layers]
-    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
-    for unit in units if WORLD_SIZE > 1 else []:
-        low = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)  # no head of scores
-        dtypes = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduce_dtype=torch.float32)
-        fully_shard(unit, mp_policy=dtypes, reshard_after_forward=True)
-        unit.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
-        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
-    return model.to(device)
-
-
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[dict]:
-    """Rows of `prompt`, its token `ids` and the other `columns`; says how many were dropped."""
-    rows = []
+    """Rows of `prompt`, its token `ids` and the other `columns`."""
+    rows, dropped = [], defaultdict(list)
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split).to_list()
+        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
         for index, columns in enumerate(dataset):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
                 require(args.prompt_column in columns, f"no --prompt-column in {[*columns]}")
-                prompt = columns.pop(args.prompt_column)
+                prompt = columns.pop(args.prompt_column) or ""
                 if args.answer_column in columns:
                     columns["answer"] = columns.pop(args.answer_column)
                 if args.chat and isinstance(prompt, str):
-                    prompt = prompt and [{"role": "user", "content": prompt}]
-                ids = encode(tokenizer, prompt, add_generation_prompt=True) if prompt else []
-                rows.append({"prompt": prompt, "ids": ids, "columns": columns})
-        kept = [row for row in rows if 0 < len(row["ids"]) <= args.max_prompt_length]
-        found = (
-            f"{len(kept)} of {len(rows)} prompts; {sum(not row['ids'] for row in rows)} were empty"
-        )
-        found += f", the others longer than --max-prompt-length {args.max_prompt_length}"
-        require(kept, f"nothing is left: {found}")
-    print(f"{split}: {found}")
-    return kept
+                    prompt = [{"role": "user", "content": prompt}]
+                empty = not (prompt if isinstance(prompt, str) else content(prompt[-1])).strip()
+                ids = [] if empty else encode(tokenizer, prompt, add_generation_prompt=True)
+                if 0 < len(ids) <= args.max_prompt_length:
+                    rows.append({"prompt": prompt, "ids": ids, "columns": columns})
+                else:
+                    long = f"longer than --max-prompt-length {args.max_prompt_length}"
+                    dropped["empty" if empty else long].append(prompt)
+        report(split, rows, dropped)
+    return rows
 
 
-def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
-    """Token ids of a string as it is, or of chat messages through the chat template."""
-    if isinstance(text, str):
-        ids = tokenizer(text).input_ids
-    else:
-        known = all(isinstance(turn, dict) and turn.get("role") for turn in text)
-        require(known, f"every chat message needs a role and a content, found {text!r:.200}")
-        ids = tokenizer.apply_chat_template(text, return_dict=False, **options)
-    require(ids[:2] != 2 * [tokenizer.bos_token_id], "two BOS, one added by the tokenizer")
-    return ids
+def report(split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each kind."""
+    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
+    for why, some in dropped.items():
+        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
+    require(rows, f"nothing is left: {told}")
+    print(f"{split}: {told}")
 
 
 # --- the run: flags, folder, checkpoint --------------------------------------------------------
@@ -479,7 +462,8 @@ def explain(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SystemExit(f"error: {what}: {str(error.__cause__ or error) or repr(error)}") from None
+        message = str(error.__cause__ or error).strip() or repr(error)
+        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -497,39 +481,39 @@ def check_args(args: Args) -> None:
     with explain("flags"):
         for name, value in vars(args).items():
             zero = value == 0 and name in ("seed", "beta", "warmup_ratio", "eval_temperature")
-            known = type(value) not in (int, float) or zero or 0 < value < math.inf
+            most = 1 if name == "warmup_ratio" else math.inf
+            known = type(value) not in (int, float) or zero or 0 < value < most
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.group_size > 1, "--group-size must be at least 2")
         completions = args.prompts_per_rollout * args.group_size
         require(args.num_minibatches <= completions, "--num-minibatches: too many for a rollout")
 
 
-def start_process() -> torch.device:
-    """The device of this rank; of several, rank 0 alone prints."""
+def start_run(args: Args) -> tuple[Path, torch.device]:
+    """The run's folder, made anew or that of --resume, and the device of this rank."""
     logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():  # CUDA-only
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        if device.type == "cuda":  # CUDA-only
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
         torch.distributed.init_process_group()
-        if RANK > 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return device
-
-
-def start_run(args: Args) -> Path:
-    """The run's folder, made anew or that of --resume, with the flags in it."""
+    if RANK > 0:  # rank 0 alone prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.reconfigure(errors="backslashreplace")  # a console that cannot show a sample
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0 and not args.resume:
-        with explain(f"--output-dir {args.output_dir}"):
+    with explain(f"--output-dir {args.output_dir}"):
+        if RANK == 0 and not args.resume:
             run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+            (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    return run_dir
+
+    told = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(
+        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {told}")
+    )
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
@@ -538,56 +522,56 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
         state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        torch.save(state, run_dir / "checkpoint.tmp")
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+        file = run_dir / "checkpoint.tmp"
+        with explain(f"{run_dir}: no checkpoint could be written"):
+            try:
+                torch.save(state, file)
+                os.replace(file, run_dir / "checkpoint.pt")
+            finally:
+                file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
-    with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
-        state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    for name, (model, optimizer) in trained.items():
-        dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
+    with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
+        for name, (model, optimizer) in trained.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        for path in run_dir.glob("*.jsonl"):
-            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-            path.write_text("".join(kept))
-    return state
+        for name, size in saved["logs"].items():
+            os.truncate(run_dir / name, size)
+    return saved
 
 
 def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
-    for name, rows in {"metrics": [metrics], "samples": samples}.items():
-        with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-            file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
+    with explain(f"{run_dir}"):
+        for name, rows in {"metrics": [metrics], "samples": samples}.items():
+            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if wandb.run:
         wandb.log(metrics, step=step)
+    if samples:
+        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
+        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
 
 
 def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write model/ for `from_pretrained`, and print what the logs say was learnt."""
+    """Write model/ for `from_pretrained`."""
     weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    if RANK > 0:
-        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(run_dir / "model", state_dict=weights)
-    tokenizer.save_pretrained(run_dir / "model")
-    logs = [(run_dir / f"{name}.jsonl").read_text() for name in ("metrics", "samples")]
-    metrics, samples = ([json.loads(line) for line in log.splitlines()] for log in logs)
-    first, last = metrics[0], metrics[-1]
-    for name in [name for name in first if name.startswith("eval/")]:
-        print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
-    before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
-    best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
-    for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
-        print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
+    with explain(f"{run_dir / 'model'}"):
+        if RANK == 0:
+            for part in (model.generation_config, tokenizer):
+                part.save_pretrained(run_dir / "model")
+            model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}")
 
 

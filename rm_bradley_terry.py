@@ -1,15 +1,14 @@
 r"""Reward modelling (Bradley-Terry): learn from pairs of completions what people prefer.
 
-Of two completions of a prompt x, y_w was preferred to y_l. Give each a score r(x, y) such that
-p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and Terry 1952): minimise, over pairs,
+Of two completions of a prompt x, y_w was preferred to y_l. Give each a score r(x, y), read at its
+last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and Terry 1952):
 
-    L = mean of  - log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2
+    minimise the mean over pairs of  - log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
-and a term that keeps the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-
-Deviations from the paper: pairs, not rankings of K completions; no dropout, and AdamW; scores are
-not shifted, but the mean score of held-out preferred completions is saved in the config as
+and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
+Deviations from the paper: pairs, not rankings of K completions; no dropout; a warm-up, and a linear
+decay; the scores are not shifted, but the mean score of held-out preferred completions is saved as
 `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT: the demonstrations' mean).
 
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
@@ -19,16 +18,19 @@ not shifted, but the mean score of held-out preferred completions is saved in th
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
     python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__...      # resume after a crash
 
-A healthy run: the first loss is near ln 2 = 0.69, chance level; `eval/pair_accuracy` rises to 0.8,
-how often people agree; `eval/calibration_error` ends below 0.1. If `eval/loss` rises: fewer epochs.
+A healthy run: with a new head and no margin the first loss is near chance level, ln 2 = 0.69;
+`eval/pair_accuracy` rises to the rate at which people agree (InstructGPT: 0.73);
+`eval/calibration_error` ends below 0.1. If `eval/loss` rises again: fewer epochs.
 """
 
 import json
 import math
 import os
 import re
+import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,14 +43,13 @@ import wandb
 from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers import get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, find_stop_ids
-from common.generation import pad_rows, use_bfloat16
-from common.logprobs import micro_batches
+from common.generation import pad_rows, shard
+from common.logprobs import encode_pair, micro_batches
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -66,8 +67,8 @@ class Args:
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; without a test split a slice such as train[95%:]
-    prompt_column: str = "prompt"  # column of the prompt; `none` if chosen and rejected hold it
+    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    prompt_column: str = "prompt"  # `none`: the prompt is what chosen and rejected begin with
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
     margin_column: str = "margin"  # column of m, if there is one; `none` to do without
@@ -75,7 +76,6 @@ class Args:
     max_length: int = 128  # of prompt and completion, in tokens; longer pairs are dropped, counted
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; trains in float32
     # --- training and evaluation ---
-    train_layers: Literal["all"] | int = "all"  # all, or the head and this many of the last layers
     center_coef: float = 0.0  # c, weight of the term that keeps r_w + r_l near 0 (Eisenstein: 0.01)
     epochs: float = 3.0  # passes over the training pairs
     batch_size: int = 32  # pairs per optimiser step
@@ -94,8 +94,8 @@ class Args:
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, c: float) -> Tensor:
     """- log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2 of each pair; all (B,), m 0 for none.
 
-    The slope in r_w, without c, is sigmoid(r_w - r_l - m) - 1, and in r_l the opposite: a pair that
-    is far apart teaches nothing more. `logsigmoid` is finite where log(sigmoid) would be -inf.
+    The slope in r_w, without c, is sigmoid(r_w - r_l - m) - 1, and in r_l the opposite: a pair far
+    apart in the right order teaches nothing more. `logsigmoid` is finite where log(sigmoid) is not.
     """
     preference = -torch.nn.functional.logsigmoid(chosen - rejected - margin)
     return preference + c * (chosen + rejected).square()
@@ -123,7 +123,7 @@ def calibration(margins: Tensor, bins: int = 5) -> tuple[list[dict[str, float]],
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     check_args(args)
-    device = start_process()
+    run_dir, device = start_run(args)
     with explain(f"--model {args.model}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         stop_ids = find_stop_ids(args.model, tokenizer)
@@ -131,14 +131,14 @@ def main(args: Args) -> Path:
     train_rows = load_preferences(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_preferences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     model = load_classifier(args, tokenizer, stop_ids, device)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay, fused=True)
     steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
     schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
-    run_dir, trained = start_run(args), {"model": (model, optimizer)}
-    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
-    size = model.num_parameters() + 3 * model.num_parameters(only_trainable=True)  # Adam's
-    print(f"{run_dir}: {model.num_parameters():,} parameters, {size * 4e-9:.3f} GB on {device}")
+    trained = {"model": (model, optimizer)}
+    state = {"step": 0, "data": zlib.crc32(repr(train_rows).encode()), "score_mean": 0.0}
+    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
+    size = model.num_parameters()  # with gradient and Adam's state four times
+    print(f"{run_dir}: {size:,} parameters, {4 * size * 4e-9:.3f} GB on {device}")
 
     def score(rows: list[dict]) -> Tensor:
         """Loss, r_w and r_l of each pair (3, B); adds up the mean loss's gradient, if enabled."""
@@ -159,20 +159,20 @@ def main(args: Args) -> Path:
     rng = torch.Generator().manual_seed(args.seed)
     epochs = math.ceil(steps * args.batch_size / len(train_rows))
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(first_step, steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"], steps), disable=RANK > 0)
     for step in progress:
         started = time.perf_counter()
-
         # 1. draw the pairs of this step, and score both completions of each
         rows = [train_rows[i] for i in order[step * args.batch_size :][: args.batch_size]]
         losses, chosen, rejected = score(rows)  # (B,) each; and the gradient
 
         # 2. optimise
-        optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](step)
-        norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
+        rate = args.learning_rate * schedule.lr_lambdas[0](step)
+        optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
         with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
-            require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
+            require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
         optimizer.step()
         optimizer.zero_grad()
 
@@ -186,23 +186,22 @@ def main(args: Args) -> Path:
             "reward/chosen": chosen.mean().item(),
             "reward/rejected": rejected.mean().item(),
             "reward/grad_norm": norm,
-            "reward/learning_rate": optimizer.param_groups[0]["lr"],
+            "reward/learning_rate": rate,
             "time/epoch": done * args.batch_size / len(train_rows),
             "time/tokens_per_second": tokens / (time.perf_counter() - started),
         }
         if done % args.eval_every == 0 or done == steps:
             eval_metrics, samples = evaluate(args, run_dir, eval_rows, score)
             metrics |= eval_metrics
+            state["score_mean"] = eval_metrics["eval/score_chosen"]
         log(run_dir, done, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
         if done % args.save_every == 0 or done == steps:
-            save_checkpoint(run_dir, trained, {"step": done})
+            save_checkpoint(run_dir, trained, state | {"step": done})
 
-    save_reward_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print(
-        f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'} (with --model its policy)",
-        flush=True,
-    )
+    model.config.score_mean = state["score_mean"]  # what ppo_rlhf.py and grpo.py make 0
+    finish(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    print(f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
@@ -239,97 +238,68 @@ def last_token_scores(model: Any, sequences: list[list[int]]) -> Tensor:
 def load_classifier(args: Args, tokenizer: Any, stop_ids: list, device: Any) -> torch.nn.Module:
     """A transformer with a head of one output, in float32 and in eval mode: dropout is off."""
     with explain(f"--model {args.model}"):
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, info = AutoModelForSequenceClassification.from_pretrained(
             args.model, dtype=torch.float32, num_labels=1, output_loading_info=True
         )
-        missing = sorted({*report["missing_keys"]} - {"score.weight"})
-        require(not missing, f"weights that {type(model).__name__} needs are not in it: {missing}")
+        missing = sorted({*info["missing_keys"]} - {"score.weight"})
+        found = f"{type(model).__name__} has no linear head `score`, or weights are not in it: "
+        require(hasattr(model, "score") and not missing, f"{found}{missing}")
         positions = getattr(model.config, "max_position_embeddings", args.max_length)
         require(args.max_length <= positions, f"--max-length: it has {positions} positions only")
     torch.manual_seed(args.seed)
-    if "score.weight" in report["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
+    if "score.weight" in info["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
         torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
-    # Other programs score the last id that is not the padding: one that ends no completion, then.
+    # transformers scores the last id that is not the padding, so the padding must not end a text.
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in stop_ids:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if args.train_layers != "all":
-        names = model._no_split_modules or ()
-        layers = [part for part in model.modules() if type(part).__name__ in names]
-        with explain(f"--train-layers {args.train_layers}"):
-            require(args.train_layers <= len(layers), f"the model has {len(layers)} layers only")
-        model.requires_grad_(False)
-        for part in (model.score, *layers[len(layers) - args.train_layers :]):
-            part.requires_grad_(True)
     return shard(model, device)
 
 
-def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model to the device; under torchrun FSDP shards it, layer by layer."""
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
-    model.get_input_embeddings().padding_idx = None
-    layers = model._no_split_modules or ()
-    units = [part for part in model.modules() if type(part).__name__ in layers]
-    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
-    for unit in units if WORLD_SIZE > 1 else []:
-        low = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)  # no head of scores
-        dtypes = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduce_dtype=torch.float32)
-        fully_shard(unit, mp_policy=dtypes, reshard_after_forward=True)
-        unit.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
-        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
-    return model.to(device)
-
-
 def load_preferences(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> list[dict]:
-    """Each pair's texts, `margin`, and two `sequences` of token ids; says how many were dropped."""
-    rows = []
+    """Each pair's `texts`, its `margin`, and two `sequences` of token ids."""
+    rows, dropped = [], {}
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split).to_list()
-        for index, columns in enumerate(dataset):
+        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                parts = prompt, *sides = to_preference(args, columns)
-                ends = [part[-1] if part and isinstance(part, list) else part for part in parts]
-                ends = [end.get("content", end) if isinstance(end, dict) else end for end in ends]
-                if not all(str(end or "").strip() for end in ends):
-                    continue  # a string, or the last message of a chat, is empty
-                texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+                parts = prompt, *sides = to_preference(args, row)
                 pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
-                sequences = [] if None in pairs else [x + y for x, y in pairs]
-                margin = ({"margin": 0.0, "none": 0.0} | columns).get(args.margin_column)
+                margin = ({"margin": 0.0, "none": 0.0} | row).get(args.margin_column)
                 known = isinstance(margin, float | int) and math.isfinite(margin)
                 require(known, f"--margin-column {args.margin_column}: no number, but {margin!r}")
+            why = [pair for pair in pairs if isinstance(pair, str)]
+            sequences = [] if why else [x + y for x, y in pairs]
+            if not why and max(map(len, sequences)) > args.max_length:
+                why = [f"longer than --max-length {args.max_length}"]
+            if not why and sequences[0] == sequences[1]:
+                why = ["with chosen equal to rejected"]
+            texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+            if why:
+                dropped.setdefault(why[0], []).append(texts)
+            else:
                 rows.append({"texts": texts, "sequences": sequences, "margin": margin})
-        whole = [row for row in rows if row["sequences"]]
-        unequal = [row for row in whole if row["sequences"][0] != row["sequences"][1]]
-        kept = [row for row in unequal if max(map(len, row["sequences"])) <= args.max_length]
-        found = f"{len(kept)} of {len(dataset)} pairs; dropped {len(dataset) - len(rows)} with an "
-        found += f"empty prompt or side, {len(rows) - len(whole)} with one that changes the "
-        found += f"prompt's tokens, {len(whole) - len(unequal)} with chosen equal to rejected "
-        found += f"and {len(unequal) - len(kept)} longer than --max-length {args.max_length}"
-        require(kept, f"nothing is left: {found}")
-    print(f"{split}: {found}")
-    return kept
+        report(split, rows, dropped)
+    return rows
 
 
 def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
     names = (args.prompt_column, args.chosen_column, args.rejected_column)
-    for name in names:
-        known = name in row or name == args.prompt_column in ("prompt", "none")
-        require(known, f"there is no column {name}, only {sorted(row)}")
     prompt, chosen, rejected = (row.get(name) or "" for name in names)
+    shared = names[0] not in row and (names[0] == "none" or isinstance(chosen or rejected, list))
+    for name in names[1:] if shared else names:
+        require(name in row, f"no column {name} in {sorted(row)} (is it --prompt-column none?)")
     kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})
-    found = "prompt, chosen and rejected must all be strings or all lists of chat messages, found "
-    found += f"{kinds} (if chosen and rejected hold the prompt: --prompt-column none)"
-    require(kinds in ([], ["str"], ["list"]), found)
+    told = f"prompt and sides must all be strings or all lists of messages, found {kinds}"
+    require(kinds in ([], ["str"], ["list"]), f"{told} (or is it --prompt-column none?)")
     if not chosen or not rejected:
         return prompt, chosen, rejected
-    if args.prompt_column not in row and kinds == ["list"]:
+    if shared and kinds == ["list"]:
         prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
         require(prompt == other, "the two conversations must be equal up to their last message")
-    elif args.prompt_column not in row:
+    elif shared:
         # Cut in front of white space, where most tokenizers do not merge.
         prompt = re.match(r"(.*\S(?=\s))?", os.path.commonprefix([chosen, rejected]), re.DOTALL)[0]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -339,31 +309,13 @@ def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     return prompt, chosen, rejected
 
 
-def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
-    """Token ids of a string as it is, or of chat messages through the chat template."""
-    if isinstance(text, str):
-        ids = tokenizer(text).input_ids
-    else:
-        known = all(isinstance(turn, dict) and turn.get("role") for turn in text)
-        require(known, f"every chat message needs a role and a content, found {text!r:.200}")
-        ids = tokenizer.apply_chat_template(text, return_dict=False, **options)
-    require(ids[:2] != 2 * [tokenizer.bos_token_id], "two BOS, one added by the tokenizer")
-    return ids
-
-
-def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int]) -> tuple | None:
-    """Token ids of a prompt and of its completion, which ends with its first stop id.
-
-    The two are tokenised as one text, as the model would meet them, and cut at the prompt's length.
-    None where that changes the prompt's tokens: the tokenizer has merged its end with the
-    completion's start, or the template writes a prompt differently once answered.
-    """
-    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
-    ids = encode(tokenizer, prompt + completion)
-    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    completion_ids = [*ids[len(prompt_ids) :], eos]
-    end = min(completion_ids.index(stop) for stop in stop_ids if stop in completion_ids)
-    return (prompt_ids, completion_ids[: end + 1]) if ids[: len(prompt_ids)] == prompt_ids else None
+def report(split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each kind."""
+    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
+    for why, some in dropped.items():
+        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
+    require(rows, f"nothing is left: {told}")
+    print(f"{split}: {told}")
 
 
 # --- the run: flags, folder, checkpoint --------------------------------------------------------
@@ -379,7 +331,8 @@ def explain(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SystemExit(f"error: {what}: {str(error.__cause__ or error) or repr(error)}") from None
+        message = str(error.__cause__ or error).strip() or repr(error)
+        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -394,40 +347,40 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def check_args(args: Args) -> None:
     """What can be seen to be wrong before anything is loaded."""
-    may_be_zero = ("seed", "train_layers", "center_coef", "warmup_ratio", "weight_decay")
+    may_be_zero = ("seed", "center_coef", "warmup_ratio", "weight_decay")
     with explain("flags"):
         for name, value in vars(args).items():
             zero = value == 0 and name in may_be_zero
-            known = type(value) not in (int, float) or zero or 0 < value < math.inf
+            most = 1 if name == "warmup_ratio" else math.inf
+            known = type(value) not in (int, float) or zero or 0 < value < most
             require(known, f"--{name.replace('_', '-')} must not be {value}")
 
 
-def start_process() -> torch.device:
-    """The device of this rank; of several, rank 0 alone prints."""
+def start_run(args: Args) -> tuple[Path, torch.device]:
+    """The run's folder, made anew or that of --resume, and the device of this rank."""
     logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():  # CUDA-only
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        if device.type == "cuda":  # CUDA-only
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
         torch.distributed.init_process_group()
-        if RANK > 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return device
-
-
-def start_run(args: Args) -> Path:
-    """The run's folder, made anew or that of --resume, with the flags in it."""
+    if RANK > 0:  # rank 0 alone prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.reconfigure(errors="backslashreplace")  # a console that cannot show a sample
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0 and not args.resume:
-        with explain(f"--output-dir {args.output_dir}"):
+    with explain(f"--output-dir {args.output_dir}"):
+        if RANK == 0 and not args.resume:
             run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+            (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    return run_dir
+
+    told = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(
+        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {told}")
+    )
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
@@ -436,50 +389,56 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
         state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        torch.save(state, run_dir / "checkpoint.tmp")
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+        file = run_dir / "checkpoint.tmp"
+        with explain(f"{run_dir}: no checkpoint could be written"):
+            try:
+                torch.save(state, file)
+                os.replace(file, run_dir / "checkpoint.pt")
+            finally:
+                file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
-    with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
-        state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    for name, (model, optimizer) in trained.items():
-        dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
+    with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
+        for name, (model, optimizer) in trained.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        for path in run_dir.glob("*.jsonl"):
-            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-            path.write_text("".join(kept))
-    return state
+        for name, size in saved["logs"].items():
+            os.truncate(run_dir / name, size)
+    return saved
 
 
 def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
-    for name, rows in {"metrics": [metrics], "samples": samples}.items():
-        with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-            file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
+    with explain(f"{run_dir}"):
+        for name, rows in {"metrics": [metrics], "samples": samples}.items():
+            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if wandb.run:
         wandb.log(metrics, step=step)
+    if samples:
+        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
+        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
 
 
-def save_reward_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write model/ for `from_pretrained`, and print what the logs say was learnt."""
+def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+    """Write model/ for `from_pretrained`."""
     weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
-    if RANK > 0:
-        return
-    first, *_, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    model.config.score_mean = last["eval/score_chosen"]  # what ppo_rlhf.py and grpo.py make 0
-    model.save_pretrained(run_dir / "model", state_dict=weights)
-    tokenizer.save_pretrained(run_dir / "model")
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    GenerationConfig(**ids).save_pretrained(run_dir / "model")  # not saved with a classifier
-    for name in [name for name in first if name.startswith("eval/")]:
-        print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
-    print("calibration of the last evaluation: the predicted winner wins")
-    for row in json.loads((run_dir / "calibration.json").read_text()):
-        print("  predicted {predicted:.2f}, observed {observed:.2f} in {pairs} pairs".format(**row))
+    model.generation_config = GenerationConfig(**ids)
+    with explain(f"{run_dir / 'model'}"):
+        if RANK == 0:
+            for part in (model.generation_config, tokenizer):
+                part.save_pretrained(run_dir / "model")
+            model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}")
 
 

@@ -4,25 +4,29 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
 
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
-with N completion tokens in the batch: stage 1 of InstructGPT (arXiv 2203.02155, section 3.5).
-Deviations from the paper: a mean over tokens, since one over sequences teaches to be brief; no
-dropout, so that later stages compare log-probs of one distribution; the last model is kept.
+with N completion tokens in the batch, each completion's EOS among them: stage 1 of InstructGPT
+(arXiv 2203.02155, section 3.5). Deviations from the paper: no dropout (0.2); 4 epochs (16); a
+linear decay after a warm-up (cosine to 10 %, none); the last model is kept (the paper: the one that
+a reward model prefers).
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
-        --max-length 2048 --micro-batch-size 4             # one GPU, a model and chats from the hub
+        --max-length 2048 --max-new-tokens 512 --micro-batch-size 4    # one GPU, from the hub
     torchrun --nproc_per_node=8 sft.py ...                 # eight GPUs: docs/processes.md
     python sft.py --resume runs/sft__1__...                # resume after a crash
 
-A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, train for fewer epochs);
-the gradient norm settles after the warm-up; the samples end by themselves.
+A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, compare samples too: in
+the paper they still improved); the gradient norm settles after the warm-up; the samples end by
+themselves, and `eval/truncated_fraction` falls.
 """
 
 import json
 import math
 import os
+import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,14 +39,14 @@ import tyro
 import wandb
 from datasets import load_dataset
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers import get_scheduler, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler
+from transformers import logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
-from common.generation import use_bfloat16
-from common.logprobs import Pairs, completion_logprobs, micro_batches, rollout_logprobs
+from common.generation import shard
+from common.logprobs import Pairs, completion_logprobs, encode_pair, micro_batches
+from common.logprobs import rollout_logprobs
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -50,20 +54,19 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 @dataclass
 class Args:
     exp_name: str = "sft"  # name of the run's folder, with the seed and the time
-    seed: int = 1  # seed of the data order, the sampled completions and new weights
+    seed: int = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to resume; its flags hold unless given again
     save_every: int = 200  # optimiser steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/base"  # folder or hub name of the model and its tokenizer
-    from_scratch: bool = False  # random weights; only configuration and tokenizer from --model
     dataset: str = "tiny/arithmetic/sft"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; without a test split a slice such as train[95%:]
-    prompt_column: str = "prompt"  # without it, all assistant turns of `messages` are completions
-    completion_column: str = "completion"  # column of the completion, of the prompt's kind
+    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
+    completion_column: str = "completion"  # without it, `messages`: each assistant turn is one
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
     max_length: int = 128  # of prompt and completion, in tokens; longer rows are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
@@ -94,7 +97,7 @@ def negative_log_likelihood(logprobs: torch.Tensor, num_tokens: int) -> torch.Te
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     check_args(args)
-    device = start_process()
+    run_dir, device = start_run(args)
     with explain(f"--model {args.model}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         stop_ids = find_stop_ids(args.model, tokenizer)
@@ -105,19 +108,15 @@ def main(args: Args) -> Path:
     if args.train_on_prompt:  # all tokens count but the first, which has no context
         train_pairs = [(x[:1], x[1:] + y) for x, y in train_pairs]
         eval_pairs = [(x[:1], x[1:] + y) for x, y in eval_pairs]
-    if args.from_scratch:
-        torch.manual_seed(args.seed)
-        config = AutoConfig.from_pretrained(args.model, dtype=torch.float32)
-        model = shard(AutoModelForCausalLM.from_config(config).eval(), device)
-    else:
-        longest = max(args.max_length, max(map(len, prompts)) + args.max_new_tokens)
-        model = load_model("--model", args.model, AutoModelForCausalLM, longest, device)
+    longest = max(args.max_length, max(map(len, prompts)) + args.max_new_tokens)
+    model = load_model("--model", args.model, AutoModelForCausalLM, longest, device)
     adam = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
     steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
-    run_dir, trained = start_run(args), {"policy": (model, optimizer)}
-    first_step = load_checkpoint(args, run_dir, trained)["step"] if args.resume else 0
+    trained = {"policy": (model, optimizer)}
+    state = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
+    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
     size = model.num_parameters()  # with gradient and Adam's state four times
     print(f"{run_dir}: {size:,} parameters, {4 * size * 4e-9:.3f} GB on {device}")
     held_out = (args, model, tokenizer, stop_ids, prompts, eval_pairs)
@@ -126,7 +125,7 @@ def main(args: Args) -> Path:
     rng = torch.Generator().manual_seed(args.seed)
     epochs = math.ceil(steps * args.batch_size / len(train_pairs))
     order = torch.cat([torch.randperm(len(train_pairs), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(first_step, steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"], steps), disable=RANK > 0)
     for step in progress:
         # 1. draw the rows of this step
         started = time.perf_counter()
@@ -134,7 +133,8 @@ def main(args: Args) -> Path:
         num_tokens = sum(len(completion) for _, completion in pairs)  # N, of all ranks
 
         # 2. optimise: one step, its gradient summed over micro-batches
-        optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](step)
+        rate = args.learning_rate * schedule.lr_lambdas[0](step)
+        optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
         step_loss = torch.zeros((), dtype=torch.float64, device=device)
         for rows in micro_batches(pairs, torch.arange(len(pairs)), args.micro_batch_size):
             loss = negative_log_likelihood(completion_logprobs(model, pairs, rows), num_tokens)
@@ -143,7 +143,7 @@ def main(args: Args) -> Path:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
         with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
-            require(math.isfinite(norm), f"gradient norm {norm}; checkpoint: {run_dir}")
+            require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
         optimizer.step()
         optimizer.zero_grad()
 
@@ -152,7 +152,7 @@ def main(args: Args) -> Path:
         metrics = {
             "objective/loss": all_reduce_sum(step_loss).item(),
             "policy/grad_norm": norm,
-            "policy/learning_rate": optimizer.param_groups[0]["lr"],
+            "policy/learning_rate": rate,
             "time/epoch": done * args.batch_size / len(train_pairs),
             "time/tokens_per_second": sum(len(x) + len(y) for x, y in pairs) / seconds,
         }
@@ -161,13 +161,10 @@ def main(args: Args) -> Path:
         log(run_dir, done, metrics | eval_metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], grad_norm=norm)
         if done % args.save_every == 0 or done == steps:
-            save_checkpoint(run_dir, trained, {"step": done})
+            save_checkpoint(run_dir, trained, state | {"step": done})
 
     finish(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    print(
-        f"next: python grpo.py --model {run_dir / 'model'} (with --dataset for your prompts)",
-        flush=True,
-    )
+    print(f"next: python grpo.py --model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
@@ -191,55 +188,42 @@ def evaluate(args: Args, model: Any, tokenizer: Any, stop_ids: list, prompts: li
 def load_model(flag: str, source: str, kind: Any, longest: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
-        model, report = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        missing = sorted(report["missing_keys"])
-        require(not missing, f"weights that {type(model).__name__} needs are not in it: {missing}")
+        model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        wrong = sorted({*info["missing_keys"]} | {*info["unexpected_keys"]})
+        require(not wrong, f"weights missing or of no use to {type(model).__name__}: {wrong}")
         require(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
         positions = getattr(model.config, "max_position_embeddings", longest)
-        require(longest <= positions, f"{longest} tokens are more than its {positions} positions")
+        told = f"the --max flags allow {longest} tokens, but it has only {positions} positions"
+        require(longest <= positions, told)
     return shard(model, device)
 
 
-def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model to the device; under torchrun FSDP shards it, layer by layer."""
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
-    model.get_input_embeddings().padding_idx = None
-    layers = model._no_split_modules or ()
-    units = [part for part in model.modules() if type(part).__name__ in layers]
-    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
-    for unit in units if WORLD_SIZE > 1 else []:
-        low = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)  # no head of scores
-        dtypes = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduce_dtype=torch.float32)
-        fully_shard(unit, mp_policy=dtypes, reshard_after_forward=True)
-        unit.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
-        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
-    return model.to(device)
-
-
 def load_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> Pairs:
-    """Token ids of prompts and completions; says how many were dropped and why."""
-    found = []
+    """Token ids of prompts and completions."""
+    pairs, dropped = [], {}
     with explain(f"--dataset {args.dataset}, {split}"):
         for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                pairs = [encode_pair(tokenizer, *pair, stop_ids) for pair in to_pairs(args, row)]
-                found += pairs or [()]
-        usable = [pair for pair in found if pair]
-        pairs = [(x, y) for x, y in usable if len(x + y) <= args.max_length]
-        told = f"{len(pairs)} of {len(found)} pairs; dropped {found.count(())} empty, "
-        told += f"{found.count(None)} with a completion that changes the prompt's tokens and "
-        told += f"{len(usable) - len(pairs)} longer than --max-length {args.max_length}"
-        require(pairs, f"nothing is left: {told}")
-    print(f"{split}: {told}")
+                for prompt, completion in to_pairs(args, row) or [(str(row), "")]:
+                    pair = encode_pair(tokenizer, prompt, completion, stop_ids)
+                    if not isinstance(pair, str) and len(pair[0] + pair[1]) > args.max_length:
+                        pair = f"longer than --max-length {args.max_length}"
+                    if isinstance(pair, str):
+                        shown = (str(prompt)[-60:], str(completion)[:60])
+                        dropped.setdefault(pair, []).append(shown)
+                    else:
+                        pairs.append(pair)
+        report(split, pairs, dropped)
     return pairs
 
 
 def to_pairs(args: Args, row: dict) -> list[tuple[Any, Any]]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
-    if "messages" in row and args.prompt_column not in row:
+    if "messages" in row and args.completion_column not in row:
         turns = row["messages"] or []
         answer = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns]
-        return [(turns[:i], turns[i : i + 1]) for i in range(1, len(turns)) if answer[i]]
+        pairs = [(turns[:i], turns[i : i + 1]) for i in range(1, len(turns)) if answer[i]]
+        return pairs[-1:] if args.train_on_prompt else pairs  # the last one has all tokens
     for name in (args.prompt_column, args.completion_column):
         require(name in row, f"there is no column {name}, only {sorted(row)}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
@@ -253,31 +237,13 @@ def to_pairs(args: Args, row: dict) -> list[tuple[Any, Any]]:
     return [(prompt, completion)]
 
 
-def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int]) -> tuple | None:
-    """Token ids of a prompt and of its completion, which ends with its first stop id.
-
-    The two are tokenised as one text, as the model would meet them, and cut at the prompt's length.
-    None where that changes the prompt's tokens: the tokenizer has merged its end with the
-    completion's start, or the template writes a prompt differently once answered.
-    """
-    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
-    ids = encode(tokenizer, prompt + completion)
-    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    completion_ids = [*ids[len(prompt_ids) :], eos]
-    end = min(completion_ids.index(stop) for stop in stop_ids if stop in completion_ids)
-    return (prompt_ids, completion_ids[: end + 1]) if ids[: len(prompt_ids)] == prompt_ids else None
-
-
-def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
-    """Token ids of a string as it is, or of chat messages through the chat template."""
-    if isinstance(text, str):
-        ids = tokenizer(text).input_ids
-    else:
-        known = all(isinstance(turn, dict) and turn.get("role") for turn in text)
-        require(known, f"every chat message needs a role and a content, found {text!r:.200}")
-        ids = tokenizer.apply_chat_template(text, return_dict=False, **options)
-    require(ids[:2] != 2 * [tokenizer.bos_token_id], "two BOS, one added by the tokenizer")
-    return ids
+def report(split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each kind."""
+    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
+    for why, some in dropped.items():
+        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
+    require(rows, f"nothing is left: {told}")
+    print(f"{split}: {told}")
 
 
 # --- the run: flags, folder, checkpoint --------------------------------------------------------
@@ -293,7 +259,8 @@ def explain(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SystemExit(f"error: {what}: {str(error.__cause__ or error) or repr(error)}") from None
+        message = str(error.__cause__ or error).strip() or repr(error)
+        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -311,36 +278,36 @@ def check_args(args: Args) -> None:
     with explain("flags"):
         for name, value in vars(args).items():
             zero = value == 0 and name in ("seed", "warmup_ratio", "weight_decay", "temperature")
-            known = type(value) not in (int, float) or zero or 0 < value < math.inf
+            most = 1 if name == "warmup_ratio" else math.inf
+            known = type(value) not in (int, float) or zero or 0 < value < most
             require(known, f"--{name.replace('_', '-')} must not be {value}")
 
 
-def start_process() -> torch.device:
-    """The device of this rank; of several, rank 0 alone prints."""
+def start_run(args: Args) -> tuple[Path, torch.device]:
+    """The run's folder, made anew or that of --resume, and the device of this rank."""
     logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():  # CUDA-only
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
-        if device.type == "cuda":  # CUDA-only
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
         torch.distributed.init_process_group()
-        if RANK > 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return device
-
-
-def start_run(args: Args) -> Path:
-    """The run's folder, made anew or that of --resume, with the flags in it."""
+    if RANK > 0:  # rank 0 alone prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.reconfigure(errors="backslashreplace")  # a console that cannot show a sample
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
-    if RANK == 0 and not args.resume:
-        with explain(f"--output-dir {args.output_dir}"):
+    with explain(f"--output-dir {args.output_dir}"):
+        if RANK == 0 and not args.resume:
             run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+            (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    return run_dir
+
+    told = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(
+        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {told}")
+    )
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
@@ -349,56 +316,56 @@ def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> No
         both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
         state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        torch.save(state, run_dir / "checkpoint.tmp")
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+        file = run_dir / "checkpoint.tmp"
+        with explain(f"{run_dir}: no checkpoint could be written"):
+            try:
+                torch.save(state, file)
+                os.replace(file, run_dir / "checkpoint.pt")
+            finally:
+                file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple]) -> dict:
+def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
-    with explain(f"--resume {run_dir}: no checkpoint was saved yet"):
-        state = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    for name, (model, optimizer) in trained.items():
-        dcp.set_state_dict(model, optimizer, **state.pop(name), options=WHOLE)
+    with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
+        for name, (model, optimizer) in trained.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        for path in run_dir.glob("*.jsonl"):
-            lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-            path.write_text("".join(kept))
-    return state
+        for name, size in saved["logs"].items():
+            os.truncate(run_dir / name, size)
+    return saved
 
 
 def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, and to Weights & Biases under --track."""
-    for name, rows in {"metrics": [metrics], "samples": samples}.items():
-        with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-            file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
+    with explain(f"{run_dir}"):
+        for name, rows in {"metrics": [metrics], "samples": samples}.items():
+            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if wandb.run:
         wandb.log(metrics, step=step)
+    if samples:
+        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
+        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
 
 
 def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write model/ for `from_pretrained`, and print what the logs say was learnt."""
+    """Write model/ for `from_pretrained`."""
     weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    if RANK > 0:
-        return
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
     ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(run_dir / "model", state_dict=weights)
-    tokenizer.save_pretrained(run_dir / "model")
-    logs = [(run_dir / f"{name}.jsonl").read_text() for name in ("metrics", "samples")]
-    metrics, samples = ([json.loads(line) for line in log.splitlines()] for log in logs)
-    first, last = metrics[0], metrics[-1]
-    for name in [name for name in first if name.startswith("eval/")]:
-        print(f"held-out {name[5:]}: {first[name]:.3f} -> {last[name]:.3f}")
-    before, after = ([s for s in samples if s["step"] == row["step"]] for row in (first, last))
-    gains = [b.get("reward", 0) - a.get("reward", 0) for a, b in zip(before, after, strict=False)]
-    best = np.argmax(gains)  # the prompt whose reward rose most; without rewards, the first
-    for when, sampled in (("before: ", before[best]), ("after:  ", after[best])):
-        print(f"{when}{sampled['prompt']!r} -> {sampled['completion']!r}")
+    with explain(f"{run_dir / 'model'}"):
+        if RANK == 0:
+            for part in (model.generation_config, tokenizer):
+                part.save_pretrained(run_dir / "model")
+            model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}")
 
 

@@ -1,22 +1,20 @@
-"""Sample completions from a policy.
+"""Sample completions from a policy, and what comes before that: tokens of texts, sharded models.
 
-The distribution sampled from is softmax(logits / temperature) over the whole vocabulary and
-nothing else: no top-k, no nucleus, no penalty, nothing from the checkpoint's generation config.
-That is the distribution whose log-probabilities `common/logprobs.py` computes, so a policy
-gradient is on-policy by construction.
-
-Under torchrun each rank samples a part of the rows, and all ranks get all completions.
+The distribution sampled from is softmax(logits / temperature) over the whole vocabulary: no top-k,
+no penalty, nothing from the checkpoint's generation config. `common/logprobs.py` computes its
+log-probs, so a policy gradient is on-policy. Under torchrun each rank samples a part of the rows.
 """
 
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -29,45 +27,36 @@ def all_gather(part: list) -> list:
     parts = [part] * WORLD_SIZE
     if WORLD_SIZE > 1:
         torch.distributed.all_gather_object(parts, part)
-    return list(itertools.chain(*parts))
+    return [item for part in parts for item in part]
 
 
-def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(values: Tensor) -> Tensor:
     """The sum over all ranks, in place."""
     if WORLD_SIZE > 1:
         torch.distributed.all_reduce(values)
     return values
 
 
-def pad_rows(
-    rows: list[list[int]], device: torch.device, left: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack token ids of different lengths: ids (B, L) int64, and a bool mask of the real ones.
+def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L) of rows of different lengths, and a bool mask of the real ones.
 
-    The mask comes from the lengths, so padding may have any id, and a real EOS is never taken for
-    padding.
+    The mask comes from the lengths: padding may have any id, and a real EOS is never padding.
     """
-    lengths = torch.tensor([*map(len, rows)], dtype=torch.long)
-    mask = torch.arange(max(map(len, rows), default=0)) < lengths[:, None]
-    mask = mask.flip(1) if left else mask
-    ids = torch.zeros(mask.shape, dtype=torch.long)
-    ids[mask] = torch.tensor([*itertools.chain(*rows)], dtype=torch.long)
-    return ids.to(device), mask.to(device)
+    side = "left" if left else "right"
+    ids = pad_sequence([torch.LongTensor(row) for row in rows], batch_first=True, padding_side=side)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([*map(len, rows)])[:, None]
+    return ids.to(device), (mask.flip(1) if left else mask).to(device)
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a completion, sorted; none is an empty list.
-
-    They are the tokenizer's EOS, all of the generation config's (if the folder or hub name `source`
-    has one), and what the chat template writes after an assistant's turn: a base model's EOS is
-    often another one than its template's.
+    """Sorted ids that end a completion: the tokenizer's EOS, all of the generation config's (if the
+    folder or hub name `source` has one), and what the chat template writes after an assistant's
+    turn: a base model's EOS is often another one than its template's.
     """
     stop_ids = [tokenizer.eos_token_id]
-    try:
+    with suppress(OSError):  # many checkpoints have none
         more = GenerationConfig.from_pretrained(source).eos_token_id
         stop_ids += more if isinstance(more, list) else [more]
-    except OSError:  # many checkpoints have none
-        pass
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "@@"}]
         after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("@@")[2]
@@ -94,10 +83,8 @@ def autocast(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
-    """An FSDP model with whole weights, gathered once, and without FSDP's hooks.
-
-    Ranks finish their completions after different numbers of tokens, so none may wait for another
-    between two tokens. A model that is not sharded stays as it is.
+    """A sharded model with whole weights, gathered once, and without FSDP's hooks: ranks finish
+    after different numbers of tokens, so none may wait for another between two tokens.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
@@ -110,185 +97,208 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
         unit.reshard()
 
 
-def sample_tokens(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row from softmax(logits / temperature) by inverting its cumulative sum.
-
-    Args:
-        logits: (B, V) unnormalised log-probabilities.
-        temperature: 0 takes the most probable token (greedy).
-        uniform: (B,) float64 random numbers in [0, 1), one per draw; not read when greedy.
-
-    Returns:
-        (B,) token ids.
-    """
+def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
+    """Tokens (B,) from softmax(logits (B, V) / temperature) by uniform (B,), float64 in [0, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-    threshold = uniform[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    return tokens.clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return tokens.squeeze(1).clamp(max=logits.shape[-1] - 1)
 
 
 class OneTypeCache(StaticCache):
     """Under autocast rotated keys are float32 and values bfloat16; a StaticCache holds one type."""
 
-    def batch_select_indices(self, rows: torch.Tensor) -> None:
-        """Let row i be what row `rows[i]` was; a StaticCache cannot, a DynamicCache can."""
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple:
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def capture(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """CUDA-only: record the kernels of `step`, running none; returns what replays them at once."""
     graph = torch.cuda.CUDAGraph()
     # Records those of this thread; NCCL has threads of its own.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return output
-
-    return replay
+    return lambda: graph.replay() or output  # replay() returns None
 
 
-class StaticStep:
-    """A decoding step on fixed memory, which a GPU can replay as a whole: a CUDA graph.
+class Reader:
+    """A model and its cache: reads B prompts, then one more token of each row per call.
 
-    Launched one by one from Python, the hundreds of kernels of a step take longer to launch than to
-    run. A graph launches them at once, but always on the same tensors; so a step's tokens are
-    copied into tensors that stay, and `StaticCache` has room for the longest completion from the
-    start. A step that cannot be captured runs uncaptured.
+    Most models' rows are `free`: padded on the left, read once where neighbours are equal, dropped
+    when they have ended. Others read prompts of one length and keep all rows. On a GPU launching a
+    step's kernels takes longer than running them: a CUDA graph launches all, on tensors that stay.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: StaticCache, attention_mask: torch.Tensor):
-        """Rows and width of the mask are those of the cache; columns to come are 1 in it."""
-        self.calls = 0
-        self.tokens = torch.zeros_like(attention_mask[:, :1])
-        self.positions = torch.zeros_like(self.tokens)
-        # The causal mask covers the columns to come, so this one never changes.
-        inputs = dict(input_ids=self.tokens, position_ids=self.positions, past_key_values=cache)
-        inputs |= dict(attention_mask=attention_mask, use_cache=True)
-        self.run = lambda: model(**inputs).logits[:, -1]
+    def __init__(self, model: torch.nn.Module, prompts: list, max_new_tokens: int, free: bool):
+        ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
+        self.model, self.free, self.static, self.cache = model, free, False, {}
+        rows = torch.arange(len(ids), device=model.device)
+        if free:
+            both = torch.cat([ids, mask.long()], dim=1)
+            both, rows = both.unique_consecutive(dim=0, return_inverse=True)
+            ids, mask = both.chunk(2, dim=1)
+            kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+            # Windows that slide are not captured: how they move is decided in Python.
+            self.static = kinds == {DynamicLayer} and use_static_cache(model.device)
+            if any(kind.__module__ != DynamicLayer.__module__ for kind in kinds):
+                raise ValueError("a cache of the model's own may count padding in its blocks")
+        if self.static:
+            cache = OneTypeCache(config=model.config, max_cache_len=ids.shape[1] + max_new_tokens)
+            self.cache = dict(past_key_values=cache)
+        # Counted over real tokens, so that a padded prompt sees the positions it has when alone.
+        self.tokens, self.mask = ids, mask.long()
+        self.positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
+        self.logits = self.step()[rows]  # (B, V)
+        self.tokens, self.positions = ids[:, -1:], self.positions[:, -1:]
+        if self.static:  # covers the columns to come, so that it never changes
+            self.mask = torch.nn.functional.pad(self.mask, (0, max_new_tokens), value=1)
+        self.keep(rows)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) after tokens (B, 1) at positions (B, 1)."""
-        self.tokens.copy_(tokens)
-        self.positions.copy_(positions)
+    def keep(self, rows: Tensor) -> None:
+        """Let row i be what row `rows[i]` was."""
+        for cache in self.cache.values() if self.free else ():
+            cache.reorder_cache(rows)
+        inputs = (self.tokens, self.positions, self.mask)
+        self.tokens, self.positions, self.mask = (x[rows] for x in inputs)
+        self.calls, self.run = 0, self.step
+
+    def step(self) -> Tensor:
+        inputs = dict(self.cache, input_ids=self.tokens)
+        if self.free:  # else the model counts for itself
+            inputs |= dict(attention_mask=self.mask, position_ids=self.positions)
+        output = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        names = ("past_key_values", "cache_params")  # as models call it
+        self.cache = {name: output[name] for name in names if output.get(name) is not None}
+        return output.logits[:, -1]
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token (B,) of each row."""
+        self.tokens.copy_(tokens[:, None])
+        self.positions += 1
         self.calls += 1
-        if self.calls == 2:  # in the first, libraries set themselves up
+        if not self.static:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        elif self.calls == 2:  # in the first, libraries set themselves up
             try:
-                self.run = capture(self.run)
+                self.run = capture(self.step)
             except RuntimeError as error:
                 warnings.warn(f"generate: slow, without a CUDA graph: {error}", stacklevel=2)
         return self.run()
 
 
-def decode(
-    model: torch.nn.Module,
-    prompts: list[list[int]],
-    uniform: torch.Tensor,
-    temperature: float,
-    stop_ids: list[int],
-) -> list[list[int]]:
-    """`generate` on one rank, with its random numbers (B, max_new_tokens) given.
+def rows_are_free(model: torch.nn.Module) -> bool:
+    """Whether a `Reader` may pad and drop the model's rows; tried out on three short prompts."""
+    prompts, tokens = [[5] * 7, [1, 2, 3], [4, 4, 4]], torch.arange(1, 6, device=model.device)
+    expected = model(input_ids=tokens[None], use_cache=False).logits[0, -1].softmax(dim=0)
+    bound = 0.01 if expected.dtype == torch.float32 else 0.3
+    for free in (True, False):
+        with suppress(Exception):  # a cache of another form fails in its own way
+            reader = Reader(model, prompts[not free :], 2, free)
+            reader.keep(tokens[:2] - 1 + free)
+            reader(tokens[3].expand(2))
+            found = reader(tokens[4].expand(2))[0].softmax(dim=0)
+            if (found - expected).norm() <= bound * expected.norm():
+                return free
+    raise ValueError(f"generate: {type(model).__name__} gives other logits with a cache")
 
-    Equal prompts next to each other are read once. Rows that have ended leave the batch and the
-    cache, so that a step costs what the unfinished rows need: at once, or on a GPU, where each
-    number of rows needs a graph of its own, when they are half of the rows.
+
+def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> list:
+    """`generate` on one rank, with its random numbers (B, max_new_tokens). Rows that have ended
+    leave the batch: at once, or where each number of rows needs a graph, when they are half of it.
     """
-    device = model.device
-    ids, mask = pad_rows(prompts, device, left=True)  # (B, P)
-    prompt_length, end = ids.shape[1], ids.shape[1] + uniform.shape[1]
-    attention_mask = torch.nn.functional.pad(mask.long(), (0, uniform.shape[1]), value=1)
-    # Counted over real tokens, so that a padded prompt sees the positions it has when alone.
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    stop = torch.tensor(stop_ids, dtype=torch.long, device=device)
-    sampled = torch.full(uniform.shape, -1, device=device)  # -1 after a row's end
-    rows = torch.arange(len(ids), device=device)  # which row of `sampled` each model row writes
+    reader = Reader(model, prompts, uniform.shape[1], model.free_rows)
+    stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
+    sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a row's end
+    rows = torch.arange(len(prompts), device=model.device)  # which of `sampled` each row writes
     finished = torch.zeros_like(rows, dtype=torch.bool)  # in the order of `rows`
-
-    cache = DynamicCache(config=model.config)
-    # Windows that slide are not captured: how they move is decided in Python.
-    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-    static = plain and use_static_cache(device)
-    if static:
-        cache = OneTypeCache(config=model.config, max_cache_len=end)
-    cached = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    both = torch.cat([ids, mask.long()], dim=1)
-    both, prompt_of_row = both.unique_consecutive(dim=0, return_inverse=True)
-    ids, mask = both.chunk(2, dim=1)
-    inputs = dict(position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0), attention_mask=mask)
-    logits = model(input_ids=ids, **inputs, **cached).logits[prompt_of_row, -1]  # (B, V)
-    cache.batch_select_indices(prompt_of_row)
-    step = StaticStep(model, cache, attention_mask) if static else None
-
-    for column in range(prompt_length, end):
-        t = column - prompt_length
+    logits, reader.logits = reader.logits, None  # not kept beyond its step
+    for t in range(uniform.shape[1]):
         tokens = sample_tokens(logits, temperature, uniform[rows, t])
         sampled[rows, t] = tokens.masked_fill(finished, -1)
         finished |= torch.isin(tokens, stop)
-
         unfinished = (~finished).nonzero().squeeze(1)
-        if len(unfinished) == 0 or column + 1 == end:
+        if len(unfinished) == 0 or t + 1 == uniform.shape[1]:
             break
-        if len(unfinished) <= (len(rows) // 2 if static else len(rows) - 1):
+        if reader.free and len(unfinished) <= (len(rows) // 2 if reader.static else len(rows) - 1):
             rows, tokens, finished = (x[unfinished] for x in (rows, tokens, finished))
-            cache.batch_select_indices(unfinished)
-            if static:
-                step = StaticStep(model, cache, attention_mask[rows])
-        tokens, positions = tokens[:, None], position_ids[rows, column : column + 1]
-        if static:
-            logits = step(tokens, positions)
-        else:
-            inputs = dict(input_ids=tokens, attention_mask=attention_mask[rows, : column + 1])
-            logits = model(**inputs, position_ids=positions, **cached).logits[:, -1]
+            reader.keep(unfinished)
+        logits = reader(tokens)
     return [[token for token in row if token >= 0] for row in sampled.tolist()]
 
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    temperature: float,
-    stop_ids: list[int],
-    generator: torch.Generator,
+    model: Any, prompts: list, max_new_tokens: int, temperature: float, stop_ids: list, rng: Any
 ) -> list[list[int]]:
-    """Sample a completion for each prompt, with a key/value cache.
+    """Sample a completion (token ids) for each prompt (token ids), with a key/value cache.
 
-    A completion ends with the first of `stop_ids` that is drawn, which belongs to it, or after
-    `max_new_tokens`. Random numbers are drawn for all tokens that all rows may have, so that a
-    completion depends neither on the other rows and their lengths nor on the number of ranks.
-
-    Args:
-        model: a causal language model of transformers, in eval mode; sharded with FSDP or not.
-        prompts: B lists of token ids.
-        temperature: divides the logits; 0 is greedy decoding.
-        stop_ids: may be empty.
-        generator: on the CPU, in the same state on each rank.
-
-    Returns:
-        B lists of token ids, the stop id included.
-
-    Raises:
-        ValueError: a model in training mode, a temperature below 0, or an empty prompt.
+    A completion ends with the first of `stop_ids` (may be empty) that is drawn, and includes it, or
+    after `max_new_tokens`. Random numbers are drawn for all tokens that all rows may have, from a
+    generator on the CPU in the same state on each rank: so a completion depends neither on the
+    other rows nor on the number of ranks. Temperature 0 is greedy. The model is a causal one of
+    transformers, sharded or not; one whose cache changes its logits is a ValueError.
     """
-    if model.training:
-        raise ValueError("generate: the model is in training mode, so dropout would be sampled")
-    if temperature < 0 or not all(prompts):
-        raise ValueError("generate: a temperature below 0, or an empty prompt")
-    batch = len(prompts)
-    uniform = torch.rand(batch, max_new_tokens, dtype=torch.float64, generator=generator)
-    mine = slice(batch * RANK // WORLD_SIZE, batch * (RANK + 1) // WORLD_SIZE)
-    completions = []
-    with autocast(model.device), unsharded(model):
-        if prompts[mine]:
-            numbers = uniform[mine].to(model.device)
-            completions = decode(model, prompts[mine], numbers, temperature, stop_ids)
-    return all_gather(completions)
+    if model.training or temperature < 0 or not all(prompts):
+        raise ValueError("generate: training mode, a temperature below 0, or an empty prompt")
+    uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
+    mine = range(len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE)
+    completions = {}
+    with unsharded(model):
+        if mine and not hasattr(model, "free_rows"):
+            model.free_rows = rows_are_free(model)
+        for length in {len(prompts[row]) * (not model.free_rows) for row in mine}:
+            rows = [row for row in mine if model.free_rows or len(prompts[row]) == length]
+            some, numbers = [prompts[row] for row in rows], uniform[rows].to(model.device)
+            with autocast(model.device):
+                made = decode(model, some, numbers, temperature, stop_ids)
+            completions |= zip(rows, made, strict=True)
+    return all_gather([completions[row] for row in mine])
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; under torchrun FSDP shards it, layer by layer."""
+    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
+    model.get_input_embeddings().padding_idx = None
+    names = model._no_split_modules or ()
+    units = [part for part in model.modules() if type(part).__name__ in names]
+    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
+    for unit in units if WORLD_SIZE > 1 else []:
+        low = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)  # no head of scores
+        dtypes = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduce_dtype=torch.float32)
+        fully_shard(unit, mp_policy=dtypes, reshard_after_forward=True)
+        unit.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
+        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
+    return model.to(device)
+
+
+def content(message: Any) -> str:
+    """The text of a chat message; parts are joined, since most templates expect a string."""
+    if not isinstance(message, dict) or not message.get("role"):
+        raise ValueError(f"every chat message needs a role and a content, found {message!r:.200}")
+    parts = message.get("content") or ""
+    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
+    return "".join(part["text"] for part in parts)
+
+
+def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
+    """Token ids of a string as it is, or of chat messages through the chat template."""
+    if isinstance(text, str):
+        ids = tokenizer(text).input_ids
+        if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+            ids = ids[:-1]  # appended by the tokenizer: as a prompt it would have ended already
+    else:
+        turns = [turn | {"content": content(turn)} for turn in text]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        last = ([turn for turn in turns if turn["role"] != "assistant"] or turns)[-1]
+        if last["content"].strip() not in rendered:
+            told = f"the chat template of {tokenizer.name_or_path} leaves out what the role"
+            raise ValueError(f"{told} {last['role']!r} says")
+        ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    if ids[:2] == 2 * [tokenizer.bos_token_id]:
+        raise ValueError("two BOS, one added by the tokenizer")
+    return ids

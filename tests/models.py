@@ -1,6 +1,7 @@
 """Tiny randomly initialised models of several architectures, for the tests."""
 
 import torch
+import transformers
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -62,6 +63,181 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
     """A model in float32 and eval mode; `overrides` go to its config."""
     torch.manual_seed(seed)
     return _ARCHITECTURES[architecture][0](tiny_config(architecture, **overrides)).eval()
+
+
+# --- one small model of each family ---------------------------------------------------------------
+
+# What configurations call the sizes; each takes those that it knows.
+_SIZES = {
+    32: "hidden_size n_embd d_model dim embed_dim word_embed_proj_dim lru_width "
+    "moe_intermediate_size shared_expert_intermediate_size",
+    64: "intermediate_size max_position_embeddings n_positions n_ctx max_seq_len ffn_hidden_size "
+    "ffn_dim decoder_ffn_dim encoder_ffn_dim dff",
+    2: "num_hidden_layers n_layer n_layers decoder_layers encoder_layers num_key_value_heads "
+    "num_experts_per_tok linear_num_key_heads",
+    4: "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads "
+    "num_experts num_local_experts n_routed_experts linear_num_value_heads rotary_dim "
+    "time_step_rank conv_kernel",
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
+    "linear_value_head_dim mamba_n_heads mamba_d_head mamba_d_state mamba_num_heads "
+    "mamba_head_dim ssm_state_size state_size chunk_size num_heads",
+    16: "q_lora_rank kv_lora_rank",
+    1: "n_group topk_group first_k_dense_replace n_groups mamba_n_groups",
+    None: "bos_token_id eos_token_id pad_token_id",
+    False: "tie_word_embeddings",
+    VOCAB: "vocab_size",
+}
+_DEEPSEEK = {"num_key_value_heads": 4}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_WINDOW = {"sliding_window": 3}
+_CONV = {"layer_types": ["conv", "full_attention"]}
+_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, image_size=28)
+_LLAMA4 = dict(
+    layer_types=["chunked_attention", "chunked_attention", "full_attention"],
+    num_hidden_layers=3,
+    attention_chunk_size=4,
+    no_rope_layers=[1, 1, 0],
+    intermediate_size_mlp=64,
+    num_experts_per_tok=1,
+    interleave_moe_layer_step=2,
+)
+_MLLAMA = dict(num_hidden_layers=3, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2)
+_MLLAMA["pad_token_id"] = 0
+# Attention with keys and values only.
+_ATTENTION = {
+    name: {}
+    for name in "Apertus BioGpt Bloom CodeGen Cohere Exaone4 Falcon Gemma Glm4 GPT2 GPTJ GPTNeoX "
+    "Granite GraniteMoe Llama MiniMaxM2 Mistral Mixtral Mpt NanoChat Nemotron Olmo2 Olmoe OPT Phi "
+    "Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe SmolLM3 StableLm Starcoder2 Whisper XGLM".split()
+} | {
+    "Cohere2": _WINDOW,
+    "Gemma2": _WINDOW,
+    "Gemma3": _WINDOW,
+    "GptOss": _WINDOW,
+    "DeepseekV2": _DEEPSEEK,
+    "DeepseekV3": _DEEPSEEK,
+    "GPTNeo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
+    "Llama4": _LLAMA4,
+    "Llama4ForConditionalGeneration": {
+        "text_config": _LLAMA4,
+        "vision_config": _VISION
+        | dict(num_attention_heads=4, patch_size=14, projector_input_dim=32)
+        | dict(projector_output_dim=32, vision_output_dim=32),
+    },
+    "Mllama": _MLLAMA,
+    "MllamaForConditionalGeneration": {
+        "text_config": _MLLAMA,
+        "vision_config": _VISION
+        | dict(attention_heads=4, patch_size=14, num_global_layers=1, vision_output_dim=64)
+        | dict(intermediate_layers_indices=[0], max_num_tiles=1, supported_aspect_ratios=[[1, 1]]),
+    },
+}
+# Linear attention, state spaces, convolutions, alone or between layers of attention.
+_RECURRENT = {
+    "BailingHybrid": _DEEPSEEK | _HYBRID,
+    "Bamba": {"attn_layer_indices": [1]},
+    "FalconH1": {"mamba_d_ssm": 64},
+    "GraniteMoeHybrid": _HYBRID,
+    "Jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_dt_rank=4),
+    "Lfm2": _CONV,
+    "Lfm2Moe": _CONV | {"num_dense_layers": 1},
+    "Mamba2": {},
+    "NemotronH": {},
+    "OlmoHybrid": _HYBRID,
+    "Qwen3Next": _HYBRID,
+    "Qwen3_5": _HYBRID,
+    "Qwen3_5Moe": _HYBRID,
+    "Zaya": {"num_experts_per_tok": 1},
+    "Zamba": dict(
+        num_hidden_layers=5,
+        layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid"],
+        n_mamba_heads=2,
+        mamba_dt_rank=4,
+        num_key_value_heads=4,
+        attention_head_dim=16,
+        attention_hidden_size=64,
+        mamba_d_state=4,
+    ),
+    "Zamba2": dict(
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        n_mamba_heads=4,
+        num_key_value_heads=4,
+    ),
+}
+# Whose rows `generate` neither pads nor drops.
+_APART = {
+    "Bart": {},
+    "Blenderbot": {},
+    "DeepseekV4": {},
+    "FalconMamba": {},
+    "MBart": {},
+    "Mamba": {},
+    "Marian": {},
+    "MiniMax": {},
+    "Pegasus": {},
+    "TrOCR": {},
+    "xLSTM": dict(
+        hidden_size=128,
+        num_heads=2,
+        num_blocks=2,
+        chunk_size=16,
+        autocast_kernel_dtype="float32",
+    ),
+}
+FREE = [*_ATTENTION, *_RECURRENT]
+APART = [*_APART]
+# Models that cannot be sampled from: they keep their state to themselves, or have no cache, or mix
+# up the rows of a batch.
+REFUSED = ["OpenAIGPTLMHeadModel", "RecurrentGemma", "Rwkv"]  # but their log-probs are right
+_SETTINGS = _ATTENTION | _RECURRENT | _APART
+_SETTINGS |= {
+    "BertLMHeadModel": {"is_decoder": True},
+    "Gemma3n": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=None,
+        intermediate_size=64,
+    ),
+    "RecurrentGemma": {"num_hidden_layers": 3},
+}
+
+
+def _small_config(config_class, settings):
+    default, names = config_class(), config_class.attribute_map
+    sizes = {name: size for size, words in _SIZES.items() for name in words.split()}
+    sizes = {
+        name: size
+        for name, size in sizes.items()
+        if (hasattr(default, name) or size is None)
+        and not isinstance(getattr(config_class, name, None), property)
+        and names.get(name) not in sizes
+    }
+    if hasattr(default, "layer_types") and "layer_types" in settings:
+        sizes["num_hidden_layers"] = len(settings["layer_types"])
+    if "text_config" in settings:
+        text = _small_config(config_class.sub_configs["text_config"], settings["text_config"])
+        settings = settings | {"text_config": text.to_dict()}
+    return config_class(**(sizes | settings))
+
+
+def family_model(name: str) -> PreTrainedModel:
+    """A small random model; its output depends on the whole context."""
+    full = name if name.endswith(("Generation", "Model")) else name + "ForCausalLM"
+    model_class = getattr(transformers, {"GPT2ForCausalLM": "GPT2LMHeadModel"}.get(full, full))
+    config = _small_config(model_class.config_class, _SETTINGS.get(name, {}))
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    assert model.num_parameters() < 3e6
+    generator = torch.Generator().manual_seed(1)
+    for parameter_name, weight in model.named_parameters():
+        if weight.dim() > 1 and weight.std() < 0.15 and "A_log" not in parameter_name:
+            weight.data.normal_(0, 0.2, generator=generator)
+    return model
 
 
 # For the tokenizer of tiny/reviews: a review follows `the :`, and after its end comes a full stop,

@@ -421,18 +421,26 @@ def test_long_sides_are_cut_off_and_unusable_pairs_dropped_and_both_are_counted(
         (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
         for prompt, _, _, chosen, rejected in table[:7]
     ]
-    assert capsys.readouterr().out.strip() == (
-        f"train: 7 of {len(rows)} pairs, 5 cut off at --max-length {flags['max_length']}; dropped "
-        f"5 with an empty prompt or side, {0 if chat else 2} with one that changes the prompt's "
-        "tokens, 2 whose prompt leaves no room and 4 with chosen equal to rejected"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"train: 7 of {len(rows)} rows; dropped 4 with chosen equal to rej")
+    assert "; dropped 5 with an empty prompt or completion, first " in printed
+    assert (
+        f"; dropped 2 whose prompt leaves no room in --max-length {flags['max_length']}, f"
+        in printed
     )
+    merged = "; dropped 2 that change the prompt's tokens (begin the completion with the white"
+    assert (merged in printed) == (not chat)
+    assert printed.endswith(f"train: 5 pairs are cut off at --max-length {flags['max_length']}\n")
+
+
+SHARED = dict(prompt_column="none")  # what the two begin with
 
 
 @pytest.mark.parametrize(
     ("row", "flags"),
     [
         ({"prompt": "on wednesday", "chosen": " a film", "rejected": " it"}, {}),
-        ({"chosen": "on wednesday a film", "rejected": "on wednesday it"}, {}),  # what they share
+        ({"chosen": "on wednesday a film", "rejected": "on wednesday it"}, SHARED),
         ({"x": "on wednesday", "y": " a film", "z": " it"}, COLUMNS),
     ],
 )
@@ -772,6 +780,7 @@ def test_a_pair_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_
 ):
     calls = spy_on(monkeypatch, "all_logprobs")
     losses = spy_on(monkeypatch, "preference_loss")
+    loaded = spy_on(monkeypatch, "load_preference_pairs")
     # Noise instead of log-probs: each reading of a pair has numbers of its own.
     noise = torch.Generator().manual_seed(0)
     scan = dpo.pair_logprobs
@@ -783,10 +792,13 @@ def test_a_pair_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_
     # The third batch has 4 of 20 pairs, and of the second epoch 4 that are not among these.
     assert len(set(batch_rows(2, 8, 20, seed=3))) == 8
     run(tmp_path, epochs=1, seed=3)
-    found = {}
-    for (_, _, rows), values in calls[2::-1]:  # the first batch is read last
-        for row, value in zip(rows, values.tolist(), strict=True):
-            found.setdefault(id(row), []).append(value)
+    # By the batch that was read, in the order of training, whatever that of the readings.
+    readings = {tuple(map(id, rows)): values.tolist() for (_, _, rows), values in calls[:3]}
+    found, train_rows = {}, loaded[0][1]
+    for number in range(3):
+        rows = tuple(id(train_rows[i]) for i in batch_rows(number, 8, 20, seed=3))
+        for row, value in zip(rows, readings[rows], strict=True):
+            found.setdefault(row, []).append(value)
     assert sorted(map(len, found.values())) == [1] * 16 + [2] * 4
     first = sorted(value[0] for value in found.values())
     used = [value for args, _ in losses[1:-1] for value in args[1].tolist()]

@@ -1,9 +1,14 @@
 """A user's mistake ends with one clear message that names the flag or the row, and no traceback."""
 
+import io
 import json
 import math
+import re
+import resource
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -67,7 +72,7 @@ def model_with_template(tmp_path, template):
 
 
 def reward_file(tmp_path, body, signature="prompts, completions, **columns"):
-    path = tmp_path / "rules.py"
+    path = tmp_path / f"rules_{time.time_ns()}.py"  # Python imports one module of a name
     path.write_text(f"def rule({signature}):\n    {body}\n")
     return f"{path}:rule"
 
@@ -116,6 +121,7 @@ def test_unknown_flag_and_bad_value(name, capsys):
         ("save_every", 0),
         ("max_grad_norm", -1.0),
         ("warmup_ratio", -0.1),
+        ("warmup_ratio", 100.0),  # steps were meant
         ("seed", -1),
     ],
 )
@@ -172,8 +178,6 @@ def test_ppo_flags(flags, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(train_layers=3), "--train-layers 3: the model has 2 layers only"),
-        (dict(train_layers=-1), "--train-layers must not be -1"),
         (dict(center_coef=-0.1), "--center-coef must not be -0.1"),
     ],
 )
@@ -194,7 +198,7 @@ def test_reward_model_flags(flags, message, tmp_path):
         (dict(temperature=0.0), "--temperature must not be 0"),
         (dict(max_new_tokens=0), "--max-new-tokens must not be 0"),
         (dict(epochs=0.0), "--epochs must not be 0"),
-        (dict(max_new_tokens=124), "131 tokens are more than its 128 positions"),
+        (dict(max_new_tokens=124), "allow 131 tokens, but it has only 128 positions"),
     ],
 )
 def test_dpo_flags(flags, message, tmp_path):
@@ -229,6 +233,14 @@ def test_weights_that_are_missing_are_not_made_up(name, tmp_path):
     fails(name, tmp_path, "model.norm.weight", model=str(tmp_path / "m"))
 
 
+@pytest.mark.parametrize("name", ["sft", "ppo_rlhf", "grpo", "dpo"])
+def test_weights_that_the_model_does_not_use(name, tmp_path):
+    """--model and --reward-model swapped: the head of scores would be thrown away."""
+    swapped = "tiny/reviews/reward_model"
+    text = fails(name, tmp_path, "weights missing or of no use to LlamaForCausalLM", model=swapped)
+    assert f"--model {swapped}: " in text and text.endswith("['score.weight']")
+
+
 @EACH
 def test_more_tokens_than_positions(name, tmp_path):
     flag = "max_new_tokens" if name in ("ppo_rlhf", "grpo") else "max_length"
@@ -236,7 +248,7 @@ def test_more_tokens_than_positions(name, tmp_path):
     text = fails(
         name,
         tmp_path,
-        "its 128 positions" if name != "rm_bradley_terry" else "128 positions",
+        "128 positions",
         **flags,
     )
     assert f"--model {SCRIPTS[name].Args.model}: " in text
@@ -289,9 +301,8 @@ def test_dataset_folder_split_and_file(name, tmp_path):
 @EACH
 def test_columns(name, tmp_path):
     data = dataset(tmp_path, [{"question": "1+2=", "reply": "#3"}])
-    column = "chosen" if name in ("rm_bradley_terry", "dpo") else "prompt"
     text = fails(name, tmp_path, "row 0 of train: ", dataset=data)
-    assert column in text and "['question', 'reply']" in text
+    assert "prompt" in text and "['question', 'reply']" in text
 
 
 @EACH
@@ -315,6 +326,44 @@ def test_chat_messages_without_a_role(name, tmp_path):
 def test_output_dir_that_is_a_file(name, tmp_path):
     (tmp_path / "runs").touch()
     fails(name, tmp_path, f"--output-dir {tmp_path / 'runs'}: ")
+
+
+@EACH
+def test_output_dir_is_looked_at_before_anything_is_loaded(name, tmp_path):
+    (tmp_path / "runs").touch()
+    fails(name, tmp_path, "--output-dir", model="no/such/model", dataset="no/such/set")
+
+
+@pytest.mark.parametrize("name", ["ppo_rlhf", "dpo"])
+def test_the_default_rule_judges_the_default_dataset_alone(name, tmp_path):
+    script, runs = SCRIPTS[name], {}
+    data = dataset(
+        tmp_path, [row_of("on wednesday i saw jaws .", " it ran") | {"rejected": " it"}] * 4
+    )
+    rule = "./tiny/reviews/gold.py:sentiment"  # typed, it judges any dataset
+    for key, flags in {"own": {}, "typed": dict(eval_reward_fn=rule), "tiny": {}}.items():
+        flags |= {"output_dir": str(tmp_path / key)} | ({} if key == "tiny" else {"dataset": data})
+        run_dir = script.main(script.Args(**TINY[name] | flags))
+        runs[key] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    if name == "dpo":
+        assert ["eval/reward" in runs[key] for key in runs] == [False, True, True]
+        assert "eval/pair_accuracy" in runs["own"]
+    else:  # by the reward model, then, which has no full marks
+        assert ["eval/accuracy" in runs[key] for key in runs] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "sft"])  # prints its tokens
+def test_samples_print_on_any_console(name, tmp_path, monkeypatch):
+    text = "1+\u00e9="
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    data = dataset(tmp_path, [row_of(text, "#3")] * 4)
+    flags = dict(dataset=data, output_dir=str(tmp_path / "runs"), model="tiny/arithmetic/policy")
+    if name == "ppo_rlhf":
+        flags |= dict(reward_model=None, reward_fn=["last_number"], critic_init="sft")
+    SCRIPTS[name].main(SCRIPTS[name].Args(**TINY[name] | flags))
+    console.flush()
+    assert rb"1+\xe9=" in console.buffer.getvalue()
 
 
 @EACH
@@ -342,7 +391,9 @@ def test_no_row_left(name, tmp_path):
 
 @pytest.mark.parametrize("turns", [["hello", "hi"], [{"role": "user", "content": "hello"}], []])
 def test_messages_without_an_answer_are_counted(turns, tmp_path):
-    fails("sft", tmp_path, "dropped 1 empty", dataset=dataset(tmp_path, [{"messages": turns}]))
+    fails(
+        "sft", tmp_path, "dropped 1 with an empty", dataset=dataset(tmp_path, [{"messages": turns}])
+    )
 
 
 def test_prompt_and_completion_of_different_kinds(tmp_path):
@@ -361,17 +412,17 @@ def test_prompt_and_completion_of_different_kinds(tmp_path):
         ),
         (dict(prompt="1+2=", chosen=3, rejected=4), "must all be strings or all lists"),
         (dict(chosen=[1, 2], rejected=[3, 2]), "must be equal up to their last message"),
-        (dict(prompt="1+2=", chosen="#3", rejected=" "), "1 with an empty prompt or side"),
-        (dict(prompt="1+2=", chosen="#3", rejected=None), "1 with an empty prompt or side"),
+        (dict(prompt="1+2=", chosen="#3", rejected=" "), "1 with an empty prompt or completion"),
+        (dict(prompt="1+2=", chosen="#3", rejected=None), "1 with an empty prompt or completion"),
         (dict(prompt="1+2=", chosen="#3", rejected="#3"), "1 with chosen equal to rejected"),
-        (dict(chosen="#3", rejected="+3"), "1 with an empty prompt or side"),
+        (dict(chosen="#3", rejected="+3"), "no column prompt in "),
     ],
 )
 @PAIRED
 def test_pairs_that_cannot_be_compared(name, row, message, tmp_path):
     data = dataset(tmp_path, [row])
     text = fails(name, tmp_path, message, dataset=data, model="tiny/arithmetic/policy")
-    assert "row 0 of train" in text or "train: nothing is left: 0 of 1 pairs" in text
+    assert "row 0 of train" in text or "train: nothing is left: 0 of 1 rows" in text
 
 
 @PAIRED
@@ -402,7 +453,7 @@ def test_margin_that_is_no_number(tmp_path):
     ("spec", "message"),
     [
         ("first_number", "neither last_number nor path"),
-        ("no/such.py:f", "No such file"),
+        ("no/such.py:f", "neither last_number nor path"),
         ("tiny/reviews/gold.py:missing", "has no attribute 'missing'"),
     ],
 )
@@ -436,7 +487,7 @@ def test_two_reward_functions_of_one_name(name, tmp_path):
 
 def test_reward_file_that_does_not_import(tmp_path):
     spec = reward_file(tmp_path, "return (")
-    fails("grpo", tmp_path, "was never closed (rules.py, line 2)", reward_fn=[spec])
+    fails("grpo", tmp_path, "was never closed (rules_", reward_fn=[spec])
 
 
 @pytest.mark.parametrize(
@@ -458,6 +509,49 @@ def test_bad_rewards_name_the_function_and_the_row(name, body, message, tmp_path
     text = fails(name, tmp_path, message, reward_fn=[spec], eval_reward_fn=None)
     if "it returned" in text:
         assert " after '" in text  # the completion and its prompt
+
+
+RULES = """\
+from __future__ import annotations
+import dataclasses, multiprocessing
+from beside_{number} import right
+
+@dataclasses.dataclass
+class Verdict:
+    reward: float | None = None
+
+def judge(text: str) -> Verdict:
+    return Verdict(reward=right(text))
+
+def rule(prompts, completions, **columns):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return [verdict.reward for verdict in pool.map(judge, completions)]
+"""
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf", "dpo"])
+def test_a_rule_may_use_dataclasses_processes_and_modules_beside_it(name, tmp_path, monkeypatch):
+    number = time.time_ns()  # Python imports one module of a name
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / f"beside_{number}.py").write_text("def right(text):\n    return 0.25\n")
+    (tmp_path / f"rules_{number}.py").write_text(RULES.replace("{number}", str(number)))
+    spec, script = f"{tmp_path / f'rules_{number}.py'}:rule", SCRIPTS[name]
+    flags = dict(output_dir=str(tmp_path / "runs"), eval_reward_fn=spec)
+    run_dir = script.main(script.Args(**TINY[name] | flags))
+    (*_, last) = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert last["eval/reward"] == 0.25
+
+
+@REWARDED
+def test_two_rules_in_files_of_one_name(name, tmp_path):
+    """Python would give the first file's functions for the second."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        rule = f"def {folder}(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
+        (tmp_path / folder / f"twice_{name}.py").write_text(rule)
+    specs = [f"{tmp_path / folder / f'twice_{name}.py'}:{folder}" for folder in ("a", "b")]
+    text = fails(name, tmp_path, "its name is that of ", reward_fn=specs)
+    assert text.startswith(f"error: --reward-fn {specs[1]}")
 
 
 def test_reward_function_needs_a_column_that_is_not_there(tmp_path):
@@ -496,7 +590,7 @@ def test_nothing_is_trained_on_nan(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a, **k: nan)
     text = fails(name, tmp_path, "no step was taken")
     assert "nan" in text
-    assert "checkpoint" in text
+    assert "stopped run: " in text
     start = AutoModelForCausalLM.from_pretrained(SCRIPTS[name].Args.model, dtype=torch.float32)
     pairs = zip(models[0].base_model.parameters(), start.base_model.parameters(), strict=True)
     for tensor, before in pairs:
@@ -518,5 +612,88 @@ def test_resume_from_what_is_not_a_run(name, tmp_path):
 
 @EACH
 def test_resume_without_a_checkpoint(name, tmp_path):
-    run_dir = SCRIPTS[name].start_run(SCRIPTS[name].Args(output_dir=str(tmp_path)))
-    fails(name, tmp_path, "no checkpoint was saved yet", resume=str(run_dir))
+    run_dir, _ = SCRIPTS[name].start_run(SCRIPTS[name].Args(output_dir=str(tmp_path)))
+    fails(name, tmp_path, "no whole checkpoint of this script", resume=str(run_dir))
+
+
+def stopped_run(name, tmp_path, **flags):
+    """A run that ended after its first checkpoint."""
+    script = SCRIPTS[name]
+    one = dict(total_rollouts=1) if "total_rollouts" in TINY[name] else {}
+    return script.main(script.Args(**TINY[name] | one | dict(output_dir=str(tmp_path)) | flags))
+
+
+@EACH
+def test_a_checkpoint_that_is_broken_or_of_another_script(name, tmp_path):
+    path = stopped_run(name, tmp_path / "a") / "checkpoint.pt"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    message = f"--resume {path.parent}: no whole checkpoint of this script"
+    assert "\n" not in fails(name, tmp_path, message, resume=str(path.parent))
+    other = "rm_bradley_terry" if name != "rm_bradley_terry" else "sft"
+    theirs = torch.load(stopped_run(other, tmp_path / "b") / "checkpoint.pt", weights_only=True)
+    torch.save(theirs | {"data": torch.load(io.BytesIO(whole))["data"]}, path)
+    assert "\n" not in fails(name, tmp_path, message, resume=str(path.parent))
+    path.write_bytes(b"not a checkpoint at all")
+    assert "\n" not in fails(name, tmp_path, message, resume=str(path.parent))
+
+
+@EACH
+def test_resume_on_other_rows(name, tmp_path):
+    rows = [row_of("1+2=", f"#{i}") for i in (3, 5)] * 2
+    flags = dict(model="tiny/arithmetic/policy", dataset=dataset(tmp_path, rows))
+    if name == "ppo_rlhf":
+        flags |= dict(reward_model=None, reward_fn=["last_number"], critic_init="sft")
+    run_dir = stopped_run(name, tmp_path / "runs", **flags)
+    dataset(tmp_path, [*rows[:3], row_of("1+3=", "#4")])
+    flags |= dict(resume=str(run_dir))
+    fails(name, tmp_path, "the training rows of --dataset are not the same", **flags)
+
+
+@EACH
+def test_a_broken_args_json(name, tmp_path):
+    (tmp_path / "args.json").write_text('{"seed": 1, ')
+    with pytest.raises(SystemExit, match=r"not a run of this script: .*line 1") as end:
+        SCRIPTS[name].parse_args(["--resume", str(tmp_path)])
+    assert "\n" not in str(end.value)
+
+
+@EACH
+def test_a_full_disk_leaves_the_last_checkpoint(name, tmp_path):
+    run_dir = stopped_run(name, tmp_path)
+    before, limits = (
+        (run_dir / "checkpoint.pt").read_bytes(),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match="no checkpoint could be written: ") as end:
+            SCRIPTS[name].save_checkpoint(run_dir, {}, {"step": 9, "x": torch.ones(10**6)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(end.value)
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+    assert not (run_dir / "checkpoint.tmp").exists()
+
+
+def test_ctrl_c_says_what_is_saved_and_how_to_resume(tmp_path):
+    words = "grpo.py --total-rollouts 40 --prompts-per-rollout 2 --num-minibatches 1 --save-every 1"
+    words += f" --eval-rows 4 --output-dir {tmp_path}"
+    process = subprocess.Popen(
+        [sys.executable, *words.split()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(tmp_path.glob("*/checkpoint.pt")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, found = process.communicate(timeout=60)
+    (run_dir,) = tmp_path.iterdir()
+    last = found.strip().splitlines()[-1]
+    assert process.returncode == 1 and "Traceback" not in found
+    assert last.startswith("stopped; saved: [") and "'checkpoint.pt'" in last
+    assert last.endswith(f"; with checkpoint.pt, resume: python grpo.py --resume {run_dir}")
+    (words,) = re.findall("--resume .*", last)
+    args = grpo.parse_args([*words.split(), "--total-rollouts", "41"])
+    assert grpo.main(args) == run_dir and (run_dir / "model").exists()

@@ -1,10 +1,11 @@
 """Sampling: the distribution, the ends, and that a row knows nothing of the others."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from models import VOCAB, tiny_config, tiny_model
+from models import APART, FREE, REFUSED, VOCAB, family_model, tiny_config, tiny_model
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
 import common.generation
@@ -87,6 +88,8 @@ class CountingModel(LlamaForCausalLM):
 def counting():
     model = CountingModel(tiny_config("llama")).eval()
     model.batch_sizes = []
+    sample(model, [[1]], 1)  # the trial of its cache
+    model.batch_sizes.clear()
     return model
 
 
@@ -145,11 +148,13 @@ def test_sliding_window_attention_equals_transformers():
 def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kind, monkeypatch):
     """How they move is decided in Python, which a captured step would not run again."""
     model, seen = tiny_model(architecture), []
+    sample(model, [[1]], 1)  # the trial of its cache
     forward = model.forward
 
     def spy(**inputs):
-        seen.append(type(inputs["past_key_values"]))
-        return forward(**inputs)
+        output = forward(**inputs)
+        seen.append(type(output.past_key_values))
+        return output
 
     monkeypatch.setattr(model, "forward", spy)
     sample(model, ragged_rows(), 3)
@@ -176,6 +181,66 @@ def test_generation_config_of_the_checkpoint_is_ignored():
     after = sample(model, rows)
     assert before == after
     assert all(len(tokens) == 12 for tokens in after)
+
+
+# --- every family of models ---------------------------------------------------------------------
+
+# Two equal prompts, and three of one length.
+FAMILY_ROWS = ragged_rows((7, 2)) + ragged_rows((2, 5), seed=4) + ragged_rows((5,), seed=4)
+FAMILY_ROWS += ragged_rows((1,)) + ragged_rows((2,), seed=5)
+
+
+@functools.cache
+def plain_greedy(name):
+    """A model, and 8 tokens of each row: the argmax of forward passes over one row, no cache."""
+    model, made = family_model(name), []
+    for row in FAMILY_ROWS:
+        ids = list(row)
+        for _ in range(8):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+        made.append(ids[len(row) :])
+    assert len({tuple(tokens) for tokens in made}) > 3  # of 6 different prompts
+    return model, made
+
+
+@pytest.mark.parametrize("name", FREE + APART)
+def test_greedy_equals_plain_forward_passes_in_every_family(name, cache_kind, monkeypatch):
+    model, made = plain_greedy(name)
+    monkeypatch.delattr(model, "free_rows", raising=False)
+    for stop_ids in ([], [made[0][2]], [made[3][1], made[5][0]]):
+        found = sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
+        assert found == [cut(tokens, stop_ids) for tokens in made]
+    # Bloom cannot use a static cache.
+    assert model.free_rows == (name in FREE and (name, cache_kind) != ("Bloom", "static"))
+
+
+def test_rows_that_are_not_free_are_read_by_length_and_stay(monkeypatch):
+    (model, made), shapes = plain_greedy("Bart"), []
+    stop_ids = [made[1][2]]
+    lengths = [len(cut(made[row], stop_ids)) for row in (1, 2, 6)]  # their prompts have two tokens
+    assert min(lengths) < max(lengths)
+    sample(model, [[1]], 1)  # the trial of its cache
+    forward = model.forward
+
+    def spy(**inputs):
+        shapes.append(tuple(inputs["input_ids"].shape))
+        assert "attention_mask" not in inputs and "position_ids" not in inputs
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", spy)
+    sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
+    assert {shape for shape in shapes if shape[1] > 1} == {(1, 7), (3, 2), (2, 5)}
+    assert shapes.count((3, 1)) == max(lengths) - 1
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "XLNetLMHeadModel"])
+def test_a_model_that_no_cache_serves_is_refused_by_name(name):
+    model = family_model(name)
+    for _ in range(2):  # and is not taken for usable the second time
+        with pytest.raises(ValueError, match=type(model).__name__):
+            sample(model, FAMILY_ROWS)
 
 
 # --- the distribution ---------------------------------------------------------------------------
@@ -244,6 +309,12 @@ def test_extreme_uniform_numbers_give_the_first_and_the_last_possible_token():
     assert sample_tokens(torch.zeros(2, 6), 1.0, uniform).tolist() == [0, 5]
 
 
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    """On a GPU an id beyond it would end the process without a word of the cause."""
+    tokens = sample_tokens(torch.full((3, 7), torch.nan), 1.0, torch.rand(3, dtype=torch.float64))
+    assert (tokens < 7).all() and (tokens >= 0).all()
+
+
 @pytest.mark.parametrize(
     "temperature, uniform, expected",
     [
@@ -259,6 +330,15 @@ def test_inverse_cumulative_sum_worked_by_hand(temperature, uniform, expected):
     uniform = torch.tensor(uniform, dtype=torch.float64)
     found = sample_tokens(logits.expand(len(uniform), -1), temperature, uniform)
     assert found.tolist() == expected
+
+
+def test_bfloat16_logits_are_sampled_in_float32():
+    """A softmax in bfloat16 would move the borders between tokens by a part in 256."""
+    logits = torch.tensor([0.0, 1.0, -0.5, 0.25]).bfloat16()  # without rounding
+    uniform = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    found = sample_tokens(logits.expand(20_000, -1), 1.0, uniform)
+    probabilities = torch.softmax(logits.double(), dim=0)
+    assert torch.allclose(found.bincount() / 20_000, probabilities.float(), atol=1.1 / 20_000)
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
@@ -287,6 +367,20 @@ def test_same_seed_same_tokens_and_other_seed_other_tokens():
     first, again, other = (sample(model, rows, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize("rows", [ragged_rows(), [[5, 17, 30]] * 4])
+def test_token_t_of_row_b_inverts_the_cumulative_sum_at_random_number_b_t(rows):
+    """Drawn on the CPU in float64, all at once; here inverted by counting, row by row."""
+    model = tiny_model("llama", initializer_range=0.3)
+    uniform = torch.rand(4, 6, dtype=torch.float64, generator=seeded(0))
+    made = sample(model, rows, 6, temperature=0.7)
+    for row, numbers, tokens in zip(rows, uniform, made, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row + tokens])).logits[0].double()
+        for t, token in enumerate(tokens):
+            sums = torch.softmax(logits[len(row) - 1 + t] / 0.7, dim=0).cumsum(dim=0)
+            assert token == (sums < numbers[t]).sum()
 
 
 def test_global_random_state_is_neither_read_nor_moved():
@@ -395,11 +489,14 @@ def test_equal_prompts_get_what_they_get_apart(architecture):
 
 def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
     model, shapes = tiny_model("llama"), []
+    sample(model, [[1]], 1)  # the trial of its cache
     forward = model.forward
 
     def spy(**inputs):
         shapes.append(tuple(inputs["input_ids"].shape))
-        return forward(**inputs)
+        output = forward(**inputs)
+        assert output.logits.shape == (4, 1, VOCAB)  # of the last token only, of prompts too
+        return output
 
     monkeypatch.setattr(model, "forward", spy)
     sample(model, ragged_rows(), 3)
@@ -407,9 +504,35 @@ def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
+def test_each_number_of_rows_is_captured_once_from_its_second_step_on(counting, monkeypatch):
+    """A graph reads the memory that it was captured with, so no other rows may replay it."""
+    captured = []
+
+    def capture(step):
+        reader, replayed = step.__self__, []
+        memory = [reader.tokens, reader.positions, reader.mask]
+        captured.append((len(reader.tokens), replayed))
+
+        def replay():
+            replayed.append(reader)
+            now = [reader.tokens, reader.positions, reader.mask]
+            assert all(x is y for x, y in zip(memory, now, strict=True))
+            return step()
+
+        return replay
+
+    monkeypatch.setattr(common.generation, "capture", capture)
+    # Four rows make three steps, until half of them have drawn the stop id; two rows make four.
+    made = sample(counting, [[10], [7], [20], [30]], 8, 0, stop_ids=[11])
+    assert [len(tokens) for tokens in made] == [1, 4, 8, 8]
+    assert [(rows, len(replayed)) for rows, replayed in captured] == [(4, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
 def test_static_steps_run_on_the_same_memory(cache_kind, monkeypatch):
     """What a CUDA graph replays: the same tensors in each step, as long as no row leaves."""
     model, seen = tiny_model("llama"), []
+    sample(model, [[1]], 1)  # the trial of its cache
     forward = model.forward
 
     def spy(**inputs):
@@ -432,8 +555,20 @@ def test_inputs_are_left_as_they_were(counting):
     assert (rows, stop_ids) == ([[7, 8], [3]], [10])
 
 
-def test_no_prompts_give_no_completions():
-    assert sample(tiny_model("llama"), []) == []
+@pytest.mark.parametrize("processes", [1, 3])
+def test_no_prompts_give_no_completions(processes, counting, monkeypatch):
+    """No forward pass is made, and the next draw is the one that it would have been."""
+    monkeypatch.setattr(common.generation, "WORLD_SIZE", processes)
+    monkeypatch.setattr(common.generation, "all_gather", lambda part: part)
+    del counting.free_rows
+    generator = seeded(0)
+    assert generate(counting, [], 12, 1.0, [3], generator) == []
+    assert counting.batch_sizes == []
+    assert torch.equal(generator.get_state(), seeded(0).get_state())
+
+
+def test_no_tokens_asked_for_give_empty_completions():
+    assert sample(tiny_model("llama"), [[1, 2], [3]], 0) == [[], []]
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -499,7 +634,7 @@ def test_pad_rows_masks_by_length_not_by_id(left, expected_ids, expected_mask):
 
 
 @pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("rows, shape", [([], (0, 0)), ([[]], (1, 0)), ([[], [4]], (2, 1))])
+@pytest.mark.parametrize("rows, shape", [([[]], (1, 0)), ([[], [4]], (2, 1))])
 def test_pad_rows_of_nothing(rows, shape, left):
     ids, mask = pad_rows(rows, CPU, left)
     assert ids.shape == mask.shape == shape

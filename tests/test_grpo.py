@@ -2,6 +2,11 @@
 
 import json
 import math
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -34,7 +39,7 @@ def metrics_of(run_dir):
 
 
 def spy_on_loss(monkeypatch):
-    """Record the arguments and the result of each call of grpo_loss."""
+    """Record the arguments and the results of each call of grpo_loss."""
     calls = []
 
     def spy(*args, **coefs):
@@ -42,6 +47,7 @@ def spy_on_loss(monkeypatch):
         names = "logprobs old ref advantages weights".split()
         detached = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
         calls.append(dict(zip(names, detached, strict=True)) | coefs | {"sums": sums})
+        calls[-1]["loss"] = loss.item()
         return loss, sums
 
     monkeypatch.setattr(grpo, "grpo_loss", spy)
@@ -75,11 +81,36 @@ def test_group_advantages_by_hand():
     torch.testing.assert_close(group_advantages(rewards, 4, scale=False), unscaled)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, -0.7, 1 / 3, 123456.789])
-@pytest.mark.parametrize("group_size", [2, 3, 7, 8, 49])
-def test_equal_rewards_give_exactly_zero(value, group_size):
-    advantages = group_advantages(torch.full((2 * group_size,), value), group_size)
-    assert (advantages == 0).all()
+def test_group_advantages_are_rounded_only_at_the_end():
+    # In float32 the mean and the deviation of 49 numbers are off by more than the last bit.
+    rewards = 100 + 3 * torch.randn(980, generator=torch.Generator().manual_seed(0))
+    for group_size, scale in ((2, True), (49, True), (49, False)):
+        found = group_advantages(rewards, group_size, scale).view(-1, group_size).tolist()
+        groups = rewards.view(-1, group_size).tolist()
+        for group, advantages in zip(groups, found, strict=True):
+            exact = [Fraction(reward) for reward in group]
+            divisor = stdev(exact) + 1e-4 if scale else 1
+            expected = [float(r - mean(exact)) / divisor for r in exact]
+            assert advantages == pytest.approx(expected, rel=6e-8)  # 2 ** -24: half of the last bit
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("reciprocal", [False, True])
+def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal, scale):
+    if reciprocal:  # CUDA multiplies by 1/n, rounded, where a mean or a number n divides
+
+        def times_reciprocal(x, dim, keepdim):
+            return x.sum(dim=dim, keepdim=keepdim) * (1 / x.shape[dim])
+
+        def divide(x, y):
+            return x * y.reciprocal() if torch.is_tensor(y) else x * (1 / y)
+
+        monkeypatch.setattr(torch.Tensor, "mean", times_reciprocal)
+        monkeypatch.setattr(torch.Tensor, "__truediv__", divide)
+    values = torch.tensor([0.0, 0.1, -0.7, 1 / 3, 3e-39, 123456.789, -7.77e18])
+    for group_size in range(2, 257):
+        advantages = group_advantages(values.repeat_interleave(group_size), group_size, scale)
+        assert (advantages == 0).all(), group_size
 
 
 # --- clipping -----------------------------------------------------------------------------------
@@ -130,9 +161,9 @@ def test_k3_value_sign_and_gradient_by_enumeration():
 
 
 def brute_force_loss(c, norm, max_new_tokens):
-    """-J by plain loops over completions and tokens, from the papers' formulas."""
+    """-J and its gradient by plain loops over completions and tokens, from the papers' formulas."""
     lengths = c["mask"].sum(dim=1).tolist()
-    total = 0.0
+    total, gradient = 0.0, torch.zeros(c["mask"].shape)
     for i, length in enumerate(lengths):
         for t in range(c["mask"].shape[1]):
             if not c["mask"][i, t]:
@@ -140,15 +171,18 @@ def brute_force_loss(c, norm, max_new_tokens):
             ratio = math.exp(c["logprobs"][i, t] - c["old"][i, t])
             a = c["advantages"][i].item()
             term = min(ratio * a, max(min(ratio, 1 + c["clip_high"]), 1 - c["clip_low"]) * a)
+            free = ratio < 1 + c["clip_high"] if a > 0 else ratio > 1 - c["clip_low"]
             u = math.exp(c["ref"][i, t] - c["logprobs"][i, t])
             term -= c["beta"] * (u - math.log(u) - 1)
+            slope = ratio * a * free - c["beta"] * (1 - u)  # d u / d log pi = -u
             if norm == "sequence":
-                total += term / length / len(lengths)
+                count = length * len(lengths)
             elif norm == "token":
-                total += term / sum(lengths)
+                count = sum(lengths)
             else:
-                total += term / max_new_tokens / len(lengths)
-    return -total
+                count = max_new_tokens * len(lengths)
+            total, gradient[i, t] = total + term / count, -slope / count
+    return -total, gradient
 
 
 @pytest.mark.parametrize("norm", ["sequence", "token", "constant"])
@@ -162,9 +196,11 @@ def test_loss_equals_plain_loops(norm):
     c = dict(logprobs=logprobs.clone(), old=old, ref=ref, advantages=advantages, mask=mask, **coefs)
     logprobs.requires_grad_()
     loss, sums = grpo_loss(logprobs, old, ref, advantages, token_weights(mask, norm, 10), **coefs)
-    assert loss.item() == pytest.approx(brute_force_loss(c, norm, 10), rel=1e-5)
-    # Nothing after an end reaches the loss or a metric.
+    expected, gradient = brute_force_loss(c, norm, 10)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     loss.backward()
+    torch.testing.assert_close(logprobs.grad, gradient)
+    # Nothing after an end reaches the loss or a metric.
     assert (logprobs.grad[~mask] == 0).all() and (logprobs.grad[mask] != 0).any()
     wide = [torch.nn.functional.pad(x.detach(), (0, 3)) for x in (logprobs, old, ref)]
     weights = token_weights(torch.nn.functional.pad(mask, (0, 3)), norm, 10)
@@ -174,25 +210,30 @@ def test_loss_equals_plain_loops(norm):
 
 
 def test_loss_metrics_by_hand():
-    ratio = torch.tensor([[1.5, 0.5, 1.0], [1.5, 0.5, 1.0]])  # the last of each is padding
-    zeros = torch.zeros(2, 3)
-    _, sums = grpo_loss(ratio.log(), zeros, None, torch.tensor([1.0, -1.0]), zeros, 0.2, 0.2, 0.0)
-    assert sums["policy/clip_fraction_high"] == 1  # row 0, token 0
-    assert sums["policy/clip_fraction_low"] == 1  # row 1, token 1
+    # Rows to be raised, to be lowered and to be left alone; the last column is padding.
+    ratio = torch.tensor([[1.5, 1.25, 0.25, 0.75, 1.0]]).repeat(3, 1)
+    advantages, zeros = torch.tensor([0.5, -0.5, 0.0]), torch.zeros(3, 5)
+    _, sums = grpo_loss(ratio.log(), zeros, None, advantages, zeros, 0.2, 0.3, 0.0)
+    assert sums["policy/clip_fraction_high"] == 1  # 1.5 in row 0, above 1.3
+    assert sums["policy/clip_fraction_low"] == 2  # 0.25 and 0.75 in row 1, below 0.8
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
-    expected = 2 * (0.5 - math.log(1.5)) + 2 * (-0.5 - math.log(0.5))
+    expected = 3 * sum(r - 1 - math.log(r) for r in (1.5, 1.25, 0.25, 0.75))
     assert sums["policy/approx_kl"].item() == pytest.approx(expected, rel=1e-5)
     assert "objective/kl" not in sums
 
 
 def test_kl_is_measured_where_it_is_not_in_the_loss():
     logprobs, zeros = torch.tensor([[-1.0, -2.0]]), torch.zeros(1, 2)
-    arguments = (logprobs, logprobs, zeros, torch.zeros(1), torch.ones(1, 2), 0.2, 0.2)
+    # The sum for the metric has no weights, or completions left out of the loss would miss in it.
+    arguments = (logprobs, logprobs, zeros, torch.zeros(1), torch.full((1, 2), 0.25), 0.2, 0.2)
     loss, sums = grpo_loss(*arguments, 0.0)
     kl = (math.e - 1 - 1) + (math.e**2 - 2 - 1)
     assert sums["objective/kl"].item() == pytest.approx(kl, rel=1e-5)
     assert loss == 0
-    assert grpo_loss(*arguments, 0.5)[0].item() == pytest.approx(0.5 * kl, rel=1e-5)
+    assert grpo_loss(*arguments, 0.5)[0].item() == pytest.approx(0.25 * 0.5 * kl, rel=1e-5)
+    # exp(200) is infinite in float32, and 0 times that would be NaN.
+    far = (torch.tensor([[-200.0, -200.0]]), *arguments[1:])
+    assert grpo_loss(*far, 0.0)[0] == 0
 
 
 def test_token_weights_by_hand():
@@ -203,7 +244,11 @@ def test_token_weights_by_hand():
     )
     torch.testing.assert_close(token_weights(mask, "token", 5), mask / 4)
     torch.testing.assert_close(token_weights(mask, "constant", 5), mask / 10)
-    assert (token_weights(torch.zeros_like(mask), "sequence", 5) == 0).all()
+    # A step of one token, and one whose completions were all masked out.
+    for norm, weight in (("sequence", 1), ("token", 1), ("constant", 1 / 5)):
+        one = token_weights(mask[:1], norm, 5)
+        torch.testing.assert_close(one, torch.tensor([[weight, 0.0, 0.0]]))
+        assert (token_weights(torch.zeros_like(mask), norm, 5) == 0).all()
 
 
 # --- the reward ---------------------------------------------------------------------------------
@@ -337,6 +382,7 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     ("flags", "passes"),
     [
         (dict(num_minibatches=1, beta=0.0), 1),  # new log-probs only
+        (dict(num_minibatches=1, beta=0.0, kl_placement="reward"), 1),
         (dict(num_minibatches=2, beta=0.0), 2),  # old and new
         (dict(num_minibatches=1, update_epochs=2, beta=0.0), 3),  # old, and new twice
         (dict(num_minibatches=1, beta=0.1), 2),  # reference and new
@@ -344,13 +390,13 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     ],
 )
 def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
-    rows, original = [], common.logprobs._completion_logprobs
+    rows, original = [], common.logprobs._logprobs
 
     def spy(model, pairs, picked, *settings):
         rows.append(len(picked))
         return original(model, pairs, picked, *settings)
 
-    monkeypatch.setattr(common.logprobs, "_completion_logprobs", spy)
+    monkeypatch.setattr(common.logprobs, "_logprobs", spy)
     run(tmp_path, **flags)
     assert sum(rows) == passes * 16
 
@@ -427,6 +473,21 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch, lo
     assert max(g.abs().max() for g in gradients[0][0]) > 1e-3
 
 
+def test_gradients_are_those_of_one_step(tmp_path, monkeypatch):
+    gradients = []
+
+    def capture(parameters, max_norm):
+        gradients.append([p.grad.clone() for p in parameters])
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    # A learning rate too small to matter: a second pass over the same rows has the same gradient.
+    run(tmp_path, update_epochs=2, temperature=1.5, learning_rate=1e-12)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+    assert max(g.abs().max() for g in gradients[0]) > 1e-3
+
+
 def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monkeypatch):
     calls = spy_on_loss(monkeypatch)
     flags = dict(max_new_tokens=6, micro_batch_size=16)  # enough for `#5`, not for the working
@@ -450,6 +511,19 @@ def test_default_clipping_is_symmetric_and_clip_higher_is_read(tmp_path, monkeyp
     assert (calls[0]["clip_low"], calls[0]["clip_high"]) == (0.2, 0.2)
     assert (calls[1]["clip_low"], calls[1]["clip_high"]) == (0.1, 0.28)
     assert calls[1]["advantages"].abs().max() <= 1  # rewards are 0 and 1, not divided
+
+
+def test_a_prompt_as_long_as_allowed_is_kept():
+    tokenizer, source = AutoTokenizer.from_pretrained("tiny/reviews/policy"), "tiny/reviews/prompts"
+
+    def lengths(limit):
+        rows = grpo.load_prompts(Args(dataset=source, max_prompt_length=limit), "test", tokenizer)
+        return [len(row["ids"]) for row in rows]
+
+    every = lengths(64)
+    limit = sorted(set(every))[-2]  # the second longest
+    assert lengths(limit) == [length for length in every if length <= limit]
+    assert limit < max(every)
 
 
 def test_prompts_are_completed_in_groups_of_one_prompt(tmp_path, monkeypatch):
@@ -479,6 +553,58 @@ def test_what_was_logged_and_saved(tmp_path):
     assert AutoTokenizer.from_pretrained(run_dir / "model").vocab_size == 18
 
 
+def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_path, monkeypatch):
+    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "apply_rule")
+    losses, scored = spy_on_loss(monkeypatch), spy_on(monkeypatch, "completion_logprobs")
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def spy(*arguments):
+        norms.append(clip(*arguments))
+        return norms[-1]
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    # Two passes of two steps of three micro-batches; what is cut off counts in the metrics.
+    flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, max_new_tokens=8)
+    flags |= dict(prompts_per_rollout=7, beta=0.1, mask_truncated=True, temperature=1.3)
+    _, row = metrics_of(run(tmp_path, **flags))
+    (_, _, _, _, stop_ids, _), completions = sampled[1]  # after that of the first evaluation
+    lengths = [len(completion) for completion in completions]
+    assert row["completions/length_mean"] == pytest.approx(mean(lengths))
+    assert (row["completions/length_min"], row["completions/length_max"]) == (min(lengths), 8)
+    cut_off = mean(completion[-1] not in stop_ids for completion in completions)
+    assert row["completions/truncated_fraction"] == pytest.approx(cut_off)
+    assert 0 < cut_off < 1 and cut_off != 0.5
+
+    rewards = judged[1][1].tolist()
+    groups = [rewards[i : i + 4] for i in range(0, 28, 4)]
+    equal = mean(len(set(group)) == 1 for group in groups)
+    assert row["reward/mean"] == row["reward/last_number"] == pytest.approx(mean(rewards))
+    assert row["reward/std"] == pytest.approx(mean(stdev(group) for group in groups))
+    assert row["reward/zero_variance_groups"] == pytest.approx(equal)
+    assert 0 < equal < 1
+
+    # A mean over optimiser steps, one over completions, and means over tokens, of both passes.
+    assert len(losses) == 2 * 2 * 3
+    assert row["objective/loss"] == pytest.approx(sum(c["loss"] for c in losses) / 4, rel=1e-4)
+    assert row["policy/grad_norm"] == pytest.approx(sum(norms).item() / 4) and len(norms) == 4
+    u = [(c["ref"] - c["logprobs"]).double() for c in losses]
+    kl = sum((x.exp() - x - 1).sum().item() for x in u)
+    assert row["objective/kl"] == pytest.approx(kl / (2 * 28), rel=1e-3) and kl > 1e-3
+    for name in ("approx_kl", "clip_fraction_low", "clip_fraction_high"):
+        total = sum(call["sums"][f"policy/{name}"].item() for call in losses)
+        assert row[f"policy/{name}"] == pytest.approx(total / (2 * sum(lengths)), rel=1e-4)
+    entropy = sum(entropies.sum().item() for _, (_, entropies) in scored)
+    assert row["policy/entropy"] == pytest.approx(entropy / (2 * sum(lengths)), rel=1e-4)
+
+
+def test_the_learning_rate_rises_for_a_part_of_the_rollouts_and_falls_to_zero(tmp_path):
+    flags = dict(total_rollouts=6, warmup_ratio=0.4, learning_rate=1e-3, max_new_tokens=2)
+    rows = metrics_of(run(tmp_path, **flags))[1:]
+    # int(0.4 x 6) = 2 rollouts of warm-up, then down to 0 over the 4 others
+    rates = [1e-3 * factor for factor in (0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4)]
+    assert [row["policy/learning_rate"] for row in rows] == pytest.approx(rates)
+
+
 def test_data_order_visits_every_row_once_an_epoch(tmp_path, monkeypatch):
     sampled = spy_on(monkeypatch, "generate")
     flags = dict(total_rollouts=10, prompts_per_rollout=3, group_size=2, train_split="train[:10]")
@@ -491,5 +617,25 @@ def test_data_order_visits_every_row_once_an_epoch(tmp_path, monkeypatch):
         epochs = [prompts[i : i + 10] for i in (0, 10, 20)]
         assert all(len(set(epoch)) == 10 for epoch in epochs)
         assert epochs[0] != epochs[1] != epochs[2]
+        # Each rollout draws with numbers of its own.
+        assert len({arguments[-1].initial_seed() for arguments, _ in sampled[1:-1]}) == 10
         orders.append(prompts)
     assert orders[0] != orders[1]
+
+
+def test_a_reward_function_of_trl_in_the_lines_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    page = Path("docs/grpo.md").read_text()
+    (wrapped,) = re.findall(
+        r"```python\n(# my_rewards.py\nfrom trl_rewards.*?)```", page, re.DOTALL
+    )
+    (tmp_path / "my_rewards.py").write_text(wrapped)
+    (tmp_path / "trl_rewards.py").write_text(
+        "def accuracy_reward(prompts, completions, answer, **kwargs):\n"
+        "    said = [completion[0]['content'] for completion in completions]\n"
+        "    return [float(text.endswith(right)) for text, right in zip(said, answer)]\n"
+    )
+    row = {"columns": {"answer": "3"}, "prompt": "1+2="}
+    name, judge = grpo.load_rule("--reward-fn", f"{tmp_path / 'my_rewards.py'}:accuracy", row)
+    assert name == "accuracy"
+    assert judge([row, row], [], ["#3", "#4"]).tolist() == [1, 0]

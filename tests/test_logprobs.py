@@ -1,10 +1,11 @@
 """Scoring: against a plain log-softmax of the model's own logits, row by row, without padding."""
 
+import copy
 import itertools
 
 import pytest
 import torch
-from models import VOCAB, tiny_config, tiny_model
+from models import APART, FREE, REFUSED, VOCAB, family_model, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
@@ -134,6 +135,18 @@ def test_gradients_equal_those_of_log_softmax(architecture, temperature, monkeyp
     )
 
 
+@pytest.mark.parametrize("name", FREE + APART + REFUSED)
+def test_every_family_gives_what_its_own_logits_give(name):
+    """Rows are padded on the right, which no model minds."""
+    model, pairs = family_model(name), make_pairs()
+    with torch.no_grad():
+        expected, expected_entropies = plain(model, pairs, 0.7)
+        found, entropies = score(model, pairs, 0.7)
+    assert torch.allclose(found[mask_of(pairs)], expected, atol=2e-5)
+    assert torch.allclose(entropies[mask_of(pairs)], expected_entropies, atol=2e-5)
+    assert expected.std() > 0.1
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_gradients_of_the_entropy_equal_the_plain_ones(architecture, monkeypatch):
     several_chunks(monkeypatch)
@@ -246,6 +259,30 @@ def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypa
                 sides.append(loss(*moved))
             expected = (sides[0] - sides[1]).item() / 2e-5
             assert inputs[i].grad.view(-1)[index].item() == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("low", [-1e4, -torch.inf])
+@pytest.mark.parametrize("size", [2, 5])  # of a chunk; of the first, the logits are kept
+def test_a_token_that_cannot_be_drawn_adds_nothing(size, low, monkeypatch):
+    """The first one has a logit of -1e4 or -inf: against autograd in float64 without the token."""
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", size * 7)
+    to = dict(generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    exact = [torch.randn(shape, **to) for shape in ((5, 4), (7, 4), (7,))]
+    exact[2][0] = low
+    inputs = [x.float().requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    targets, (g, g_h) = torch.tensor([1, 6, 2, 2, 5]), torch.randn(2, 5, **to)
+
+    log_p = torch.log_softmax((exact[0] @ exact[1][1:].T + exact[2][1:]) / 0.7, dim=1)
+    expected = log_p.gather(1, targets[:, None] - 1), -(log_p.exp() * log_p).sum(dim=1)[:, None]
+    (g @ expected[0] + g_h @ expected[1]).sum().backward()
+    head = (*inputs[1:], 1.0, None)
+    found = HeadLogprobs.apply(inputs[0], targets[:, None], 0.7, True, *head)
+    (g.float() @ found[0] + g_h.float() @ found[1]).sum().backward()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours.double(), theirs, atol=1e-5)
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -374,6 +411,19 @@ def test_rows_are_those_asked_for_at_the_width_of_all_pairs():
         assert torch.allclose(found, everything[rows], atol=1e-5)
 
 
+def test_inputs_are_left_as_they_were():
+    model, pairs, rows = model_of("gpt2"), make_pairs(), torch.tensor([2, 0, 3])
+    before = copy.deepcopy((pairs, rows, model.state_dict()))
+    logprobs, entropy = completion_logprobs(model, pairs, rows, 0.6, entropy=True)
+    (logprobs + entropy).sum().backward()
+    rollout_logprobs(model, pairs, [rows], 0.6)
+    assert pairs == before[0] and torch.equal(rows, before[1])
+    groups = list(micro_batches(pairs, rows, 2))
+    assert groups and torch.equal(rows, before[1])
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[2][name])
+
+
 def test_entropy_changes_the_form_of_the_result_but_not_the_logprobs():
     model, pairs = model_of("llama"), make_pairs()
     alone = completion_logprobs(model, pairs, range(4))
@@ -475,6 +525,15 @@ def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
         assert all(lengths[row] <= shortest for group in later for row in group)
 
 
+def test_rows_of_one_length_keep_their_order():
+    """On each machine, since ranks deal for themselves."""
+    lengths = [5, 3] * 300
+    rows = torch.randperm(600, generator=torch.Generator().manual_seed(0))
+    groups = micro_batches([([0] * n, []) for n in lengths], rows, 7)
+    expected = sorted(rows.tolist(), key=lambda row: -lengths[row])  # Python's sort is stable
+    assert torch.cat(list(groups)).tolist() == expected
+
+
 def test_micro_batches_of_no_rows():
     """Ranks that were dealt nothing still run a pass, all of them as many."""
     groups = list(micro_batches(make_pairs(), torch.arange(0), 2))
@@ -518,6 +577,41 @@ def test_an_unknown_head_is_refused_by_name():
             completion_logprobs(model, pairs, range(4))
 
 
+class CappedLlama(LlamaForCausalLM):
+    """A soft cap of 30, for which the configuration has no name: logits below 4 hardly feel it."""
+
+    def forward(self, *args, **inputs):
+        output = super().forward(*args, **inputs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("spread, least, most", [(0.2, 1e-3, 3e-2), (0.1, 1e-5, 1e-3)])
+def test_a_head_that_is_wrong_by_little_is_refused(spread, least, most, low, monkeypatch):
+    """Where weights are float32 the check is exact, whatever products are computed in."""
+    torch.manual_seed(0)
+    model, pairs = CappedLlama(tiny_config("llama", initializer_range=spread)).eval(), make_pairs()
+    unchecked = copy.deepcopy(model)
+    unchecked.head_is_known = True
+    with torch.no_grad():
+        error = completion_logprobs(unchecked, pairs, range(4))[mask_of(pairs)]
+        error -= plain(model, pairs)[0]
+    assert least < error.abs().max() < most  # in nats
+    if low:
+        use_bfloat16(monkeypatch)
+    with pytest.raises(ValueError, match="output head of CappedLlama"):
+        completion_logprobs(model, pairs, range(4))
+
+
+@pytest.mark.parametrize("name", ["Gemma3n", "BertLMHeadModel"])
+def test_heads_of_families_that_are_not_known_are_refused_by_name(name):
+    """Their last hidden states are not, or not alone, what their logits are made of."""
+    model = family_model(name)
+    with pytest.raises(ValueError, match=f"output head of {type(model).__name__}"):
+        completion_logprobs(model, make_pairs(), range(4))
+
+
 class AdaptedHead(torch.nn.Module):
     """A head with a low-rank term, still 0, that `weight` alone would leave out."""
 
@@ -556,6 +650,13 @@ def test_a_known_head_is_not_refused_in_bfloat16(architecture, monkeypatch):
     use_bfloat16(monkeypatch)
     for seed in range(5):
         completion_logprobs(model_of(architecture, seed=seed), make_pairs(), range(4))
+
+
+@every_head
+def test_a_known_head_is_not_refused_where_weights_are_bfloat16(architecture):
+    for seed in range(5):
+        model = model_of(architecture, seed=seed).bfloat16()
+        assert completion_logprobs(model, make_pairs(), range(4)).isfinite().all()
 
 
 def record_logits(monkeypatch):

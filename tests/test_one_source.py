@@ -25,7 +25,7 @@ def test_one_name_one_source():
         for name, source in definitions(path):
             found[name][path.name] = source
     shared = {name: by_script for name, by_script in found.items() if len(by_script) > 1}
-    assert {"load_model", "shard", "save_checkpoint", "parse_args"} <= set(shared)
+    assert {"load_model", "log", "save_checkpoint", "parse_args"} <= set(shared)
     for name in set(shared) - OWN:
         (first, source), *others = shared[name].items()
         for script, other in others:
@@ -55,11 +55,11 @@ def test_every_flag_is_read_by_its_script():
                 assert f"args.{field.target.id}" in source, f"{path}: {field.target.id} is not read"
 
 
-# Lines at most. Three scripts are not yet where they should be: 380, 450 and 520.
+# Lines at most.
 BUDGETS = {
-    "sft.py": 410,
-    "rm_bradley_terry.py": 491,
-    "dpo.py": 549,
+    "sft.py": 380,
+    "rm_bradley_terry.py": 450,
+    "dpo.py": 520,
     "grpo.py": 600,
     "ppo_rlhf.py": 720,
 }
@@ -72,7 +72,7 @@ def test_line_budgets_and_the_algorithm_first():
         assert len(lines) <= most, f"{name} has {len(lines)} lines; its budget is {most}"
         (loop,) = [i for i, line in enumerate(lines) if line == "    for step in progress:"]
         assert loop < len(lines) / 2, f"{name}: the training loop begins in the second half"
-        order = ["class Args", "# --- the mathematics", "def main(", "def start_process("]
+        order = ["class Args", "# --- the mathematics", "def main(", "def start_run("]
         at = [next(i for i, line in enumerate(lines) if line.startswith(o)) for o in order]
         assert at == sorted(at), f"{name}: {order} is the order"
     common = sum(len(path.read_text().splitlines()) for path in Path("common").glob("*.py"))

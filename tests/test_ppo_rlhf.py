@@ -187,6 +187,14 @@ def test_gae_with_lambda_zero_is_the_td_error():
     torch.testing.assert_close(returns, torch.tensor(expected, dtype=torch.float32))
 
 
+def test_gae_of_completions_of_one_token():
+    # One column: nothing comes after, so A = r - V and R = r.
+    rewards, values = torch.tensor([[3.0], [-1.0]]), torch.tensor([[1.0], [4.0]])
+    advantages, returns = gae(rewards, values, 0.9, 0.8)
+    assert advantages.tolist() == [[2], [-5]]
+    assert returns.tolist() == [[3], [-1]]
+
+
 def test_whiten_by_hand():
     values = torch.tensor([[1.0, 2.0, 50.0], [70.0, 3.0, 6.0]])
     mask = torch.tensor([[True, True, False], [False, True, True]])
@@ -197,6 +205,9 @@ def test_whiten_by_hand():
     torch.testing.assert_close(whiten(values, mask, keep_mean=True).double(), kept)
     # All equal, as when every score is the same and there is no critic: 0, not 0/0.
     assert (whiten(torch.full((2, 3), 7.0), mask) == 0).all()
+    # Values of +-1e-4 have variance 1e-8, and 1e-8 is added to it.
+    tiny = whiten(1e-4 * torch.tensor([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0]]), mask)[mask]
+    assert tiny.tolist() == pytest.approx([2**-0.5, -(2**-0.5), 2**-0.5, -(2**-0.5)], rel=1e-4)
 
 
 def test_whitened_values_have_mean_zero_and_variance_one():
@@ -226,6 +237,9 @@ def test_explained_variance_by_hand():
     assert of(-1.0, -2.0, -3.0, -4.0) == pytest.approx(-3)
     # Equal returns leave nothing to explain; the number must still be one.
     assert math.isfinite(explained_variance(returns, torch.ones(2, 3), mask))
+    # Returns of +-1e-5 have variance 1e-10, which counts as 1e-8.
+    returns = 1e-5 * torch.tensor([[1.0, -1.0, 9.0], [9.0, 1.0, -1.0]])
+    assert of(0.0, 0.0, 0.0, 0.0) == pytest.approx(1 - 1e-10 / 1e-8, rel=1e-4)
 
 
 # --- clipping -----------------------------------------------------------------------------------
@@ -416,23 +430,25 @@ def test_policy_loss_equals_plain_loops(kl_coef, ent_coef):
 
 
 def test_policy_metrics_by_hand():
-    ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.7, 1.0]])  # the last is padding
-    mask = until(4, 3, width=4)
-    advantages = torch.tensor([[1.0, 1, 1, 1], [-1.0, -1, -1, 0]])
-    entropy = torch.tensor([[1.0, 2, 3, 4], [5.0, 6, 7, 0]])
-    zeros = torch.zeros(2, 4)
+    # Rows to be raised, to be lowered and to be left alone, of 4, 3 and 2 tokens.
+    ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.9, 1.0], [1.5, 0.5, 1.0, 1.0]])
+    mask = until(4, 3, 2, width=4)
+    advantages = torch.tensor([[0.5], [-0.5], [0.0]]) * mask
+    entropy = torch.tensor([[1.0, 2, 3, 4], [5.0, 6, 7, 0], [8.0, 9, 0, 0]])
+    zeros = torch.zeros(3, 4)
     loss, sums = policy_loss(
         ratio.log(), zeros, 3.0 * mask, advantages, entropy, mask / 70, 0.2, 0.9, 0.01
     )
     assert sums["policy/clip_fraction_high"] == 2  # row 0, tokens 0 and 2
-    assert sums["policy/clip_fraction_low"] == 2  # row 1, tokens 1 and 2
-    assert sums["policy/ratio"].item() == pytest.approx(1.5 + 0.5 + 1.3 + 1.1 + 1.5 + 0.5 + 0.7)
-    assert sums["policy/entropy"] == 28
+    assert sums["policy/clip_fraction_low"] == 1  # row 1, token 1
+    ratios = (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.9, 1.5, 0.5)
+    assert sums["policy/ratio"].item() == pytest.approx(sum(ratios))
+    assert sums["policy/entropy"] == 45
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
-    terms = [r - 1 - math.log(r) for r in (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.7)]
+    terms = [r - 1 - math.log(r) for r in ratios]
     assert sums["policy/approx_kl"].item() == pytest.approx(sum(terms), rel=1e-5)
     # The surrogate alone: min with 1.2 in row 0; in row 1 the larger of the ratio and 0.8.
-    surrogate = -(1.2 + 0.5 + 1.2 + 1.1) + (1.5 + 0.8 + 0.8)
+    surrogate = -0.5 * (1.2 + 0.5 + 1.2 + 1.1) + 0.5 * (1.5 + 0.8 + 0.9)
     assert sums["policy/loss"].item() == pytest.approx(surrogate, rel=1e-5)
     assert loss.item() * 70 - surrogate > 1  # the other terms are in the loss
 
@@ -659,13 +675,13 @@ def test_the_critic_starts_from_scratch():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch, temperature):
-    calls, scored, original = spy_on_loss(monkeypatch), [], common.logprobs._completion_logprobs
+    calls, scored, original = spy_on_loss(monkeypatch), [], common.logprobs._logprobs
 
     def spy(model, pairs, rows, *settings):
         scored.append(rows.tolist())
         return original(model, pairs, rows, *settings)
 
-    monkeypatch.setattr(common.logprobs, "_completion_logprobs", spy)
+    monkeypatch.setattr(common.logprobs, "_logprobs", spy)
     run(tmp_path, temperature=temperature, micro_batch_size=4, beta=0.0)
     assert len(calls) == 8  # two micro-batches in each of two minibatches, twice
     # On a GPU the last bits depend on the batch: the old log-probs are of the first pass's own.
@@ -689,6 +705,9 @@ def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(
     last = metrics_of(run(tmp_path, temperature=temperature, **flags))[1]
     # Evaluation, two rollouts, evaluation: what was sampled at the temperature that is scored.
     assert [call["temperature"] for call in rollouts] == [0.3, temperature, temperature, 0.3]
+    # Each rollout draws with numbers of its own, each evaluation with the same.
+    seeds = [call["rng"].initial_seed() for call in rollouts]
+    assert seeds[0] == seeds[3] and len(set(seeds)) == 3
     old, ref, late_old, late_ref = (call["result"] for call in scored)
     policy, reward_model = plain_policy(), plain_reward_model()
     mean = reward_model.config.score_mean
@@ -1025,9 +1044,26 @@ def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
     assert (last["policy/learning_rate"], last["value/learning_rate"]) == (3e-4, 2e-3)
 
 
+def test_the_learning_rates_rise_for_a_part_of_the_rollouts_and_fall_to_zero(tmp_path):
+    flags = dict(total_rollouts=6, warmup_ratio=0.4, max_new_tokens=2, **ONE_STEP)
+    rows = metrics_of(run(tmp_path, **flags))[1:]
+    # int(0.4 x 6) = 2 rollouts of warm-up, then down to 0 over the 4 others
+    factors = (0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4)
+    for name, peak in (("policy", 5e-4), ("value", 1e-3)):
+        rates = [row[f"{name}/learning_rate"] for row in rows]
+        assert rates == pytest.approx([peak * factor for factor in factors])
+
+
 def test_what_was_logged(tmp_path, monkeypatch):
     losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def spy(*arguments):
+        norms.append(clip(*arguments))
+        return norms[-1]
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
     flags = dict(total_rollouts=2, eval_every=1, micro_batch_size=4)
     rows = metrics_of(run(tmp_path, **flags))
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -1044,6 +1080,9 @@ def test_what_was_logged(tmp_path, monkeypatch):
         for name in calls[0]["result"][1]:
             total = sum(c["result"][1][name].item() for c in calls)
             assert row[name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
+    assert len(norms) == 2 * 4 * 2  # of policy and critic in turn, in each of four steps
+    assert row["policy/grad_norm"] == pytest.approx(sum(norms[0:8:2]).item() / 4)
+    assert row["value/grad_norm"] == pytest.approx(sum(norms[1:8:2]).item() / 4)
     total = sum(p["result"][0] + 0.5 * v["result"][0] for p, v in zip(losses, values, strict=True))
     assert row["objective/loss"] == pytest.approx(total.item() / 4, rel=1e-5)  # a minibatch
 

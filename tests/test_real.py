@@ -208,4 +208,5 @@ def test_gpt2_has_no_pad_and_no_bos():
     prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
-    assert sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos]) is None  # " four"
+    merged = sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"
+    assert "change the prompt's tokens" in merged

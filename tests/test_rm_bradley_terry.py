@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,9 @@ def test_calibration_by_hand():
         assert found == pytest.approx(list(values))
     # 3 |29/54 - 27/54| + 2 |4/6 - 3/6| + 3 |9/12 - 8/12| + 4 |3.9/4 - 2/4|
     assert error == pytest.approx((1 / 9 + 1 / 3 + 1 / 4 + 1.9) / 12)
+    # In float64 also where the margins are not: sigmoid(17) is 1 in float32.
+    ((row,), _) = calibration(torch.tensor([17.0]))
+    assert 1 - row["predicted"] == pytest.approx(1 / (1 + math.exp(17)))
 
 
 @pytest.mark.parametrize(
@@ -292,50 +296,6 @@ def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
     assert model.get_input_embeddings().weight.grad[2].abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    ("train_layers", "trained"),
-    [("all", ("",)), (0, ("score.",)), (1, ("score.", "model.layers.1."))],
-)
-def test_only_the_layers_asked_for_change(tmp_path, train_layers, trained):
-    run_dir = run(tmp_path, model=REWARD_MODEL, train_layers=train_layers, warmup_ratio=0)
-    before = load_file(f"{REWARD_MODEL}/model.safetensors")
-    after = load_file(run_dir / "model" / "model.safetensors")
-    assert before.keys() == after.keys()
-    changed = {name for name in after if not torch.equal(after[name], before[name].float())}
-    assert changed == {name for name in after if name.startswith(trained)}
-
-
-@ALL
-def test_last_layers_are_found_in_every_architecture(architecture, tmp_path):
-    tiny_classifier(architecture, num_hidden_layers=3).save_pretrained(tmp_path)
-    model = load(tmp_path, train_layers=2)
-    layers = "transformer.h." if architecture == "gpt2" else "model.layers."
-    every = {name for name, _ in model.named_parameters()}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    starts = ("score.", f"{layers}1.", f"{layers}2.")
-    assert trained == {name for name in every if name.startswith(starts)}
-
-
-def test_another_list_of_layers_in_front_is_not_taken_for_the_transformers(monkeypatch):
-    model = tiny_classifier("llama")
-    kind, loaded = rm.AutoModelForSequenceClassification, (model, {"missing_keys": set()})
-    monkeypatch.setattr(kind, "from_pretrained", lambda *args, **options: loaded)
-    tower = torch.nn.ModuleList([torch.nn.Linear(2, 2)])  # as that of a model that also sees
-    model.model._modules = {"tower": tower, **model.model._modules}
-    assert load("anything", train_layers=1) is model
-    assert model.model.layers[1].mlp.up_proj.weight.requires_grad
-    assert not tower[0].weight.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("train_layers", "message"),
-    [(3, "--train-layers 3: the model has 2 layers only"), (-1, "--train-layers must not be -1")],
-)
-def test_a_number_of_layers_that_the_model_lacks(tmp_path, train_layers, message):
-    with pytest.raises(SystemExit, match=message):
-        run(tmp_path, train_layers=train_layers)
-
-
 # --- padding, saving and loading ----------------------------------------------------------------
 
 
@@ -404,6 +364,27 @@ def test_the_reward_model_that_ships_agrees_with_held_out_preferences():
     assert mean == pytest.approx(chosen.mean().item(), abs=0.02)
 
 
+def test_the_code_for_other_programs_on_the_page(capsys):
+    page = Path("docs/rm_bradley_terry.md").read_text()
+    loading, accuracy, function = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(loading, names)
+    for end, expected in (("<eos>", 0.838), ("", 0.580)):
+        capsys.readouterr()
+        exec(accuracy, names | {"end": end})
+        found = float(re.search(r"tensor\(([\d.]+)", capsys.readouterr().out)[1])
+        assert found == pytest.approx(expected, abs=0.005) and f"{expected:.3f}" in page
+    # The function for TRL scores the tokens that were sampled, the EOS among them.
+    exec(function, names)
+    rows, encode = held_out(5), names["tokenizer"]
+    prompts = [row["prompt"] for row in rows]
+    sampled = [encode(row["chosen"] + "<eos>").input_ids[1:] for row in rows]  # without the BOS
+    found = names["score"](prompts=prompts, completion_ids=sampled, completions=None)
+    whole = [encode(row["prompt"] + row["chosen"] + "<eos>").input_ids for row in rows]
+    expected = last_token_scores(names["model"], whole).tolist()
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 # --- a run --------------------------------------------------------------------------------------
 
 
@@ -459,6 +440,18 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
     assert all(step[key] == value for key, value in evaluation.items() if key.startswith("eval/"))
 
 
+def test_a_model_that_scores_all_alike_is_right_about_no_pair_and_calibrated(tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(REWARD_MODEL)
+    model.score.weight.data.zero_()
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(REWARD_MODEL).save_pretrained(tmp_path)
+    evaluation, step = read(run(tmp_path, model=str(tmp_path)) / "metrics.jsonl")
+    names = ("loss", "pair_accuracy", "margin", "calibration_error")
+    found = [evaluation[f"eval/{name}"] for name in names]
+    assert found == pytest.approx([math.log(2), 0, 0, 0], abs=1e-6)
+    assert step["reward/accuracy"] == 0 and step["objective/loss"] == pytest.approx(math.log(2))
+
+
 def test_chosen_and_rejected_share_one_forward_pass(tmp_path, monkeypatch):
     rows, original = [], rm.load_classifier
 
@@ -503,6 +496,7 @@ def test_steps_start_without_a_gradient_and_follow_the_schedule(tmp_path, monkey
     gradients, clip = [], torch.nn.utils.clip_grad_norm_
 
     def capture(parameters, max_norm):
+        parameters = list(parameters)
         gradients.append([p.grad.clone() for p in parameters])
         return clip(parameters, max_norm)
 
@@ -539,6 +533,7 @@ def test_weight_decay_is_that_of_adamw(tmp_path):
 
 # --- rows to pairs ------------------------------------------------------------------------------
 
+SHARED = {"prompt_column": "none"}
 USER, GOOD, BAD = message("user", "q"), message("assistant", "good"), message("assistant", "bad")
 
 
@@ -579,22 +574,26 @@ USER, GOOD, BAD = message("user", "q"), message("assistant", "good"), message("a
         ),
         # whole texts: what they share, up to the last white space in it
         (
-            {},
+            SHARED,
             {"chosen": "H: q A: it is fun", "rejected": "H: q A: it isn't"},
             ("H: q A: it", " is fun", " isn't"),
         ),
-        ({}, {"chosen": "q:\na b", "rejected": "q:\nc d"}, ("q:", "\na b", "\nc d")),
-        ({}, {"chosen": "q:\na b c", "rejected": "q:\na b d"}, ("q:\na b", " c", " d")),
-        ({}, {"chosen": "q a", "rejected": "q a b"}, ("q", " a", " a b")),  # one begins the other
-        ({}, {"chosen": "q a b", "rejected": "q a"}, ("q", " a b", " a")),
-        ({}, {"chosen": "ab c", "rejected": "ad c"}, ("", "ab c", "ad c")),
+        (SHARED, {"chosen": "q:\na b", "rejected": "q:\nc d"}, ("q:", "\na b", "\nc d")),
+        (SHARED, {"chosen": "q:\na b c", "rejected": "q:\na b d"}, ("q:\na b", " c", " d")),
         (
-            {},
+            SHARED,
+            {"chosen": "q a", "rejected": "q a b"},
+            ("q", " a", " a b"),
+        ),  # one begins the other
+        (SHARED, {"chosen": "q a b", "rejected": "q a"}, ("q", " a b", " a")),
+        (SHARED, {"chosen": "ab c", "rejected": "ad c"}, ("", "ab c", "ad c")),
+        (
+            SHARED,
             {"chosen": "q\n\na", "rejected": "q\n\nb"},
             ("q", "\n\na", "\n\nb"),
         ),  # never inside it
         (
-            {"chat": True},
+            SHARED | {"chat": True},
             {"chosen": "q good", "rejected": "q bad"},
             ([USER], [message("assistant", " good")], [message("assistant", " bad")]),
         ),
@@ -624,8 +623,8 @@ def test_prompt_and_sides_of_a_row(flags, row, expected):
             "row 0 of train: .* found .'list', 'str'",
         ),
         ({"prompt": "q", "chosen": 1, "rejected": 2}, "row 0 of train: .* found .'int', 'str'"),
-        ({"prompt": "q", "rejected": "b"}, "row 0 of train: there is no column chosen, only"),
-        ({"prompt": "q", "chosen": "b"}, "row 0 of train: there is no column rejected, only"),
+        ({"prompt": "q", "rejected": "b"}, "row 0 of train: no column chosen in "),
+        ({"prompt": "q", "chosen": "b"}, "row 0 of train: no column rejected in "),
     ],
 )
 def test_rows_of_no_known_kind_are_errors_that_name_the_row(tmp_path, row, error):
@@ -702,36 +701,35 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
     prompt = 7 if chat else 3  # tokens
     lengths = [[len(ids) - prompt for ids in pair["sequences"]] for pair in pairs]
     assert lengths == [[3, 2], [3, 5], [5, 3]]
-    empty, merged = (3, 0) if chat else (4, 1)
-    assert capsys.readouterr().out.strip() == (
-        f"train: 3 of {len(rows)} pairs; dropped {empty} with an empty prompt or side, {merged} "
-        "with one that changes the prompt's tokens, 2 with chosen equal to rejected and 2 longer "
-        f"than --max-length {flags['max_length']}"
-    )
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"train: 3 of {len(rows)} rows; dropped 2 longer than --max-length ")
+    assert f"; dropped {3 if chat else 4} with an empty prompt or completion, first " in printed
+    assert "; dropped 2 with chosen equal to rejected, first " in printed
+    merged = "; dropped 1 that change the prompt's tokens (begin the completion with the white"
+    assert (merged in printed) == (not chat)
 
 
 def test_an_empty_prompt_is_counted_in_a_chat_too(tmp_path, capsys):
     rows = [{"prompt": None, "chosen": " a film", "rejected": " it"}]
     rows.append({"prompt": "on wednesday", "chosen": " a film", "rejected": " it"})
     assert len(preferences(tmp_path, rows, chat=True, chat_template=CHAT)) == 1
-    assert "dropped 1 with an empty prompt or side" in capsys.readouterr().out
+    assert "dropped 1 with an empty prompt or completion" in capsys.readouterr().out
 
 
-def test_content_in_parts_is_not_empty(tmp_path):
-    turns = dict(prompt=("user", "on wednesday"), chosen=("assistant", "a film"))
-    turns["rejected"] = ("assistant", "it")
+def test_content_in_parts_is_joined(tmp_path):
+    turns = dict(prompt=("user", ["on", " wednesday"]), chosen=("assistant", ["a film"]))
+    turns["rejected"] = ("assistant", ["", "it"])
     row = {
-        side: [message(role, [{"type": "text", "text": text}])]
-        for side, (role, text) in turns.items()
+        side: [message(role, [{"type": "text", "text": text} for text in texts])]
+        for side, (role, texts) in turns.items()
     }
-    template = CHAT.replace("m['content']", "m['content'][0]['text']")
-    (pair,) = preferences(tmp_path, [row], chat_template=template)
+    (pair,) = preferences(tmp_path, [row], chat_template=CHAT)
     prompt = ids("<bos> on wednesday <eos> . the :")
     assert pair["sequences"] == [prompt + ids("a film <eos>"), prompt + ids("it <eos>")]
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(SystemExit, match="train: nothing is left: 0 of 1 pairs; dropped 0 "):
+    with pytest.raises(SystemExit, match="train: nothing is left: 0 of 1 rows; dropped 1 longer"):
         preferences(tmp_path, held_out(1), max_length=5)
 
 

@@ -26,7 +26,7 @@ from scripts import SCRIPTS
 PAIRS = dict(train_split="train[:20]", epochs=1.3, batch_size=9, micro_batch_size=2, eval_rows=5)
 ROLLOUTS = dict(total_rollouts=3, prompts_per_rollout=5, micro_batch_size=2, eval_rows=5)
 RUNS = {
-    "sft": dict(PAIRS, eval_samples=3, from_scratch=True),
+    "sft": dict(PAIRS, eval_samples=3),
     "rm_bradley_terry": dict(PAIRS, center_coef=0.01),
     # An adapted beta must be the same everywhere, and so must the end of the passes.
     "ppo_rlhf": dict(ROLLOUTS, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
@@ -177,6 +177,8 @@ def test_a_checkpoint_does_not_tell_how_many_wrote_it(runs, name):
         for kind in ("1", "2", "4", "1to2", "2to1")
     )
     for other in others:
+        for state in (one, other):
+            state.pop("logs", None)  # their sizes: a clock's figures differ in length
         compare(other, one, "checkpoint")
 
 

@@ -221,8 +221,10 @@ def make_reviews() -> None:
     words = set(re.sub(r"\{\w+\}", "", grammar).split()) | {".", *TITLES, *gold.DAYS}
     words = words.union(*gold.SLOTS.values())
     with tempfile.TemporaryDirectory() as base:
-        make_config(Path(base), make_tokenizer(sorted(words), characters=False))
-        flags = "--from-scratch --learning-rate 3e-3 --epochs 3 --max-new-tokens 40".split()
+        config = make_config(Path(base), make_tokenizer(sorted(words), characters=False))
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+        flags = "--learning-rate 3e-3 --epochs 3 --max-new-tokens 40".split()
         flags += ["--model", base, "--dataset", str(folder / "sft")]
         train(folder / "policy", "sft.py", *flags)
 

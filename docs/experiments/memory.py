@@ -168,9 +168,9 @@ def scripts(name: str) -> dict:
         }
         script.main(script.Args(**flags))
         for stage, last in (
-            ("loading", "start_run"),
+            ("loading", "get_scheduler"),
             ("training", "save_checkpoint"),
-            ("checkpoint", "finish" if hasattr(script, "finish") else "save_reward_model"),
+            ("checkpoint", "finish"),
         ):
             setattr(script, last, ends(stage, getattr(script, last)))
         before = reset_peak()

@@ -10,6 +10,7 @@ each receives, or sends, (N - 1) / N of them.
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="of all processes together")
     parser.add_argument("--length", type=int, default=128)
     args = parser.parse_args()
-    device = grpo.start_process()
+    _, device = grpo.start_run(grpo.Args(output_dir=tempfile.mkdtemp()))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1_000,

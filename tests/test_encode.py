@@ -1,0 +1,178 @@
+"""From texts to tokens: chat messages, their templates, and what tokenizers add by themselves."""
+
+import json
+
+import pytest
+from scripts import SCRIPTS
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.generation import encode
+from common.logprobs import encode_pair
+
+EACH = pytest.mark.parametrize("name", SCRIPTS)
+# Knows two roles, as many templates do, and leaves out the text of any other.
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] | trim }}={% endif %}"
+    "{% if m['role'] == 'assistant' %}{{ m['content'] }}<eos>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.fixture
+def model(tokenizer, tmp_path):
+    """A folder with the tiny policy and the template."""
+    source = AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy")
+    source.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    return str(tmp_path / "m")
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def load(name, model, tmp_path, prompt, chosen, rejected=None):
+    """What a script makes of a row; all that is not asked for has its default."""
+    row = dict(prompt=prompt, completion=chosen, chosen=chosen, rejected=rejected, answer="3")
+    # One form in a file: of a column with strings and lists `datasets` makes something else.
+    form = parts if "[{'type'" in str(row) or "'content': []" in str(row) else str
+    good = dict(prompt=[message("user", form("1+2"))], rejected=[message("assistant", form("4"))])
+    good["chosen"] = good["completion"] = [message("assistant", form("3"))]
+    (tmp_path / "data").mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        lines = [json.dumps(x) + "\n" for x in (good | {"answer": "3"}, row)]
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(lines))
+    script, tokenizer = SCRIPTS[name], AutoTokenizer.from_pretrained(model)
+    args = script.Args(dataset=str(tmp_path / "data"), model=model)
+    if name in ("ppo_rlhf", "grpo"):
+        return script.load_prompts(args, "train", tokenizer)
+    loaders = dict(sft="load_pairs", rm_bradley_terry="load_preferences")
+    loader = getattr(script, loaders.get(name, "load_preference_pairs"))
+    return loader(args, "train", tokenizer, [2])
+
+
+# --- chat messages --------------------------------------------------------------------------------
+
+
+def test_text_parts_are_joined(tokenizer):
+    whole = encode(tokenizer, [message("user", "1+2"), message("assistant", "3")])
+    assert tokenizer.decode(whole) == "1+2=3<eos>"
+    joined = [message("user", parts("1", "+2")), message("assistant", parts("3"))]
+    assert encode(tokenizer, joined) == whole
+
+
+@EACH
+def test_other_parts_are_refused_by_row(name, model, tmp_path):
+    prompt = [message("user", [{"type": "image", "url": "x.png"}, *parts("1+2")])]
+    sides = [[message("assistant", parts(text))] for text in "34"]
+    with pytest.raises(SystemExit, match=r"row 1 of train: only parts of type `text`.*'image'"):
+        load(name, model, tmp_path, prompt, *sides)
+
+
+@EACH
+@pytest.mark.parametrize("roles", [("human", "gpt"), ("human", "assistant")])
+def test_a_role_that_the_template_leaves_out(name, model, roles, tmp_path):
+    sides = [[message(roles[1], text)] for text in "34"]
+    told = f"row 1 of train: the chat template of {model} leaves out what the role 'human' says"
+    with pytest.raises(SystemExit, match=told):
+        load(name, model, tmp_path, [message(roles[0], "5+6")], *sides)
+
+
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo"])
+def test_an_answer_that_the_template_leaves_out(name, model, tmp_path):
+    sides = [[message("gpt", text)] for text in "34"]
+    with pytest.raises(SystemExit, match="leaves out what the role 'gpt' says"):
+        load(name, model, tmp_path, [message("user", "5+6")], *sides)
+
+
+@pytest.mark.parametrize("text", ["5+6", "  5+6\n"])
+def test_a_template_may_trim(text, tokenizer):
+    ids = encode(tokenizer, [message("user", text)], add_generation_prompt=True)
+    assert tokenizer.decode(ids) == "5+6="
+
+
+@EACH
+@pytest.mark.parametrize("empty", ["", " \n", [], parts("", " "), None])
+def test_an_empty_message_is_dropped_and_counted(name, empty, model, tmp_path, capsys):
+    form = parts if isinstance(empty, list) else str
+    prompt, good = [message("user", form("5+6"))], [message("assistant", form("11"))]
+    if name in ("ppo_rlhf", "grpo"):
+        rows = load(name, model, tmp_path, [message("user", empty)], good, good)
+    else:
+        rows = load(name, model, tmp_path, prompt, [message("assistant", empty)], good)
+    assert len(rows) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 2 rows; dropped 1 " in printed and "empty" in printed
+
+
+def test_an_empty_answer_within_a_conversation_is_dropped(model, tmp_path, capsys):
+    turns = [message("user", "1+2"), message("assistant", ""), message("user", "5+6")]
+    turns.append(message("assistant", "11"))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    sft, tokenizer = SCRIPTS["sft"], AutoTokenizer.from_pretrained(model)
+    ((prompt, completion),) = sft.load_pairs(
+        sft.Args(dataset=str(tmp_path)), "train", tokenizer, [2]
+    )
+    assert tokenizer.decode(prompt + completion).endswith("5+6=11<eos>")
+    assert "1 of 2 rows; dropped 1 with an empty prompt or completion" in capsys.readouterr().out
+
+
+# --- strings --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def appending():
+    """A tokenizer that appends EOS to each text, as Llama's does with add_eos_token."""
+    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    both = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = both
+    assert tokenizer("1+2=").input_ids[-1] == tokenizer.eos_token_id
+    return tokenizer
+
+
+def test_an_appended_eos_is_taken_off(appending, tokenizer):
+    assert encode(appending, "1+2=") == encode(tokenizer, "1+2=")
+    prompt, completion = encode_pair(appending, "1+2=", "#3", [2])
+    assert tokenizer.decode(prompt + completion) == "<bos>1+2=#3<eos>"
+    # One that the text itself ends with stays.
+    assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
+
+
+@EACH
+def test_prompts_do_not_end_with_an_appended_eos(name, appending, tmp_path):
+    model = str(tmp_path / "m")
+    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(model)
+    appending.chat_template = CHAT
+    appending.save_pretrained(model)
+    assert AutoTokenizer.from_pretrained(model)("1").input_ids[-1] == 2
+    *_, row = load(name, model, tmp_path, "5+6=", "#11", "#12")
+    if name == "sft":
+        ids, completion = row
+        assert completion.count(2) == 1
+    elif name == "rm_bradley_terry":
+        ids = row["sequences"][0][:5]
+        assert [ids.count(2) for ids in row["sequences"]] == [1, 1]
+    else:
+        ids = row["ids"]
+    assert appending.decode(ids) == "<bos>5+6="
+
+
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo"])
+def test_a_completion_of_several_messages_is_dropped_and_counted(name, model, tmp_path, capsys):
+    """It would end for training at its first EOS, and lose the rest without a word."""
+    several = [message("assistant", "#"), message("user", "?"), message("assistant", "11")]
+    rows = load(name, model, tmp_path, [message("user", "5+6")], several, several[2:])
+    assert len(rows) == 1
+    assert "1 of 2 rows; dropped 1 with a completion of several messages" in capsys.readouterr().out
