@@ -2,21 +2,61 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tiny.reviews.gold import grammatical
 
 
+ROOT = Path(__file__).parent.parent
+
+
+def run(script, folder, seed, *flags):
+    words = [
+        "nice",
+        sys.executable,
+        script,
+        "--output-dir",
+        str(folder),
+        "--seed",
+        str(seed),
+        *flags,
+    ]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+
+# The runs that are made by default. In a run of the whole suite they have a core for themselves.
+RUNS = [(script, 1) for script in ("grpo.py", "ppo_rlhf.py", "dpo.py", "rm_bradley_terry.py")]
+RUNS.append(("sft.py", 1, "--epochs", "1"))
+STARTED = {}
+
+
+def begin(folder):
+    """Make the default runs one after the other, in the background."""
+
+    def make_all():
+        for (script, *flags), future in STARTED.items():
+            done = run(script, folder / script, *flags)
+            future.set_result((done, folder / script))
+
+    STARTED.update((words, Future()) for words in RUNS)
+    Thread(target=make_all, daemon=True).start()
+
+
 def learn(script, tmp_path, seed, *flags):
     """What a run logged at each step, its first and its last evaluation, and what it printed."""
-    command = [sys.executable, script, "--output-dir", str(tmp_path), "--seed", str(seed), *flags]
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment["OMP_WAIT_POLICY"] = "passive"  # spinning threads stall each other
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    started = STARTED.get((script, seed, *flags))
+    if started:
+        done, made = started.result()
+        (run_dir,) = made.iterdir()
+        run_dir.rename(tmp_path / run_dir.name)
+    else:
+        done = run(script, tmp_path, seed, *flags)
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     (run_dir,) = tmp_path.iterdir()

@@ -17,6 +17,8 @@ def definitions(path):
             yield node.name, decorators + ast.get_source_segment(source, node)
         elif isinstance(node, ast.Assign):
             yield ast.unparse(node.targets[0]), ast.get_source_segment(source, node)
+        elif isinstance(node, ast.If):
+            yield ast.unparse(node.test), ast.get_source_segment(source, node)
 
 
 def test_one_name_one_source():
@@ -25,7 +27,7 @@ def test_one_name_one_source():
         for name, source in definitions(path):
             found[name][path.name] = source
     shared = {name: by_script for name, by_script in found.items() if len(by_script) > 1}
-    assert {"load_model", "log", "save_checkpoint", "parse_args"} <= set(shared)
+    assert {"load_model", "log", "parse_args", "__name__ == '__main__'"} <= set(shared)
     for name in set(shared) - OWN:
         (first, source), *others = shared[name].items()
         for script, other in others:

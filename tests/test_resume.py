@@ -14,10 +14,10 @@ import torch
 from scripts import SCRIPTS
 
 RUNS = {
-    "sft": dict(epochs=0.06, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
-    "rm_bradley_terry": dict(epochs=0.19, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
+    "sft": dict(epochs=0.04, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
+    "rm_bradley_terry": dict(epochs=0.125, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
     "ppo_rlhf": dict(
-        total_rollouts=12,
+        total_rollouts=8,
         prompts_per_rollout=8,
         eval_rows=8,
         eval_every=3,
@@ -26,7 +26,7 @@ RUNS = {
         kl_horizon=20.0,
     ),
     "grpo": dict(
-        total_rollouts=12,
+        total_rollouts=8,
         prompts_per_rollout=4,
         group_size=4,
         num_minibatches=2,
@@ -36,9 +36,9 @@ RUNS = {
         save_every=2,
     ),
     # Into a second epoch, so that reference log-probs are used again.
-    "dpo": dict(train_split="train[:150]", epochs=2.5, eval_rows=8, eval_every=3, save_every=2),
+    "dpo": dict(train_split="train[:150]", epochs=1.7, eval_rows=8, eval_every=3, save_every=2),
 }
-STEPS = 12
+STEPS = 8
 
 
 def flags(name, output_dir):
@@ -78,27 +78,34 @@ def whole(request, tmp_path_factory):
     return request.param, script.main(script.parse_args(flags(request.param, out)))
 
 
-def test_kill_at_a_random_step_and_resume(whole, tmp_path):
-    name, run_dir = whole
-    kill_after = random.randint(3, STEPS - 1)  # logged lines; the first checkpoint is at step 2
-    print("killed after", kill_after, "lines")
-    process = subprocess.Popen(
-        [sys.executable, f"{name}.py", *flags(name, tmp_path)], stdout=subprocess.DEVNULL
-    )
-    deadline = time.time() + 120
-    while time.time() < deadline:
-        logs = list(tmp_path.glob("*/metrics.jsonl"))
-        if logs and len(logs[0].read_text().splitlines()) > kill_after:
-            break
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Folders of a run of each script that was killed at a random step; all run at once."""
+    os.chdir(Path(__file__).parent.parent)
+    folder, runs, found = tmp_path_factory.mktemp("killed"), {}, {}
+    for name in SCRIPTS:
+        kill_after = random.randint(3, STEPS - 1)  # logged lines; the first checkpoint is at step 2
+        print(name, "is killed after", kill_after, "lines")
+        words = [sys.executable, f"{name}.py", *flags(name, folder / name)]
+        runs[name] = subprocess.Popen(words, stdout=subprocess.DEVNULL), kill_after
+    deadline = time.time() + 300
+    while runs and time.time() < deadline:
+        for name, (process, kill_after) in list(runs.items()):
+            logs = list(folder.glob(f"{name}/*/metrics.jsonl"))
+            if logs and len(logs[0].read_text().splitlines()) > kill_after:
+                process.send_signal(signal.SIGKILL)
+                assert process.wait() == -signal.SIGKILL, f"{name} ended before it was killed"
+                found[name], _ = logs[0].parent, runs.pop(name)
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+    return found
 
-    (killed,) = tmp_path.iterdir()
-    assert not (killed / "model").exists()
+
+def test_kill_at_a_random_step_and_resume(whole, killed):
+    name, run_dir = whole
+    assert not (killed[name] / "model").exists()
     script = SCRIPTS[name]
-    script.main(script.parse_args(["--resume", str(killed)]))
-    for found, expected in zip(contents(killed), contents(run_dir), strict=True):
+    script.main(script.parse_args(["--resume", str(killed[name])]))
+    for found, expected in zip(contents(killed[name]), contents(run_dir), strict=True):
         assert same(found, expected)
 
 
