@@ -292,7 +292,6 @@ def start_run(args: Args) -> tuple[Path, torch.device]:
         torch.distributed.init_process_group()
     if RANK > 0:  # rank 0 alone prints
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.stdout.reconfigure(errors="backslashreplace")  # a console that cannot show a sample
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
@@ -370,6 +369,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # where a console cannot show a sample
     main(parse_args())
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
