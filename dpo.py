@@ -441,10 +441,8 @@ def start_run(args: Args) -> tuple[Path, torch.device]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    how = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
-    signal.signal(
-        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {how}")
-    )
+    how = f"; with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}{how}"))
     return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

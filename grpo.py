@@ -9,11 +9,11 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of o_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-pi_old being the policy that sampled. Deviations from the paper: outcome supervision only; the
-reference is never replaced; std is that of a sample, plus 1e-4; four optimiser steps per rollout by
-default. `--kl-placement reward` takes beta times the log-ratio off a completion's reward, as PPO
-does. Flags for later papers, with --beta 0: clip-higher, token mean, masking of cut-off completions
-(DAPO, arXiv 2503.14476); --no-scale-rewards --loss-norm constant (Dr. GRPO, arXiv 2503.20783).
+pi_old being the policy that sampled. Deviations from the paper: outcome supervision only; one
+reference; std is that of a sample, plus 1e-4; four optimiser steps per rollout by default. Flags
+for later papers: clip-higher, token mean, masking of cut-off completions, --beta 0 (DAPO, arXiv
+2503.14476); --no-scale-rewards --loss-norm constant --beta 0 (Dr. GRPO, 2503.20783); a ratio per
+completion (GSPO, 2507.18071); each of several rewards normalised first (GDPO, 2601.05242).
 
     python grpo.py                                       # tiny/arithmetic, a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -60,6 +60,7 @@ from common.generation import encode, find_stop_ids, generate, pad_rows, shard
 from common.logprobs import Pairs, completion_logprobs, micro_batches, rollout_logprobs
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
 @dataclass
@@ -100,6 +101,8 @@ class Args:
     scale_rewards: bool = True  # divide advantages by the group's deviation (Dr. GRPO: do not)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"  # GRPO, DAPO or Dr. GRPO
     mask_truncated: bool = False  # leave cut-off completions out of the loss (DAPO)
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # sequence: GSPO
+    multi_objective_aggregation: Aggregation = "sum_then_normalize"  # or each reward first: GDPO
     # --- optimisation and evaluation ---
     micro_batch_size: int = 64  # completions per forward pass: memory and speed, not the result
     learning_rate: float = 5e-4  # AdamW's peak learning rate
@@ -125,6 +128,15 @@ def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Te
     return advantages.view(-1).float()
 
 
+def gdpo_advantages(rewards: list[Tensor], weights: list, group_size: int, scale: bool) -> Tensor:
+    """a = sum_k w_k A^k, then A = (a - mean(a)) / (std(a) + 1e-4) of the batch (arXiv 2601.05242):
+    A^k (N * G,) are the advantages of reward k alone, so its scale cannot drown the others.
+    """
+    each = (group_advantages(values, group_size, scale) for values in rewards)
+    total = sum(weight * values for weight, values in zip(weights, each, strict=True))
+    return (total - total.mean()) / (total.std() + 1e-4)
+
+
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
@@ -136,9 +148,8 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def token_weights(loss_mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """The weight (B, T) of each token in the loss of an optimiser step: loss = sum(weight * term).
-
-    loss_mask (B, T) is of the whole step, so that micro-batches add up to it, however it is split.
+    """The weight (B, T) of each token in a step's loss, sum(weight * term). The mask
+    (B, T) is of the whole step, so that micro-batches add up to it, however it is split.
     """
     lengths = loss_mask.sum(dim=1, keepdim=True)  # (B, 1)
     completions = (lengths > 0).sum().clamp(min=1)
@@ -158,6 +169,7 @@ def grpo_loss(
     clip_low: float,
     clip_high: float,
     beta: float,
+    level: str = "token",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-J(theta) (equation 3), over some completions of a step, and sums for the metrics.
 
@@ -165,6 +177,10 @@ def grpo_loss(
     after a completion's end. Advantages are (B,), weights (B, T) those of `token_weights`.
     """
     advantages, log_ratio = advantages[:, None], logprobs - old_logprobs
+    if level == "sequence":  # GSPO, arXiv 2507.18071, equation 7: the mean of a completion's tokens
+        real = weights > 0
+        means = (real * log_ratio).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+        log_ratio = real * means[:, None]
     ratio = log_ratio.exp()  # rho
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient once the ratio has left the interval as its advantage pushes (PPO, equation 7).
@@ -231,7 +247,7 @@ def main(args: Args) -> Path:
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     needs_old = kl_in_reward or args.update_epochs * args.num_minibatches > 1
     coefs = dict(clip_low=args.clip_coef, clip_high=args.clip_coef_high or args.clip_coef)
-    coefs["beta"] = 0.0 if kl_in_reward else args.beta
+    coefs |= dict(beta=0.0 if kl_in_reward else args.beta, level=args.importance_sampling_level)
     rng = torch.Generator().manual_seed(args.seed)
     epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_rows))
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
@@ -268,6 +284,9 @@ def main(args: Args) -> Path:
         if kl_in_reward:  # k1, the log-ratio of a completion (DeepSeekMath, equation 2)
             returns = returns - args.beta * (old_logprobs - ref_logprobs).sum(dim=1)
         advantages = group_advantages(returns, args.group_size, args.scale_rewards)  # (B,)
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            each = ([*rewards_by_name.values()], [*weights.values()])
+            advantages = gdpo_advantages(*each, args.group_size, args.scale_rewards).to(device)
 
         # 5. optimise: an optimiser step per minibatch, its gradient summed over micro-batches
         optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](step)
@@ -420,19 +439,18 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[dict]:
     """Rows of `prompt`, its token `ids` and the other `columns`."""
     rows, dropped = [], defaultdict(list)
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-        for index, columns in enumerate(dataset):
+        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                require(args.prompt_column in columns, f"no --prompt-column in {[*columns]}")
-                prompt = columns.pop(args.prompt_column) or ""
-                if args.answer_column in columns:
-                    columns["answer"] = columns.pop(args.answer_column)
+                require(args.prompt_column in row, f"no --prompt-column in {[*row]}")
+                prompt = row.pop(args.prompt_column) or ""
+                if args.answer_column in row:
+                    row["answer"] = row.pop(args.answer_column)
                 if args.chat and isinstance(prompt, str):
                     prompt = [{"role": "user", "content": prompt}]
                 empty = not (prompt if isinstance(prompt, str) else content(prompt[-1])).strip()
                 ids = [] if empty else encode(tokenizer, prompt, add_generation_prompt=True)
                 if 0 < len(ids) <= args.max_prompt_length:
-                    rows.append({"prompt": prompt, "ids": ids, "columns": columns})
+                    rows.append({"prompt": prompt, "ids": ids, "columns": row})
                 else:
                     long = f"longer than --max-prompt-length {args.max_prompt_length}"
                     dropped["empty" if empty else long].append(prompt)
@@ -485,6 +503,8 @@ def check_args(args: Args) -> None:
             known = type(value) not in (int, float) or zero or 0 < value < most
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.group_size > 1, "--group-size must be at least 2")
+        clear = args.kl_placement == "loss" or args.multi_objective_aggregation[0] == "s"
+        require(clear, "--kl-placement reward: --multi-objective-aggregation normalize_then_sum")
         completions = args.prompts_per_rollout * args.group_size
         require(args.num_minibatches <= completions, "--num-minibatches: too many for a rollout")
 
@@ -507,10 +527,8 @@ def start_run(args: Args) -> tuple[Path, torch.device]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    how = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
-    signal.signal(
-        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {how}")
-    )
+    how = f"; with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}{how}"))
     return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

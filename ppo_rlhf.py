@@ -534,19 +534,18 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[dict]:
     """Rows of `prompt`, its token `ids` and the other `columns`."""
     rows, dropped = [], defaultdict(list)
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-        for index, columns in enumerate(dataset):
+        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                require(args.prompt_column in columns, f"no --prompt-column in {[*columns]}")
-                prompt = columns.pop(args.prompt_column) or ""
-                if args.answer_column in columns:
-                    columns["answer"] = columns.pop(args.answer_column)
+                require(args.prompt_column in row, f"no --prompt-column in {[*row]}")
+                prompt = row.pop(args.prompt_column) or ""
+                if args.answer_column in row:
+                    row["answer"] = row.pop(args.answer_column)
                 if args.chat and isinstance(prompt, str):
                     prompt = [{"role": "user", "content": prompt}]
                 empty = not (prompt if isinstance(prompt, str) else content(prompt[-1])).strip()
                 ids = [] if empty else encode(tokenizer, prompt, add_generation_prompt=True)
                 if 0 < len(ids) <= args.max_prompt_length:
-                    rows.append({"prompt": prompt, "ids": ids, "columns": columns})
+                    rows.append({"prompt": prompt, "ids": ids, "columns": row})
                 else:
                     long = f"longer than --max-prompt-length {args.max_prompt_length}"
                     dropped["empty" if empty else long].append(prompt)
@@ -627,10 +626,8 @@ def start_run(args: Args) -> tuple[Path, torch.device]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    how = f"with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
-    signal.signal(
-        signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}; {how}")
-    )
+    how = f"; with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}{how}"))
     return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -128,6 +128,10 @@ def test_numbers_out_of_range(name, flag, value, tmp_path):
     ("flags", "message"),
     [
         (dict(group_size=1), "--group-size must be at least 2"),
+        (
+            dict(kl_placement="reward", multi_objective_aggregation="normalize_then_sum"),
+            "--kl-placement reward: --multi-objective-aggregation normalize_then_sum",
+        ),
         (dict(beta=-0.1), "--beta must"),
         (dict(temperature=0.0), "--temperature must not be 0"),
         (dict(clip_coef_high=0.0), "--clip-coef-high must"),

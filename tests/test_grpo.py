@@ -16,6 +16,7 @@ from transformers import LlamaForSequenceClassification as Classifier
 import common.logprobs
 import grpo
 from grpo import (
+    gdpo_advantages,
     Args,
     group_advantages,
     grpo_loss,
@@ -111,6 +112,98 @@ def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal, scale):
     for group_size in range(2, 257):
         advantages = group_advantages(values.repeat_interleave(group_size), group_size, scale)
         assert (advantages == 0).all(), group_size
+
+
+# --- several rewards: GDPO ------------------------------------------------------------------------
+
+
+def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
+    # Two groups of two: the better completion has one of two rewards, or both.
+    rewards = [torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.0, 1.0])]
+    one, other = group_advantages(sum(rewards), 2).view(2, 2)
+    torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
+    # Deviation of (0, 1): sqrt(1/2). So a = (-x, x) and (-2x, 2x); their mean is 0, and their
+    # variance (1 + 1 + 4 + 4) x^2 / 3.
+    found = gdpo_advantages(rewards, [1.0, 1.0], 2, True)
+    x = 0.5 / (math.sqrt(0.5) + 1e-4)
+    scale = math.sqrt(10 / 3) * x + 1e-4
+    torch.testing.assert_close(found, torch.tensor([-x, x, -2 * x, 2 * x]) / scale)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_gdpo_equals_plain_loops(scale):
+    random = torch.Generator().manual_seed(0)
+    rewards = [torch.randn(12, generator=random) * size + size for size in (1, 50, 0.01)]
+    weights, total = [1.0, 0.5, -2.0], []
+    for start in range(0, 12, 4):
+        for i in range(start, start + 4):
+            total.append(0)
+            for weight, values in zip(weights, rewards, strict=True):
+                group = values[start : start + 4].tolist()
+                advantage = values[i].item() - mean(group)
+                total[-1] += weight * (advantage / (stdev(group) + 1e-4) if scale else advantage)
+    expected = [(a - mean(total)) / (stdev(total) + 1e-4) for a in total]
+    found = gdpo_advantages(rewards, weights, 4, scale)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_gdpo_in_a_run(tmp_path, monkeypatch):
+    """Rewards and weights arrive by name, and what comes back is what is trained on."""
+    gdpo, trained = [], []
+
+    def spy(rewards, weights, *rest):
+        gdpo.append((weights, gdpo_advantages(rewards, weights, *rest)))
+        return gdpo[-1][1]
+
+    def spy_on_loss(logprobs, old, ref, advantages, *rest, **coefs):
+        assert coefs["level"] == "sequence"  # GSPO in the same run
+        trained.extend(advantages.tolist())
+        return grpo_loss(logprobs, old, ref, advantages, *rest, **coefs)
+
+    monkeypatch.setattr(grpo, "gdpo_advantages", spy)
+    monkeypatch.setattr(grpo, "grpo_loss", spy_on_loss)
+    (tmp_path / "brevity_of_gdpo.py").write_text(
+        "def brevity(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n"
+    )
+    flags = dict(total_rollouts=1, prompts_per_rollout=4, num_minibatches=1, eval_rows=4)
+    rules = dict(reward_fn=["last_number", f"{tmp_path / 'brevity_of_gdpo.py'}:brevity"])
+    rules["importance_sampling_level"] = "sequence"
+    rules |= dict(reward_weights=[1.0, 0.5], multi_objective_aggregation="normalize_then_sum")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    grpo.main(grpo.Args(output_dir=str(tmp_path / "runs"), **flags, **rules))
+    ((weights, advantages),) = gdpo
+    assert weights == [1.0, 0.5]
+    assert sorted(trained) == pytest.approx(sorted(advantages.tolist()))
+
+
+# --- one ratio for a completion: GSPO ------------------------------------------------------------
+
+
+def test_the_ratio_of_a_completion_equals_plain_loops():
+    torch.manual_seed(2)
+    lengths = [5, 1, 3, 4]
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    logprobs, old = (-torch.rand(4, 6) * mask for _ in range(2))
+    logprobs.requires_grad_()
+    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.5]), token_weights(mask, "sequence", 10)
+    loss, sums = grpo_loss(logprobs, old, None, advantages, weights, 0.05, 0.08, 0.0, "sequence")
+    expected, kl, clipped = 0, 0, [0, 0]
+    for i, length in enumerate(lengths):
+        log_ratio = sum(logprobs[i, t] - old[i, t] for t in range(length)) / length
+        s, a = log_ratio.exp(), advantages[i]
+        inside = min(max(s.item(), 0.95), 1.08)
+        outside = (s > 1.08 and a > 0) or (s < 0.95 and a < 0)
+        expected = expected - (inside * a if outside else s * a) / 4
+        kl += length * (s - 1 - log_ratio).item()
+        clipped[int(s > 1)] += length * int(outside)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(found, gradient)
+    assert 0 < (gradient.abs().sum(dim=1) > 0).sum() < 4  # one is clipped, one is not
+    names = ("policy/clip_fraction_low", "policy/clip_fraction_high")
+    assert [sums[name] for name in names] == clipped
+    assert sums["policy/approx_kl"].item() == pytest.approx(kl, rel=1e-4)
 
 
 # --- clipping -----------------------------------------------------------------------------------
