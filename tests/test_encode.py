@@ -176,3 +176,16 @@ def test_a_completion_of_several_messages_is_dropped_and_counted(name, model, tm
     rows = load(name, model, tmp_path, [message("user", "5+6")], several, several[2:])
     assert len(rows) == 1
     assert "1 of 2 rows; dropped 1 with a completion of several messages" in capsys.readouterr().out
+
+
+def test_a_template_may_leave_out_an_assistants_thoughts(tokenizer):
+    """As those of reasoning models do: only what others say must stand in the text."""
+    tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
+    ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#3")])
+    assert tokenizer.decode(ids) == "1+2=3<eos>"
+
+
+def test_without_an_eos_a_completion_ends_with_the_first_stop_id(tokenizer):
+    tokenizer.eos_token = None
+    _, completion = encode_pair(tokenizer, "1+2=", "#3", [9, 13])  # none of the text's own
+    assert completion == [*tokenizer("#3", add_special_tokens=False).input_ids, 9]
