@@ -129,7 +129,7 @@ def head_of(model: torch.nn.Module, token: Tensor) -> tuple:
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, xLSTM
     cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
-    known = getattr(model, "head_is_known", False)
+    known = isinstance(module, torch.nn.Linear) and getattr(model, "head_is_known", False)
     if isinstance(module, torch.nn.Linear) and not known:  # an adapter on it is none
         # Not model(...): sharded, it would begin a forward pass within the one that is running.
         with torch.no_grad(), torch.autocast(token.device.type, enabled=False):
@@ -139,7 +139,7 @@ def head_of(model: torch.nn.Module, token: Tensor) -> tuple:
                 head = (module.weight, module.bias, scale, cap)
                 found = head_logits(hidden, torch.empty_like(expected), *head)
                 bound = 1e-5 if hidden.dtype == torch.float32 else 1e-2
-                known = bool((found - expected).norm() <= bound * expected.norm())
+                known = bool((found - expected).norm() <= bound * found.norm())
         model.head_is_known = known
     if not known:
         raise ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")

@@ -7,7 +7,7 @@ from scripts import SCRIPTS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.generation import encode
+from common.generation import encode, find_stop_ids
 from common.logprobs import encode_pair
 
 EACH = pytest.mark.parametrize("name", SCRIPTS)
@@ -189,3 +189,17 @@ def test_without_an_eos_a_completion_ends_with_the_first_stop_id(tokenizer):
     tokenizer.eos_token = None
     _, completion = encode_pair(tokenizer, "1+2=", "#3", [9, 13])  # none of the text's own
     assert completion == [*tokenizer("#3", add_special_tokens=False).input_ids, 9]
+
+
+def test_what_a_tool_says_may_be_written_otherwise(tokenizer):
+    """Templates write it as JSON, with its quotes escaped."""
+    tool = "{% if m['role'] == 'tool' %}{{ m['content'] | tojson }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = CHAT.replace("{% endfor %}", tool)
+    turns = [message("user", "1+2"), message("tool", '"3"'), message("assistant", "#3")]
+    assert encode(tokenizer, turns)[-1] == tokenizer.eos_token_id
+
+
+def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer):
+    """Nothing is written of a string: what comes "after" it is not the whole text."""
+    tokenizer.chat_template = "<bos>{% for m in messages %}{% endfor %}1+"
+    assert find_stop_ids("no/such/folder", tokenizer) == [tokenizer.eos_token_id]

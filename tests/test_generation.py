@@ -1,6 +1,8 @@
 """Sampling: the distribution, the ends, and that a row knows nothing of the others."""
 
 import functools
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -640,3 +642,40 @@ def test_pad_rows_of_nothing(rows, shape, left):
     assert ids.shape == mask.shape == shape
     assert mask.sum() == sum(map(len, rows))
     assert ids.dtype == torch.long and mask.dtype == torch.bool
+
+
+def test_the_cache_is_freed_without_the_garbage_collector(monkeypatch):
+    made, keep = [], common.generation.Reader.keep
+
+    def spy(self, rows):
+        made.extend(weakref.ref(cache) for cache in self.cache.values())
+        return keep(self, rows)
+
+    monkeypatch.setattr(common.generation.Reader, "keep", spy)
+    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: False)
+    model = tiny_model("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        generate(model, [[1, 2], [3]], 4, 1.0, [], torch.Generator().manual_seed(0))
+        assert made and not any(reference() for reference in made)
+    finally:
+        gc.enable()
+
+
+def test_layers_within_layers_are_sharded_first(monkeypatch):
+    """FSDP refuses a layer within one that it has; Mamba names two that are nested."""
+    model, units = tiny_model("llama"), []
+
+    monkeypatch.setattr(common.generation, "WORLD_SIZE", 2)
+    monkeypatch.setattr(
+        common.generation, "fully_shard", lambda unit, **options: units.append(unit)
+    )
+    for part in model.modules():
+        for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
+            object.__setattr__(part, name, lambda value: None)
+    model._no_split_modules = {"LlamaDecoderLayer", "LlamaMLP"}
+    common.generation.shard(model, CPU)
+    assert len(units) == 2 * model.config.num_hidden_layers + 1
+    for index, unit in enumerate(units):
+        assert not set(units[index + 1 :]) & {part for part in unit.modules() if part is not unit}
