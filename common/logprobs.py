@@ -15,8 +15,8 @@ from common.generation import pad_rows, use_bfloat16
 
 Pairs = list[tuple[list[int], list[int]]]
 
-# The most logits that exist at one time: 2^26 float32 numbers are 256 MiB.
-MAX_LOGITS = 2**26
+MAX_LOGITS = 2**26  # that exist at one time: 256 MiB in float32
+NOT_CAUSAL = ("xlnet", "cpmant")  # kinds of model in which later tokens change earlier ones
 
 
 def micro_batches(pairs: Pairs, rows: Tensor, size: int) -> Iterator[Tensor]:
@@ -130,7 +130,7 @@ def head_of(model: torch.nn.Module, token: Tensor) -> tuple:
     caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, xLSTM
     cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
     known = isinstance(module, torch.nn.Linear) and getattr(model, "head_is_known", False)
-    if isinstance(module, torch.nn.Linear) and not known:  # an adapter on it is none
+    if not known and isinstance(module, torch.nn.Linear) and config.model_type not in NOT_CAUSAL:
         # Not model(...): sharded, it would begin a forward pass within the one that is running.
         with torch.no_grad(), torch.autocast(token.device.type, enabled=False):
             own = model.forward(input_ids=token, use_cache=False, output_hidden_states=True)

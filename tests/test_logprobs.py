@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import APART, FREE, REFUSED, VOCAB, family_model, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
 import common.generation
 import common.logprobs
@@ -730,3 +730,10 @@ def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
         (logprobs.sum() + entropy.sum()).backward()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len({x.data_ptr() for x in made} - weights) == 1
+
+
+def test_a_model_that_is_not_causal_is_refused_by_name():
+    config = XLNetConfig(vocab_size=20, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    model = XLNetLMHeadModel(config).eval()
+    with pytest.raises(ValueError, match="XLNetLMHeadModel is not known"):
+        completion_logprobs(model, [([1, 2], [3])], [0])
