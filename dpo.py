@@ -13,8 +13,8 @@ h per token. `--nll-coef` adds the chosen completion's NLL per token (arXiv 2404
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
-        --eval-reward-fn None --max-length 1024 --max-new-tokens 256 --batch-size 64 \
-        --micro-batch-size 4 --epochs 1 --beta 0.1 --learning-rate 1e-6    # one GPU
+        --max-length 1024 --max-new-tokens 256 --batch-size 64 --micro-batch-size 4 --epochs 1 \
+        --beta 0.1 --learning-rate 1e-6                    # one GPU, a model and chats from the hub
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # resume after a crash
 
@@ -95,7 +95,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: int = 100  # steps between evaluations; always one at the start and at the end
     eval_rows: int = 500  # held-out pairs, at most; their prompts are completed too
-    eval_reward_fn: str | None = "tiny/reviews/gold.py:sentiment"  # rule that judges the samples
+    eval_reward_fn: str | None = "tiny/reviews/gold.py:sentiment"  # judges samples of its dataset
     max_new_tokens: int = 40  # longest sampled completion in tokens
     temperature: float = 1.0  # of sampling at evaluation; it divides the logits in eval/kl too
 
@@ -352,7 +352,8 @@ def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
     names = (args.prompt_column, args.chosen_column, args.rejected_column)
     prompt, chosen, rejected = (row.get(name) or "" for name in names)
-    shared = names[0] not in row and (names[0] == "none" or isinstance(chosen or rejected, list))
+    allowed = {"none": True, "prompt": isinstance(chosen or rejected, list)}  # if no name was typed
+    shared = names[0] not in row and allowed.get(names[0], False)
     for name in names[1:] if shared else names:
         require(name in row, f"no column {name} in {sorted(row)} (is it --prompt-column none?)")
     kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})

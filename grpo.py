@@ -503,8 +503,8 @@ def check_args(args: Args) -> None:
             known = type(value) not in (int, float) or zero or 0 < value < most
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.group_size > 1, "--group-size must be at least 2")
-        clear = args.kl_placement == "loss" or args.multi_objective_aggregation[0] == "s"
-        require(clear, "--kl-placement reward: --multi-objective-aggregation normalize_then_sum")
+        gdpo = args.multi_objective_aggregation == "normalize_then_sum"
+        require(not gdpo or args.kl_placement == "loss", "GDPO needs --kl-placement loss")
         completions = args.prompts_per_rollout * args.group_size
         require(args.num_minibatches <= completions, "--num-minibatches: too many for a rollout")
 

@@ -24,7 +24,7 @@ ends its episode too. `--kl-placement loss` moves the KL into the loss (see `k2_
 
     python ppo_rlhf.py                                   # tiny/reviews, 40 s on a CPU
     python ppo_rlhf.py --model runs/sft__1__.../model --reward-model runs/rm_.../model \
-        --eval-reward-fn None --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
+        --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
         --max-new-tokens 512 --beta 0.05 --learning-rate 1e-6 --critic-learning-rate 1e-5
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # resume after a crash

@@ -288,7 +288,8 @@ def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
     names = (args.prompt_column, args.chosen_column, args.rejected_column)
     prompt, chosen, rejected = (row.get(name) or "" for name in names)
-    shared = names[0] not in row and (names[0] == "none" or isinstance(chosen or rejected, list))
+    allowed = {"none": True, "prompt": isinstance(chosen or rejected, list)}  # if no name was typed
+    shared = names[0] not in row and allowed.get(names[0], False)
     for name in names[1:] if shared else names:
         require(name in row, f"no column {name} in {sorted(row)} (is it --prompt-column none?)")
     kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})

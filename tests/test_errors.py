@@ -130,7 +130,7 @@ def test_numbers_out_of_range(name, flag, value, tmp_path):
         (dict(group_size=1), "--group-size must be at least 2"),
         (
             dict(kl_placement="reward", multi_objective_aggregation="normalize_then_sum"),
-            "--kl-placement reward: --multi-objective-aggregation normalize_then_sum",
+            "GDPO needs --kl-placement loss",
         ),
         (dict(beta=-0.1), "--beta must"),
         (dict(temperature=0.0), "--temperature must not be 0"),
@@ -418,6 +418,14 @@ def test_pairs_that_cannot_be_compared(name, row, message, tmp_path):
     data = dataset(tmp_path, [row])
     text = fails(name, tmp_path, message, dataset=data, model="tiny/arithmetic/policy")
     assert "row 0 of train" in text or "train: nothing is left: 0 of 1 rows" in text
+
+
+@PAIRED
+def test_a_prompt_column_that_was_typed_must_be_there(name, tmp_path):
+    """Not what the two conversations share instead."""
+    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    data = dataset(tmp_path, [{"question": "1+2=", "chosen": turns, "rejected": turns}])
+    fails(name, tmp_path, "no column questoin in", dataset=data, prompt_column="questoin")
 
 
 @PAIRED
