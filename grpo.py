@@ -128,12 +128,11 @@ def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Te
     return advantages.view(-1).float()
 
 
-def gdpo_advantages(rewards: list[Tensor], weights: list, group_size: int, scale: bool) -> Tensor:
+def gdpo_advantages(rewards: list[Tensor], weights: list, group_size: int) -> Tensor:
     """a = sum_k w_k A^k, then A = (a - mean(a)) / (std(a) + 1e-4) of the batch (arXiv 2601.05242):
     A^k (N * G,) are the advantages of reward k alone, so its scale cannot drown the others.
     """
-    each = (group_advantages(values, group_size, scale) for values in rewards)
-    total = sum(weight * values for weight, values in zip(weights, each, strict=True))
+    total = sum(w * group_advantages(r, group_size) for w, r in zip(weights, rewards, strict=True))
     return (total - total.mean()) / (total.std() + 1e-4)
 
 
@@ -286,7 +285,7 @@ def main(args: Args) -> Path:
         advantages = group_advantages(returns, args.group_size, args.scale_rewards)  # (B,)
         if args.multi_objective_aggregation == "normalize_then_sum":
             each = ([*rewards_by_name.values()], [*weights.values()])
-            advantages = gdpo_advantages(*each, args.group_size, args.scale_rewards).to(device)
+            advantages = gdpo_advantages(*each, args.group_size).to(device)
 
         # 5. optimise: an optimiser step per minibatch, its gradient summed over micro-batches
         optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](step)
@@ -504,7 +503,8 @@ def check_args(args: Args) -> None:
             require(known, f"--{name.replace('_', '-')} must not be {value}")
         require(args.group_size > 1, "--group-size must be at least 2")
         gdpo = args.multi_objective_aggregation == "normalize_then_sum"
-        require(not gdpo or args.kl_placement == "loss", "GDPO needs --kl-placement loss")
+        plain = args.kl_placement == "loss" and args.scale_rewards
+        require(plain or not gdpo, "GDPO needs --kl-placement loss and --scale-rewards")
         completions = args.prompts_per_rollout * args.group_size
         require(args.num_minibatches <= completions, "--num-minibatches: too many for a rollout")
 
@@ -588,7 +588,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
             for part in (model.generation_config, tokenizer):
                 part.save_pretrained(run_dir / "model")
             model.save_pretrained(run_dir / "model", state_dict=weights)
-    print(f"model: {run_dir / 'model'}")
+    print(f"model: {run_dir / 'model'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -362,7 +362,7 @@ def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list
             for part in (model.generation_config, tokenizer):
                 part.save_pretrained(run_dir / "model")
             model.save_pretrained(run_dir / "model", state_dict=weights)
-    print(f"model: {run_dir / 'model'}")
+    print(f"model: {run_dir / 'model'}", flush=True)
 
 
 if __name__ == "__main__":

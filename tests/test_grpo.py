@@ -124,14 +124,13 @@ def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
     torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
     # Deviation of (0, 1): sqrt(1/2). So a = (-x, x) and (-2x, 2x); their mean is 0, and their
     # variance (1 + 1 + 4 + 4) x^2 / 3.
-    found = gdpo_advantages(rewards, [1.0, 1.0], 2, True)
+    found = gdpo_advantages(rewards, [1.0, 1.0], 2)
     x = 0.5 / (math.sqrt(0.5) + 1e-4)
     scale = math.sqrt(10 / 3) * x + 1e-4
     torch.testing.assert_close(found, torch.tensor([-x, x, -2 * x, 2 * x]) / scale)
 
 
-@pytest.mark.parametrize("scale", [True, False])
-def test_gdpo_equals_plain_loops(scale):
+def test_gdpo_equals_plain_loops():
     random = torch.Generator().manual_seed(0)
     rewards = [torch.randn(12, generator=random) * size + size for size in (1, 50, 0.01)]
     weights, total = [1.0, 0.5, -2.0], []
@@ -141,9 +140,9 @@ def test_gdpo_equals_plain_loops(scale):
             for weight, values in zip(weights, rewards, strict=True):
                 group = values[start : start + 4].tolist()
                 advantage = values[i].item() - mean(group)
-                total[-1] += weight * (advantage / (stdev(group) + 1e-4) if scale else advantage)
+                total[-1] += weight * advantage / (stdev(group) + 1e-4)
     expected = [(a - mean(total)) / (stdev(total) + 1e-4) for a in total]
-    found = gdpo_advantages(rewards, weights, 4, scale)
+    found = gdpo_advantages(rewards, weights, 4)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -152,8 +151,8 @@ def test_gdpo_in_a_run(tmp_path, monkeypatch):
     gdpo, trained = [], []
 
     def spy(rewards, weights, *rest):
-        gdpo.append((weights, gdpo_advantages(rewards, weights, *rest)))
-        return gdpo[-1][1]
+        gdpo.append((rewards, weights, gdpo_advantages(rewards, weights, *rest)))
+        return gdpo[-1][-1]
 
     def spy_on_loss(logprobs, old, ref, advantages, *rest, **coefs):
         assert coefs["level"] == "sequence"  # GSPO in the same run
@@ -171,8 +170,9 @@ def test_gdpo_in_a_run(tmp_path, monkeypatch):
     rules |= dict(reward_weights=[1.0, 0.5], multi_objective_aggregation="normalize_then_sum")
     monkeypatch.setattr(sys, "path", [*sys.path])
     grpo.main(grpo.Args(output_dir=str(tmp_path / "runs"), **flags, **rules))
-    ((weights, advantages),) = gdpo
+    (((right, brevity), weights, advantages),) = gdpo
     assert weights == [1.0, 0.5]
+    assert set(right.tolist()) == {0, 1} and brevity.max() < 0
     assert sorted(trained) == pytest.approx(sorted(advantages.tolist()))
 
 
@@ -184,6 +184,7 @@ def test_the_ratio_of_a_completion_equals_plain_loops():
     lengths = [5, 1, 3, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     logprobs, old = (-torch.rand(4, 6) * mask for _ in range(2))
+    logprobs[0, 2] = 0  # a token that is certain counts in the mean
     logprobs.requires_grad_()
     advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.5]), token_weights(mask, "sequence", 10)
     loss, sums = grpo_loss(logprobs, old, None, advantages, weights, 0.05, 0.08, 0.0, "sequence")
