@@ -7,9 +7,15 @@ loss of `rm_bradley_terry.py` can train it (arXiv 2305.18290, equation 7, where 
     h = log(pi(y_w|x) / pi_ref(y_w|x)) - log(pi(y_l|x) / pi_ref(y_l|x)),   y_w chosen, y_l rejected,
     L = mean over pairs of  - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
-Deviations from the paper: AdamW and a linear schedule, not RMSprop. eps > 0 says that a label is
-wrong that often (conservative DPO, Mitchell 2023). `--loss ipo` (arXiv 2310.12036) aims at a finite
-h per token. `--nll-coef` adds the chosen completion's NLL per token (arXiv 2404.19733).
+`--loss ipo` (2310.12036) aims at a finite h per token. Two losses need no reference; with the mean
+per token m(y) = log pi(y|x) / |y|, and odds(y) = e^m(y) / (1 - e^m(y)), they are
+
+    simpo:  - log sigmoid(beta m(y_w) - beta m(y_l) - gamma)              (2405.14734, equation 6),
+    orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
+
+Deviations from the papers: AdamW and a linear schedule. eps > 0 says that a label is wrong that
+often (conservative DPO, Mitchell 2023). `--nll-coef` gives other losses ORPO's first term, the loss
+of SFT (2404.19733); with it ORPO starts from a base model.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
@@ -19,7 +25,8 @@ h per token. `--nll-coef` adds the chosen completion's NLL per token (arXiv 2404
     python dpo.py --resume runs/dpo__1__...                # resume after a crash
 
 A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); plus the NLL), `reward/margin`
-and `reward/accuracy` rise then. If `policy/logprob_chosen` falls by tens of nats: raise beta.
+and `reward/accuracy` rise then. If `policy/logprob_chosen` falls by tens of nats: raise beta
+(SimPO: lower the learning rate). With ORPO it rises.
 """
 
 import gc
@@ -47,6 +54,7 @@ import wandb
 from datasets import load_dataset
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn.functional import logsigmoid
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import GenerationConfig, get_scheduler, logging
@@ -56,6 +64,7 @@ from common.generation import shard
 from common.logprobs import completion_logprobs, encode_pair, micro_batches, rollout_logprobs
 
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+REFERENCED = ["sigmoid", "ipo"]  # the losses that compare the policy with a reference
 
 
 @dataclass
@@ -79,8 +88,9 @@ class Args:
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     max_length: int = 128  # of prompt and completion together, in tokens; the rest is cut off
     # --- DPO ---
-    beta: float = 0.3  # cost of leaving the reference (large models: 0.1; for --loss ipo try 1)
-    loss: Literal["dpo", "ipo"] = "dpo"  # the loss of DPO or IPO, which aims at 1 / (2 beta) nats
+    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"  # of DPO, IPO, SimPO or ORPO
+    beta: float = 0.3  # cost of leaving the reference (LLMs: 0.1); SimPO's scale (2); ORPO's lambda
+    gamma: float = 0.0  # target margin of SimPO's rewards; not gamma / beta (paper: 0.3 to 1.6)
     label_smoothing: float = 0.0  # eps, the probability that a label is wrong (conservative DPO)
     nll_coef: float = 0.0  # coefficient of the chosen completion's NLL, in nats per token
     online_reference: bool = False  # run the reference in every step, not once before training
@@ -101,32 +111,28 @@ class Args:
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def preference_loss(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    lengths: Tensor,
-    loss: str,
-    beta: float,
-    label_smoothing: float = 0.0,
-    nll_coef: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def preference_loss(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Tensor) -> tuple:
     """The loss of each pair (B,), and its metrics (B,).
 
     logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
-    tokens, in nats; lengths: (B, 2) in tokens. DPO's derivative by h, beta (sigmoid(beta h) - (1 -
-    eps)), is 0 where the policy is as certain as the label. IPO's loss is (h - 1 / (2 beta))^2
-    (arXiv 2310.12036, equation 17, tau = beta), h of means over each side's tokens, not of sums.
+    tokens, in nats, the latter 0 for SimPO and ORPO; lengths: (B, 2) in tokens. DPO's derivative by
+    h, beta (sigmoid(beta h) - (1 - eps)), is 0 where the policy is as certain as the label. IPO's
+    loss is (h - 1 / (2 beta))^2 (equation 17, tau = beta). Only DPO's h is of sums, not of means.
     """
-    logratios = (logprobs - ref_logprobs) / (lengths if loss == "ipo" else 1)
+    logratios = (logprobs - ref_logprobs) / (1 if args.loss == "sigmoid" else lengths)
     chosen_logratios, rejected_logratios = logratios.unbind(dim=1)
-    h = chosen_logratios - rejected_logratios
-    if loss == "ipo":
+    h, beta, eps = chosen_logratios - rejected_logratios, args.beta, args.label_smoothing
+    if args.loss == "ipo":
         losses = (h - 1 / (2 * beta)).square()
+    elif args.loss == "orpo":
+        # log(1 - e^m): what lies nearer to 0 than 1e-7 is rounding, and 0 itself would give inf.
+        log_odds = logratios - (-torch.expm1(logratios.clamp(max=-1e-7))).log()
+        losses = -chosen_logratios - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
     else:
-        losses = -(1 - label_smoothing) * torch.nn.functional.logsigmoid(beta * h)
-        losses = losses - label_smoothing * torch.nn.functional.logsigmoid(-beta * h)
-    if nll_coef > 0:
-        losses = losses - nll_coef * logprobs[:, 0] / lengths[:, 0]
+        margin = beta * h - args.gamma
+        losses = -(1 - eps) * logsigmoid(margin) - eps * logsigmoid(-margin)
+    if args.nll_coef > 0:
+        losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
     metrics = {"reward/margin": beta * h, "reward/accuracy": 0.5 + 0.5 * h.sign()}  # a tie is half
     metrics["reward/chosen"], metrics["reward/rejected"] = (beta * logratios).unbind(dim=1)
     metrics["policy/logprob_chosen"], metrics["policy/logprob_rejected"] = logprobs.unbind(dim=1)
@@ -153,31 +159,31 @@ def main(args: Args) -> Path:
     policy = load_model(*source)
     ref_model = load_model(*source) if args.online_reference else None
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
-    total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
+    steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
+    schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
     trained = {"policy": (policy, optimizer)}
     size, models = policy.num_parameters(), 4 + (ref_model is not None)  # Adam: 4 times the weights
     print(f"{run_dir}: {size:,} parameters, {models * size * 4e-9:.3f} GB on {device}")
 
     rng = torch.Generator().manual_seed(args.seed)
-    epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
+    epochs = math.ceil(steps * args.batch_size / len(train_rows))
     order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
-    batches = order.split(args.batch_size)[:total_steps]
-    coefs = (args.loss, args.beta, args.label_smoothing, args.nll_coef)
+    batches = order.split(args.batch_size)[:steps]
 
     # The policy is still the reference, also on resume. The last batches go first, so that what the
     # first ones give stays: step 1 runs the same micro-batches, and its h is exactly 0.
-    kept = torch.zeros(len(train_rows), 2, device=device)
-    first_epoch = batches[: math.ceil(len(train_rows) / args.batch_size)]
-    for picked in [] if ref_model else tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
-        kept[picked] = all_logprobs(args, policy, [train_rows[i] for i in picked])
+    kept, eval_kept = (torch.zeros(len(x), 2, device=device) for x in (train_rows, eval_rows))
+    if args.loss in REFERENCED:
+        first_epoch = batches[: math.ceil(len(train_rows) / args.batch_size)]
+        for picked in [] if ref_model else tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
+            kept[picked] = all_logprobs(args, policy, [train_rows[i] for i in picked])
+        eval_kept = all_logprobs(args, policy, eval_rows)
     eval_lengths = torch.tensor([row["lengths"] for row in eval_rows], device=device)  # (N, 2)
-    held_out = (all_logprobs(args, policy, eval_rows), eval_lengths, *coefs)
 
     def evaluate() -> tuple[dict, list[dict]]:
         """Metrics of the held-out pairs and of one completion per prompt, and the samples."""
-        losses, terms = preference_loss(all_logprobs(args, policy, eval_rows), *held_out)
+        logprobs = all_logprobs(args, policy, eval_rows)
+        losses, terms = preference_loss(args, logprobs, eval_kept, eval_lengths)
         found = (losses, terms["reward/accuracy"], terms["reward/margin"])
         loss, accuracy, margin = (values.double().mean().item() for values in found)
         metrics = {"eval/loss": loss, "eval/pair_accuracy": accuracy, "eval/margin": margin}
@@ -185,20 +191,19 @@ def main(args: Args) -> Path:
         prompts, sampled, size = [row["ids"] for row in eval_rows], [], 2 * args.batch_size
         for some in (prompts[start : start + size] for start in range(0, len(prompts), size)):
             sampled += generate(policy, some, args.max_new_tokens, args.temperature, stop_ids, rng)
-        pairs = list(zip(prompts, sampled, strict=True))
-        parts = [*micro_batches(pairs, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
-        fixed = (pairs, parts, args.temperature)
-        logratios = rollout_logprobs(policy, *fixed)  # (N, T)
-        logratios -= rollout_logprobs(ref_model or load_model(*source), *fixed)
-        if WORLD_SIZE > 1:
+        if args.loss in REFERENCED:
+            pairs = list(zip(prompts, sampled, strict=True))
+            parts = [*micro_batches(pairs, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
+            fixed = (pairs, parts, args.temperature)
+            logratios = rollout_logprobs(policy, *fixed)  # (N, T)
+            logratios -= rollout_logprobs(ref_model or load_model(*source), *fixed)
             gc.collect()  # frees the reference: a sharded model and its hooks refer to each other
-        # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
-        metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)
-        metrics["eval/length_mean"] = np.mean([len(completion) for completion in sampled])
+            # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
+            metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        samples = []
-        for row, text, completion in zip(eval_rows, texts, sampled, strict=True):
-            samples.append(dict(prompt=row["prompt"], completion=text, length=len(completion)))
+        told = zip(eval_rows, texts, sampled, strict=True)
+        samples = [dict(prompt=row["prompt"], completion=x, length=len(y)) for row, x, y in told]
+        metrics["eval/length_mean"] = np.mean([sample["length"] for sample in samples])
         if judge:
             rewards = np.array(judge(eval_rows, texts))
             metrics |= {"eval/reward": rewards.mean(), "eval/accuracy": (rewards >= 1).mean()}
@@ -209,7 +214,7 @@ def main(args: Args) -> Path:
     state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
     if not args.resume:
         log(run_dir, 0, *evaluate())
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"], steps), disable=RANK > 0)
     for step in progress:
         # 1. draw the pairs of this step
         started = time.perf_counter()
@@ -224,7 +229,7 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
         sums = defaultdict(float)
         for some, logprobs in pair_logprobs(args, policy, rows):  # (b,) and (b, 2)
-            losses, terms = preference_loss(logprobs, ref_logprobs[some], lengths[some], *coefs)
+            losses, terms = preference_loss(args, logprobs, ref_logprobs[some], lengths[some])
             (losses.sum() / args.batch_size).backward()
             for name, values in {"objective/loss": losses, **terms}.items():
                 sums[name] += values.detach().double().sum()
@@ -236,7 +241,7 @@ def main(args: Args) -> Path:
         optimizer.zero_grad()
 
         # 4. log, evaluate, save
-        done, due = step + 1, (step + 1) % args.eval_every == 0 or step + 1 == total_steps
+        done, due = step + 1, (step + 1) % args.eval_every == 0 or step + 1 == steps
         tokens = lengths.sum().item() + 2 * sum(len(row["ids"]) for row in rows)
         metrics = {
             **{name: all_reduce_sum(value).item() / len(rows) for name, value in sums.items()},
@@ -248,7 +253,7 @@ def main(args: Args) -> Path:
         found = evaluate() if due else ({}, [])
         log(run_dir, done, metrics | found[0], found[1])
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if done % args.save_every == 0 or done == total_steps:
+        if done % args.save_every == 0 or done == steps:
             save_checkpoint(run_dir, trained, state | {"step": done})
 
     finish(run_dir, policy, tokenizer, stop_ids)
@@ -318,26 +323,24 @@ def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list
     """Rows of `prompt`, its token `ids`, those of `chosen` and `rejected`, and other `columns`."""
     rows, dropped, cut = [], defaultdict(list), 0
     with explain(f"--dataset {args.dataset}, {split}"):
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-        for index, columns in enumerate(dataset):
+        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
             with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                parts = prompt, *sides = to_preference(args, columns)
+                parts = prompt, *sides = to_preference(args, row)
                 pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
             why = [pair for pair in pairs if isinstance(pair, str)]
             if not why:
                 (ids, chosen), (_, rejected) = pairs
                 room = max(0, args.max_length - len(ids))
                 kept = {"chosen": chosen[:room], "rejected": rejected[:room]}
-                if room == 0:
-                    why = [f"whose prompt leaves no room in --max-length {args.max_length}"]
-                elif kept["chosen"] == kept["rejected"]:
-                    why = ["with chosen equal to rejected"]
+                if kept["chosen"] == kept["rejected"]:
+                    full = f"whose prompt leaves no room in --max-length {args.max_length}"
+                    why = ["with chosen equal to rejected" if room else full]
             if why:
                 dropped[why[0]].append(parts)
                 continue
             cut += max(len(chosen), len(rejected)) > room
             used = (args.prompt_column, args.chosen_column, args.rejected_column)
-            columns = {name: value for name, value in columns.items() if name not in used}
+            columns = {name: value for name, value in row.items() if name not in used}
             if args.answer_column in columns:
                 columns["answer"] = columns.pop(args.answer_column)
             kept["lengths"] = [len(side) for side in kept.values()]
@@ -412,16 +415,18 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def check_args(args: Args) -> None:
     """What can be seen to be wrong before anything is loaded."""
-    may_be_zero = "seed label_smoothing nll_coef warmup_ratio weight_decay".split()
+    may_be_zero = "seed gamma label_smoothing nll_coef warmup_ratio weight_decay".split()
+    belongs = {"label_smoothing": ["sigmoid"], "gamma": ["simpo"], "online_reference": REFERENCED}
+    belongs["nll_coef"] = [*REFERENCED, "simpo"]  # ORPO's loss has it, with a coefficient of 1
     with explain("flags"):
         for name, value in vars(args).items():
-            zero = value == 0 and name in may_be_zero
-            most = 1 if name == "warmup_ratio" else math.inf
+            flag, zero = f"--{name.replace('_', '-')}", value == 0 and name in may_be_zero
+            most = {"warmup_ratio": 1, "label_smoothing": 0.5}.get(name, math.inf)
             known = type(value) not in (int, float) or zero or 0 < value < most
-            require(known, f"--{name.replace('_', '-')} must not be {value}")
-        require(args.label_smoothing < 0.5, "--label-smoothing must be less than 0.5")
-        smooth = args.label_smoothing > 0
-        require(args.loss == "dpo" or not smooth, "--label-smoothing belongs to --loss dpo")
+            require(known, f"{flag} must not be {value}")
+            losses = belongs.get(name, [args.loss])
+            fits = not value or args.loss in losses
+            require(fits, f"{flag} belongs to --loss {' or '.join(losses)}, not {args.loss}")
 
 
 def start_run(args: Args) -> tuple[Path, torch.device]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +29,12 @@ STILL = dict(learning_rate=1e-30)
 SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
 SMALL |= dict(beta=0.5, eval_rows=4, eval_every=100, max_new_tokens=4)
 # Each loss alone, and with all that belongs to it.
-ALONE = [dict(loss="dpo"), dict(loss="ipo")]
-WHOLE = [dict(loss="dpo", label_smoothing=0.2, nll_coef=0.5), dict(loss="ipo", nll_coef=0.5)]
-OBJECTIVES = pytest.mark.parametrize("flags", ALONE + WHOLE)
+ALONE = [dict(loss=loss) for loss in ("sigmoid", "ipo", "simpo", "orpo")]
+REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
+REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
+FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
+WHOLE = REFERENCED + FREE
+OBJECTIVES = pytest.mark.parametrize("flags", ALONE + WHOLE[:-1])
 
 
 def read(path):
@@ -135,14 +139,19 @@ def plain_pair(args, policy, reference, row):
     room = args.max_length - len(prompt)
     sides = [ids(row[side] + " <eos>")[:room] for side in ("chosen", "rejected")]
     logprobs = [sum(plain_logprobs(policy, prompt, side)) for side in sides]
-    with torch.no_grad():
-        refs = [sum(plain_logprobs(reference, prompt, side)) for side in sides]
-    scales = [len(side) if args.loss == "ipo" else 1 for side in sides]
+    refs = [0, 0]
+    if args.loss in ("sigmoid", "ipo"):
+        with torch.no_grad():
+            refs = [sum(plain_logprobs(reference, prompt, side)) for side in sides]
+    scales = [1 if args.loss == "sigmoid" else len(side) for side in sides]
     good, bad = ((a - b) / n for a, b, n in zip(logprobs, refs, scales, strict=True))
     if args.loss == "ipo":
         loss = (good - bad - 1 / (2 * args.beta)) ** 2
+    elif args.loss == "orpo":  # -log sigmoid(log a - log b) = log(1 + b / a)
+        odds = [good.exp() / (1 - good.exp()), bad.exp() / (1 - bad.exp())]
+        loss = -good + args.beta * torch.log(1 + odds[1] / odds[0])
     else:  # -log sigmoid(x) = log(1 + e^-x)
-        x, eps = args.beta * (good - bad), args.label_smoothing
+        x, eps = args.beta * (good - bad) - args.gamma, args.label_smoothing
         loss = (1 - eps) * torch.log1p(torch.exp(-x)) + eps * torch.log1p(torch.exp(x))
     loss = loss - args.nll_coef * logprobs[0] / len(sides[0])
     return loss, {
@@ -167,17 +176,15 @@ def dpo_loss(chosen, rejected, beta, eps):
     """The losses of log-ratios that are those of an all-zero reference."""
     logprobs = torch.stack([chosen, rejected], dim=1)
     lengths = torch.tensor([3, 7]).expand(len(chosen), 2)  # which do not count
-    return preference_loss(logprobs, torch.zeros_like(logprobs), lengths, "dpo", beta, eps)[0]
+    args = Args(beta=beta, label_smoothing=eps)
+    return preference_loss(args, logprobs, torch.zeros_like(logprobs), lengths)[0]
 
 
-def ipo_loss(chosen, rejected, beta):
-    """The same, of log-ratios per token."""
+def mean_loss(chosen, rejected, beta, loss, **flags):
+    """The same for the losses of means per token."""
     logprobs, lengths = torch.stack([4 * chosen, 2 * rejected], dim=1), torch.tensor([[4, 2]])
-    return preference_loss(logprobs, torch.zeros_like(logprobs), lengths, "ipo", beta)[0]
-
-
-def args_loss(args, *tensors):
-    return preference_loss(*tensors, args.loss, args.beta, args.label_smoothing, args.nll_coef)
+    args = Args(beta=beta, loss=loss, **flags)
+    return preference_loss(args, logprobs, torch.zeros_like(logprobs), lengths)[0]
 
 
 LN3 = math.log(3)
@@ -224,7 +231,7 @@ def test_dpo_loss_and_gradient_by_hand(chosen, rejected, beta, eps, loss, slope)
 )
 def test_ipo_loss_and_gradient_by_hand(chosen, rejected, beta, loss, slope):
     ratios = torch.tensor([[chosen], [rejected]], requires_grad=True)
-    losses = ipo_loss(*ratios, beta)
+    losses = mean_loss(*ratios, beta, "ipo")
     assert losses.tolist() == [loss]
     losses.backward()
     assert ratios.grad.squeeze(1).tolist() == [slope, -slope]
@@ -240,10 +247,85 @@ def test_extreme_differences_are_finite_and_exact():
     assert ratios.grad.tolist() == [[0.125, -0.375], [-0.125, 0.375]]
     assert dpo_loss(*ratios, 0.5, 0.0).tolist() == [0, 1e4]
     ratios.grad = None
-    losses = ipo_loss(*ratios, 0.5)  # 2 (h - 1) = 2 (2e4 - 1) and 2 (-2e4 - 1)
+    losses = mean_loss(*ratios, 0.5, "ipo")  # 2 (h - 1) = 2 (2e4 - 1) and 2 (-2e4 - 1)
     assert losses.tolist() == pytest.approx([19999**2, 20001**2])
     losses.sum().backward()
     assert ratios.grad.tolist() == [[39998, -40002], [-39998, 40002]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "beta", "gamma", "loss", "slope"),
+    [
+        # beta (m_w - m_l) - gamma is 0, ln 3 and -ln 3; the slope is beta (sigmoid - 1)
+        (-1, -1, 2, 0, math.log(2), -2 / 2),
+        (-1, -2, 2, 2, math.log(2), -2 / 2),
+        (-1, -1, 2, LN3, -math.log(1 / 4), -2 * 3 / 4),
+        (-1, -1 - LN3, 2, LN3, -math.log(3 / 4), -2 / 4),
+        (-1 - LN3, -1, 2, 0, -math.log(1 / 10), -2 * 9 / 10),  # sigmoid(-ln 9)
+    ],
+)
+def test_simpo_loss_and_gradient_by_hand(chosen, rejected, beta, gamma, loss, slope):
+    means = torch.tensor([[chosen], [rejected]], dtype=torch.float64, requires_grad=True)
+    losses = mean_loss(*means, beta, "simpo", gamma=gamma)
+    assert losses.tolist() == pytest.approx([loss])
+    losses.backward()
+    assert means.grad.squeeze(1).tolist() == pytest.approx([slope, -slope])
+
+
+@pytest.mark.parametrize(
+    ("p_chosen", "p_rejected", "beta", "loss", "slopes"),
+    [
+        # The odds of P = 1/2, 2/3 and 4/5 are 1, 2 and 4; -log sigmoid(log(a / b)) is
+        # log((a + b) / a), and d log odds / d log P = 1 / (1 - P).
+        (1 / 2, 1 / 2, 0.5, math.log(2) + 0.5 * math.log(2), [-1 - 0.5 / 2 * 2, 0.5 / 2 * 2]),
+        (2 / 3, 1 / 2, 1, math.log(3 / 2) + math.log(3 / 2), [-1 - 1 / 3 * 3, 1 / 3 * 2]),
+        (1 / 2, 2 / 3, 0.1, math.log(2) + 0.1 * math.log(3), [-1 - 0.2 / 3 * 2, 0.2 / 3 * 3]),
+        (4 / 5, 1 / 2, 2, math.log(5 / 4) + 2 * math.log(5 / 4), [-1 - 2 / 5 * 5, 2 / 5 * 2]),
+    ],
+)
+def test_orpo_loss_and_gradient_by_hand(p_chosen, p_rejected, beta, loss, slopes):
+    means = torch.tensor([[p_chosen], [p_rejected]], dtype=torch.float64).log().requires_grad_()
+    losses = mean_loss(*means, beta, "orpo")
+    assert losses.tolist() == pytest.approx([loss])
+    losses.backward()
+    assert means.grad.squeeze(1).tolist() == pytest.approx(slopes)
+
+
+def log_odds(mean):
+    """log(P / (1 - P)) and its derivative 1 / (1 - P) to 28 digits, P = e^mean."""
+    p = Decimal(mean).exp()
+    return float((p / (1 - p)).ln()), float(1 / (1 - p))
+
+
+@pytest.mark.parametrize("other", [-1.5, -0.01])
+@pytest.mark.parametrize("mean", [-2e-7, -1e-6, -1e-4, -0.02, -0.7, -5.0, -20.0])
+def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, other):
+    mean, other = (torch.tensor(x).item() for x in (mean, other))  # in float32
+    (a, slope_a), (b, slope_b) = log_odds(mean), log_odds(other)
+    for sides, x in (([mean, other], a - b), ([other, mean], b - a)):
+        means = torch.tensor(sides).view(2, 1).requires_grad_()
+        loss = mean_loss(*means, 1.0, "orpo")
+        loss.backward()
+        sigmoid = 1 / (1 + math.exp(x))  # of -x
+        assert loss.item() == pytest.approx(-sides[0] - math.log(1 - sigmoid), rel=1e-5)
+        slopes = [slope_a, slope_b] if sides[0] == mean else [slope_b, slope_a]
+        expected = [-1 - sigmoid * slopes[0], sigmoid * slopes[1]]
+        assert means.grad.squeeze(1).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+# The log-prob of a completion that is certain is 0 in float32, or above it by a rounding.
+@pytest.mark.parametrize("chosen", [0.0, 1e-7, -1e-8, -1e-38, -1.0, -1e4])
+@pytest.mark.parametrize("rejected", [0.0, 1e-7, -1e-8, -1e-38, -1.0, -1e4])
+def test_orpo_is_finite_at_its_limits(chosen, rejected):
+    means = torch.tensor([[chosen], [rejected]], requires_grad=True)
+    loss = mean_loss(*means, 0.1, "orpo")
+    loss.backward()
+    good, bad = means.grad.squeeze(1).tolist()
+    assert math.isfinite(loss.item()) and loss.item() > -1e-6
+    assert math.isfinite(good) and good <= -1  # at least that of the NLL
+    assert math.isfinite(bad) and bad >= 0
+    if rejected > -1e-6 and chosen <= -1:
+        assert bad == pytest.approx(0.1)  # it is pushed down however sure it is
 
 
 @pytest.mark.parametrize("eps", [0, 0.1, 0.49])
@@ -256,8 +338,8 @@ def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
     refs = torch.tensor([[-5.0, -2.0], [-9.0, -7.0], [-1.0, -1.0]], dtype=torch.float64)
     h = torch.tensor([(-3 + 5) - (-8 + 2), 0 - 3, 0], dtype=torch.float64)
     lengths = torch.ones(3, 2)
-    loss, metrics = args_loss(args, logprobs, refs, lengths)
-    swapped_loss, swapped = args_loss(args, logprobs.flip(1), refs.flip(1), lengths)
+    loss, metrics = preference_loss(args, logprobs, refs, lengths)
+    swapped_loss, swapped = preference_loss(args, logprobs.flip(1), refs.flip(1), lengths)
     torch.testing.assert_close(swapped_loss, loss + (1 - 2 * eps) * 0.3 * h)
     assert torch.equal(swapped["reward/margin"], -metrics["reward/margin"])
     assert torch.equal(swapped["reward/chosen"], metrics["reward/rejected"])
@@ -279,18 +361,25 @@ def test_preference_loss_and_metrics_equal_plain_loops(flags):
     args = Args(beta=0.7, **flags)
     logprobs = [[-3.25, -8.5], [-9.0, -4.0], [-5.5, -1.5], [-6.0, -6.0]]
     refs = [[-5.0, -2.0], [-9.5, -7.0], [-2.5, -4.25], [-3.0, -3.0]]
+    if args.loss in ("simpo", "orpo"):
+        refs = [[0, 0]] * 4
     lengths = [[3, 7], [9, 2], [1, 4], [2, 2]]
-    policy, reference = torch.tensor(logprobs), torch.tensor(refs)
+    policy, reference = torch.tensor(logprobs), torch.tensor(refs, dtype=torch.float32)
     policy.requires_grad_(True)
     reference.requires_grad_(True)
-    loss, metrics = args_loss(args, policy, reference, torch.tensor(lengths))
+    loss, metrics = preference_loss(args, policy, reference, torch.tensor(lengths))
     for i in range(4):
         good, bad = (logprobs[i][side] - refs[i][side] for side in (0, 1))
-        if args.loss == "ipo":
+        if args.loss != "sigmoid":
             good, bad = good / lengths[i][0], bad / lengths[i][1]
+        if args.loss == "ipo":
             expected = (good - bad - 1 / 1.4) ** 2
+        elif args.loss == "orpo":
+            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (good, bad)]
+            ratio = odds[0] / odds[1]
+            expected = -good - 0.7 * math.log(ratio / (1 + ratio))
         else:
-            certainty = 1 / (1 + math.exp(-0.7 * (good - bad)))
+            certainty = 1 / (1 + math.exp(args.gamma - 0.7 * (good - bad)))
             expected = -(1 - args.label_smoothing) * math.log(certainty)
             expected -= args.label_smoothing * math.log(1 - certainty)
         expected += args.nll_coef * -logprobs[i][0] / lengths[i][0]
@@ -314,11 +403,11 @@ def test_gradient_equals_finite_differences(flags):
     logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0]], dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([[3, 7], [9, 2]])
     assert torch.autograd.gradcheck(
-        lambda x: args_loss(Args(beta=0.7, **flags), x, refs, lengths)[0], logprobs
+        lambda x: preference_loss(Args(beta=0.7, **flags), x, refs, lengths)[0], logprobs
     )
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
     # Four completions of one token. Of each two, the first wins as often as the loss takes it to:
     # sigmoid(r_i - r_j) for DPO. IPO's expectation p (h - c)^2 + (1 - p) (-h - c)^2, c = 1/(2 beta)
@@ -329,12 +418,12 @@ def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
     reference = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
     pairs = torch.tensor(list(itertools.permutations(range(4), 2)))
     difference = rewards[pairs[:, 0]] - rewards[pairs[:, 1]]
-    wins = difference.sigmoid() if loss == "dpo" else 0.5 + difference
+    wins = difference.sigmoid() if loss == "sigmoid" else 0.5 + difference
 
     def gradient(logits):
         logits = logits.clone().requires_grad_(True)
         args, ones = Args(beta=beta, loss=loss), torch.ones_like(pairs)
-        values, _ = args_loss(args, logits.log_softmax(dim=0)[pairs], reference[pairs], ones)
+        values, _ = preference_loss(args, logits.log_softmax(dim=0)[pairs], reference[pairs], ones)
         (wins * values).sum().backward()
         return logits.grad.abs().max().item()
 
@@ -564,7 +653,9 @@ def sampled_ids(sample):
     return words + [EOS] * (sample["length"] - len(words))
 
 
-@pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7, online_reference=True)])
+@pytest.mark.parametrize(
+    "flags", [dict(), dict(temperature=0.7, online_reference=True), dict(loss="orpo")]
+)
 def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
     # Prompts are completed in groups of 2 x 4, and scored in groups of 2 x 3.
     flags = dict(batch_size=4, micro_batch_size=3, eval_rows=10, max_new_tokens=24, **flags)
@@ -593,10 +684,13 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
     assert last["eval/loss"] == pytest.approx(mean(pairs, "loss"), rel=1e-4)
     assert last["eval/margin"] == pytest.approx(mean(pairs, "reward/margin"), rel=1e-3)
     assert last["eval/pair_accuracy"] == pytest.approx(mean(pairs, "reward/accuracy"))
-    assert last["eval/kl"] == pytest.approx(kl / 10, rel=1e-3)
-    assert kl / 10 > 0.05
     assert last["eval/length_mean"] == pytest.approx(sum(lengths) / 10)
-    assert metrics_of(run_dir)[0]["eval/kl"] == pytest.approx(0, abs=1e-6)
+    kls = [row["eval/kl"] for row in metrics_of(run_dir) if "eval/kl" in row]
+    if args.loss == "orpo":
+        assert not kls, "there is no reference"
+    else:
+        assert kls == pytest.approx([0, kl / 10], rel=1e-3, abs=1e-6)
+        assert kl / 10 > 0.05
 
 
 def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
@@ -728,11 +822,55 @@ def assert_same_training(run_dir, other_dir):
     assert sum((weights[k] - others[k]).square().sum() for k in start) < 1e-6 * moved
 
 
-@pytest.mark.parametrize("flags", WHOLE)
+@pytest.mark.parametrize("flags", REFERENCED)
 def test_precomputed_and_online_reference_train_the_same_model(tmp_path, flags):
     # Two epochs and a half of 20 pairs in batches of 8: pairs meet in other micro-batches.
     flags = dict(epochs=2.5, micro_batch_size=3, eval_every=2, **flags)
     assert_same_training(*(run(tmp_path, online_reference=o, **flags) for o in (False, True)))
+
+
+@pytest.mark.parametrize("flags", FREE)
+def test_simpo_and_orpo_neither_load_nor_ask_a_reference(tmp_path, monkeypatch, flags):
+    passes, losses = (spy_on(monkeypatch, f) for f in ("completion_logprobs", "preference_loss"))
+    scored, loaded = spy_on(monkeypatch, "rollout_logprobs"), []
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *names, **options: loaded.append(load(*names, **options)) or loaded[-1],
+    )
+    run_dir = run(tmp_path, epochs=0.8, **flags)
+    assert len(loaded) == 1, "the policy"
+    # Two steps of 8 pairs, each in one pass, and 4 held-out pairs before and after; no samples.
+    assert [len(values) for _, values in passes] == [8, 16, 16, 8]
+    assert not scored
+    assert [args[1].requires_grad for args, _ in losses] == [False, True, True, False]
+    assert not any(args[2].any() for args, _ in losses)
+    assert not any("eval/kl" in row for row in metrics_of(run_dir))
+
+
+@pytest.mark.parametrize("flags", FREE)
+def test_simpo_and_orpo_resume_to_the_same_bits(tmp_path, monkeypatch, flags):
+    flags = flags | dict(epochs=2, save_every=2, eval_every=2)
+    whole, save = run(tmp_path, **flags), dpo.save_checkpoint
+
+    def save_and_stop(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dpo, "save_checkpoint", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, exp_name="stopped", **flags)
+    (stopped,) = (tmp_path / "runs").glob("stopped__*")
+    assert len(metrics_of(stopped)) == 3
+    dpo.main(dpo.parse_args(["--resume", str(stopped)]))
+    clock = "time/tokens_per_second"
+    rows = [[row | {clock: 0} for row in metrics_of(run_dir)] for run_dir in (whole, stopped)]
+    assert rows[0] == rows[1] and len(rows[0]) == 6
+    assert read(whole / "samples.jsonl") == read(stopped / "samples.jsonl")
+    weights, others = weights_of(whole), weights_of(stopped)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_the_online_reference_never_moves(tmp_path, monkeypatch):
@@ -766,7 +904,7 @@ def test_the_kept_reference_is_that_of_the_untouched_checkpoint_where_it_is_need
     rows_of_loss = dict(passes_of)  # the last pass before each loss
     model, kept = plain_model(), {}
     for number, (args, _) in enumerate(losses):
-        logprobs, refs = args[:2]
+        logprobs, refs = args[1:3]
         rows = rows_of_loss[number] if logprobs.requires_grad else calls[-1][0][2]
         for row, found in zip(rows, refs.tolist(), strict=True):
             assert kept.setdefault(id(row), found) == found, "computed once"
@@ -801,7 +939,7 @@ def test_a_pair_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_
             found.setdefault(row, []).append(value)
     assert sorted(map(len, found.values())) == [1] * 16 + [2] * 4
     first = sorted(value[0] for value in found.values())
-    used = [value for args, _ in losses[1:-1] for value in args[1].tolist()]
+    used = [value for args, _ in losses[1:-1] for value in args[2].tolist()]
     assert len(used) == 24  # 4 of the pairs twice
     assert sorted(map(list, {tuple(value) for value in used})) == first
 

@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from dpo import preference_loss
+from dpo import Args, preference_loss
 from grpo import grpo_loss, token_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,7 +161,7 @@ def training(shape: str, rows: int, length: int, matrix_rate: float) -> None:
     def dpo_step():
         sides = logprobs(policy).sum(dim=1).view(2, -1).T  # (B, 2), chosen and rejected
         lengths = torch.full_like(sides, length - start)
-        losses, _ = preference_loss(sides, torch.zeros_like(sides), lengths, "dpo", 0.1)
+        losses, _ = preference_loss(Args(beta=0.1), sides, torch.zeros_like(sides), lengths)
         finish(losses.mean())
 
     def finish(loss):
