@@ -52,7 +52,8 @@ def watch(script, step):
         return sharded
 
     def checked_log(*arguments):
-        kept = {"ppo_rlhf": 4, "grpo": 3}  # dpo.py loads its reference for an evaluation only
+        # dpo.py loads its reference for an evaluation only
+        kept = {"ppo_rlhf": 4, "grpo": 3, "reinforce": 2}
         assert len(models) == kept.get(script.__name__, 1)
         log(*arguments)
 

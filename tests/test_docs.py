@@ -68,9 +68,11 @@ def test_every_logged_metric_is_on_the_page(name, tmp_path):
     small = {
         "sft": dict(epochs=0.01, eval_rows=4, eval_samples=2),
         "rm_bradley_terry": dict(epochs=0.01, eval_rows=4, eval_samples=2),
+        "reinforce": dict(total_rollouts=1, prompts_per_rollout=2, eval_split="test[:4]"),
         "ppo_rlhf": dict(total_rollouts=1, prompts_per_rollout=4, eval_rows=4),
         "grpo": dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, eval_rows=4),
         "dpo": dict(epochs=0.01, eval_rows=4),
+        "kto": dict(epochs=0.01, eval_rows=4),
     }
     script = SCRIPTS[name]
     run_dir = script.main(script.Args(output_dir=str(tmp_path), **small[name]))

@@ -45,19 +45,22 @@ def parts(*texts):
 def load(name, model, tmp_path, prompt, chosen, rejected=None):
     """What a script makes of a row; all that is not asked for has its default."""
     row = dict(prompt=prompt, completion=chosen, chosen=chosen, rejected=rejected, answer="3")
+    row["label"] = True
     # One form in a file: of a column with strings and lists `datasets` makes something else.
     form = parts if "[{'type'" in str(row) or "'content': []" in str(row) else str
     good = dict(prompt=[message("user", form("1+2"))], rejected=[message("assistant", form("4"))])
     good["chosen"] = good["completion"] = [message("assistant", form("3"))]
     (tmp_path / "data").mkdir(exist_ok=True)
     for split in ("train", "test"):
-        lines = [json.dumps(x) + "\n" for x in (good | {"answer": "3"}, row)]
+        lines = [json.dumps(x) + "\n" for x in (good | {"answer": "3", "label": False}, row)]
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(lines))
     script, tokenizer = SCRIPTS[name], AutoTokenizer.from_pretrained(model)
     args = script.Args(dataset=str(tmp_path / "data"), model=model)
     if name in ("ppo_rlhf", "grpo"):
         return script.load_prompts(args, "train", tokenizer)
-    loaders = dict(sft="load_pairs", rm_bradley_terry="load_preferences")
+    if name == "reinforce":
+        return script.load_rows(args, "train", tokenizer)
+    loaders = dict(sft="load_pairs", rm_bradley_terry="load_preferences", kto="load_labelled")
     loader = getattr(script, loaders.get(name, "load_preference_pairs"))
     return loader(args, "train", tokenizer, [2])
 
@@ -89,7 +92,7 @@ def test_a_role_that_the_template_leaves_out(name, model, roles, tmp_path):
         load(name, model, tmp_path, [message(roles[0], "5+6")], *sides)
 
 
-@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "kto"])
 def test_an_answer_that_the_template_leaves_out(name, model, tmp_path):
     sides = [[message("gpt", text)] for text in "34"]
     with pytest.raises(SystemExit, match="leaves out what the role 'gpt' says"):
@@ -102,7 +105,7 @@ def test_a_template_may_trim(text, tokenizer):
     assert tokenizer.decode(ids) == "5+6="
 
 
-@EACH
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "reinforce"])  # drops none
 @pytest.mark.parametrize("empty", ["", " \n", [], parts("", " "), None])
 def test_an_empty_message_is_dropped_and_counted(name, empty, model, tmp_path, capsys):
     form = parts if isinstance(empty, list) else str
@@ -164,12 +167,15 @@ def test_prompts_do_not_end_with_an_appended_eos(name, appending, tmp_path):
     elif name == "rm_bradley_terry":
         ids = row["sequences"][0][:5]
         assert [ids.count(2) for ids in row["sequences"]] == [1, 1]
+    elif name == "kto":
+        ids, completion = row["own"]
+        assert completion.count(2) == 1
     else:
         ids = row["ids"]
     assert appending.decode(ids) == "<bos>5+6="
 
 
-@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "kto"])
 def test_a_completion_of_several_messages_is_dropped_and_counted(name, model, tmp_path, capsys):
     """It would end for training at its first EOS, and lose the rest without a word."""
     several = [message("assistant", "#"), message("user", "?"), message("assistant", "11")]

@@ -31,11 +31,13 @@ REWARDED = pytest.mark.parametrize("name", ["ppo_rlhf", "grpo"])
 TINY = {
     "sft": dict(epochs=0.01, batch_size=16, eval_rows=4, eval_samples=2),
     "rm_bradley_terry": dict(epochs=0.01, batch_size=16, eval_rows=4, eval_samples=2),
+    "reinforce": dict(total_rollouts=2, prompts_per_rollout=2, group_size=2, eval_split="test[:4]"),
     "ppo_rlhf": dict(total_rollouts=2, prompts_per_rollout=4, eval_rows=4),
     "grpo": dict(
         total_rollouts=2, prompts_per_rollout=2, group_size=2, num_minibatches=1, eval_rows=4
     ),
     "dpo": dict(epochs=0.01, batch_size=16, eval_rows=4),
+    "kto": dict(epochs=0.01, batch_size=16, eval_rows=4),
 }
 
 
@@ -62,7 +64,7 @@ def dataset(tmp_path, rows, test_rows=None):
 
 def row_of(prompt, completion):
     """A row that every script can use."""
-    row = {"prompt": prompt, "completion": completion, "answer": "3"}
+    row = {"prompt": prompt, "completion": completion, "label": True, "answer": "3"}
     return row | {"chosen": completion, "rejected": f"{completion}0"}
 
 
@@ -121,6 +123,8 @@ def test_unknown_flag_and_bad_value(name, capsys):
     ],
 )
 def test_numbers_out_of_range(name, flag, value, tmp_path):
+    if not hasattr(SCRIPTS[name].Args, flag):
+        pytest.skip("has no such flag")
     fails(name, tmp_path, f"--{flag.replace('_', '-')} must", **{flag: value})
 
 
@@ -130,7 +134,11 @@ def test_numbers_out_of_range(name, flag, value, tmp_path):
         (dict(group_size=1), "--group-size must be at least 2"),
         (
             dict(kl_placement="reward", multi_objective_aggregation="normalize_then_sum"),
-            "GDPO needs --kl-placement loss",
+            "GDPO needs --kl-placement loss and --scale-rewards",
+        ),
+        (
+            dict(scale_rewards=False, multi_objective_aggregation="normalize_then_sum"),
+            "GDPO needs --kl-placement loss and --scale-rewards",
         ),
         (dict(beta=-0.1), "--beta must"),
         (dict(temperature=0.0), "--temperature must not be 0"),
@@ -189,9 +197,26 @@ def test_reward_model_flags(flags, message, tmp_path):
     [
         (dict(beta=0.0), "--beta must not be 0"),
         (dict(beta=math.inf), "--beta must not be inf"),
-        (dict(label_smoothing=0.5), "--label-smoothing must be less than 0.5"),
+        (dict(label_smoothing=0.5), "--label-smoothing must not be 0.5"),
         (dict(label_smoothing=-0.1), "--label-smoothing must not be -0.1"),
-        (dict(label_smoothing=0.1, loss="ipo"), "--label-smoothing belongs to --loss dpo"),
+        (
+            dict(label_smoothing=0.1, loss="ipo"),
+            "--label-smoothing belongs to --loss sigmoid, not ipo",
+        ),
+        (dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to --loss sigmoid"),
+        (dict(gamma=-0.1, loss="simpo"), "--gamma must not be -0.1"),
+        (dict(gamma=0.5), "--gamma belongs to --loss simpo, not sigmoid"),
+        (dict(gamma=0.5, loss="ipo"), "--gamma belongs to --loss simpo, not ipo"),
+        (dict(gamma=0.5, loss="orpo"), "--gamma belongs to --loss simpo, not orpo"),
+        (
+            dict(online_reference=True, loss="simpo"),
+            "--online-reference belongs to --loss sigmoid or ipo, not simpo",
+        ),
+        (dict(online_reference=True, loss="orpo"), "--online-reference belongs to"),
+        (
+            dict(nll_coef=0.1, loss="orpo"),
+            "--nll-coef belongs to --loss sigmoid or ipo or simpo, not orpo",
+        ),
         (dict(nll_coef=-0.1), "--nll-coef must not be -0.1"),
         (dict(nll_coef=math.inf), "--nll-coef must not be inf"),
         (dict(temperature=0.0), "--temperature must not be 0"),
@@ -202,6 +227,22 @@ def test_reward_model_flags(flags, message, tmp_path):
 )
 def test_dpo_flags(flags, message, tmp_path):
     fails("dpo", tmp_path, message, **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(beta=0.0), "--beta must not be 0"),
+        (dict(desirable_weight=0.0), "--desirable-weight must not be 0"),
+        (dict(undesirable_weight=-1.0), "--undesirable-weight must not be -1"),
+        (dict(undesirable_weight=math.inf), "--undesirable-weight must not be inf"),
+        (dict(temperature=0.0), "--temperature must not be 0"),
+        (dict(epochs=0.0), "--epochs must not be 0"),
+        (dict(max_new_tokens=124), "allow 131 tokens, but it has only 128 positions"),
+    ],
+)
+def test_kto_flags(flags, message, tmp_path):
+    fails("kto", tmp_path, message, **flags)
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -232,7 +273,7 @@ def test_weights_that_are_missing_are_not_made_up(name, tmp_path):
     fails(name, tmp_path, "model.norm.weight", model=str(tmp_path / "m"))
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo_rlhf", "grpo", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo_rlhf", "grpo", "dpo", "kto"])
 def test_weights_that_the_model_does_not_use(name, tmp_path):
     """--model and --reward-model swapped: the head of scores would be thrown away."""
     swapped = "tiny/reviews/reward_model"
@@ -242,7 +283,7 @@ def test_weights_that_the_model_does_not_use(name, tmp_path):
 
 @EACH
 def test_more_tokens_than_positions(name, tmp_path):
-    flag = "max_new_tokens" if name in ("ppo_rlhf", "grpo") else "max_length"
+    flag = "max_new_tokens" if "total_rollouts" in TINY[name] else "max_length"
     flags = {flag: 1000}
     text = fails(
         name,
@@ -333,7 +374,7 @@ def test_output_dir_is_looked_at_before_anything_is_loaded(name, tmp_path):
     fails(name, tmp_path, "--output-dir", model="no/such/model", dataset="no/such/set")
 
 
-@pytest.mark.parametrize("name", ["ppo_rlhf", "dpo"])
+@pytest.mark.parametrize("name", ["ppo_rlhf", "dpo", "kto"])
 def test_the_default_rule_judges_the_default_dataset_alone(name, tmp_path):
     script, runs = SCRIPTS[name], {}
     data = dataset(
@@ -344,9 +385,9 @@ def test_the_default_rule_judges_the_default_dataset_alone(name, tmp_path):
         flags |= {"output_dir": str(tmp_path / key)} | ({} if key == "tiny" else {"dataset": data})
         run_dir = script.main(script.Args(**TINY[name] | flags))
         runs[key] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    if name == "dpo":
+    if name in ("dpo", "kto"):
         assert ["eval/reward" in runs[key] for key in runs] == [False, True, True]
-        assert "eval/pair_accuracy" in runs["own"]
+        assert "eval/loss" in runs["own"]
     else:  # by the reward model, then, which has no full marks
         assert ["eval/accuracy" in runs[key] for key in runs] == [False, True, True]
 
@@ -378,6 +419,9 @@ def test_two_bos(name, tmp_path):
 @EACH
 def test_no_row_left(name, tmp_path):
     data = dataset(tmp_path, [row_of("", "#3")])
+    if name == "reinforce":  # drops none
+        fails(name, tmp_path, "row 0 of train: no --prompt-column", dataset=data)
+        return
     fails(name, tmp_path, "nothing is left: 0 of 1 ", dataset=data)
     flag = "max_prompt_length" if name in ("ppo_rlhf", "grpo") else "max_length"
     text = fails(name, tmp_path, "nothing is left: 0 of ", **{flag: 4})
@@ -436,6 +480,51 @@ def test_messages_in_another_format(name, tmp_path):
     fails(name, tmp_path, "row 0 of train: every chat message needs a role and a content", **flags)
 
 
+@pytest.mark.parametrize("label", ["yes", None, 2, 0.5, "true", [True]])
+def test_labels_that_are_neither_true_nor_false(label, tmp_path):
+    rows = [row_of("1+2=", "#3"), row_of("1+4=", "#5") | {"label": label}]
+    if isinstance(label, str | list):
+        rows[0]["label"] = label  # one type in a column
+    row = 1 if rows[0]["label"] is True else 0
+    message = f"row {row} of train: label must be true or false, not {label!r}"
+    fails("kto", tmp_path, message, dataset=dataset(tmp_path, rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            dict(prompt="1+2=", completion="#3"),
+            "needs the columns ['prompt', 'completion', 'label']",
+        ),
+        (dict(prompt="1+2=", label=True), "found ['label', 'prompt']"),
+        (dict(completion="1+2=#3", label=True), "found ['completion', 'label']"),
+        (dict(prompt="1+2=", completion=["#3"], label=True), "found ['list', 'str']"),
+        (dict(prompt=3, completion=4, label=True), "found ['int']"),
+        (dict(prompt="1+2=", chosen="#3"), "found ['chosen', 'prompt']"),
+        (dict(chosen="1+2=#3", rejected="1+2=#4"), "found ['chosen', "),
+        (dict(prompt="1+2=", chosen="#3", rejected=["#4"]), "found ['list', 'str']"),
+        (dict(prompt="1+2=", completion=" ", label=True), "1 with an empty prompt or completion"),
+        (dict(prompt="1+2=", chosen=None, rejected=None), "2 with an empty prompt or completion"),
+    ],
+)
+def test_rows_that_have_no_label_or_no_completion(row, message, tmp_path):
+    flags = dict(dataset=dataset(tmp_path, [row]), model="tiny/arithmetic/policy")
+    text = fails("kto", tmp_path, message, **flags)
+    assert "row 0 of train" in text or "train: nothing is left: 0 of " in text
+
+
+@pytest.mark.parametrize("flag", ["prompt", "completion", "label"])
+def test_a_column_of_labels_that_was_typed_must_be_there(flag, tmp_path):
+    """Pairs are not taken apart instead, nor is a conversation's beginning the prompt."""
+    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    row = {"chosen": turns, "rejected": turns}
+    if flag != "completion":
+        row = {"completion": turns, "label" if flag == "prompt" else "other": True}
+    flags = {"dataset": dataset(tmp_path, [row]), f"{flag}_column": "typo"}
+    fails("kto", tmp_path, "'typo'", **flags)
+
+
 @EACH
 def test_empty_file(name, tmp_path):
     data = dataset(tmp_path, [])
@@ -468,17 +557,18 @@ def test_reward_function_that_is_not_there(name, spec, message, tmp_path):
     assert text.startswith(f"error: --eval-reward-fn {spec}")
 
 
-def test_judge_of_dpo(tmp_path):
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_judge_of_samples(name, tmp_path):
     spec = "no/such.py:f"
-    fails("dpo", tmp_path, f"--eval-reward-fn {spec}, called", eval_reward_fn=spec)
-    text = fails("dpo", tmp_path, "not path/to/file.py:function", eval_reward_fn="last_number")
+    fails(name, tmp_path, f"--eval-reward-fn {spec}, called", eval_reward_fn=spec)
+    text = fails(name, tmp_path, "not path/to/file.py:function", eval_reward_fn="last_number")
     assert text.startswith("error: --eval-reward-fn last_number")
     spec = reward_file(tmp_path, "return [None for _ in completions]")
-    text = fails("dpo", tmp_path, "it returned None for", eval_reward_fn=spec)
+    text = fails(name, tmp_path, "it returned None for", eval_reward_fn=spec)
     assert " after '" in text
     data = dataset(tmp_path, [{"prompt": "1+2=", "chosen": "#3", "rejected": "#4", "right": "3"}])
     flags = dict(dataset=data, model="tiny/arithmetic/policy", eval_reward_fn="grpo.py:last_number")
-    text = fails("dpo", tmp_path, "missing a required argument: 'answer'", **flags)
+    text = fails(name, tmp_path, "missing a required argument: 'answer'", **flags)
     assert "called with prompts, completions, ['right']" in text
 
 
@@ -532,7 +622,7 @@ def rule(prompts, completions, **columns):
 """
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf", "dpo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf", "dpo", "kto"])
 def test_a_rule_may_use_dataclasses_processes_and_modules_beside_it(name, tmp_path, monkeypatch):
     number = time.time_ns()  # Python imports one module of a name
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -577,7 +667,11 @@ def test_answer_without_a_number(tmp_path):
 
 @EACH
 def test_a_run_that_diverges_is_stopped(name, tmp_path):
-    flags = dict(prompts_per_rollout=8, group_size=8) if name == "grpo" else dict(warmup_ratio=0.0)
+    flags = (
+        dict(prompts_per_rollout=8, group_size=8)
+        if "group_size" in TINY[name]
+        else dict(warmup_ratio=0.0)
+    )
     text = fails(name, tmp_path, "no step was taken", learning_rate=1e30, **flags)
     assert "--learning-rate too high" in text
 

@@ -31,7 +31,17 @@ def run(script, folder, seed, *flags):
 
 
 # The runs that are made by default. In a run of the whole suite they have a core for themselves.
-RUNS = [(script, 1) for script in ("grpo.py", "ppo_rlhf.py", "dpo.py", "rm_bradley_terry.py")]
+RUNS = [
+    (script, 1)
+    for script in (
+        "reinforce.py",
+        "grpo.py",
+        "ppo_rlhf.py",
+        "dpo.py",
+        "kto.py",
+        "rm_bradley_terry.py",
+    )
+]
 RUNS.append(("sft.py", 1, "--epochs", "1"))
 STARTED = {}
 
@@ -96,6 +106,13 @@ def test_sft_learns_the_demonstrations(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_reinforce_learns_to_show_its_working(seed, tmp_path):
+    _, first, last, _ = learn("reinforce.py", tmp_path, seed)
+    assert 0.25 < first["eval/reward"] < 0.42
+    assert last["eval/reward"] >= 0.9
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_grpo_learns_to_show_its_working(seed, tmp_path):
     _, first, last, printed = learn("grpo.py", tmp_path, seed)
     assert 0.25 < first["eval/accuracy"] < 0.42
@@ -143,6 +160,31 @@ def test_dpo_makes_reviews_kind_without_a_reward_model(seed, tmp_path):
     assert sum(fractions) / len(fractions) >= 0.9
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kto_makes_reviews_kind_from_labels(seed, tmp_path):
+    rows, first, last, _ = learn("kto.py", tmp_path, seed)
+    assert first["eval/margin"] == rows[1]["objective/kl"] == 0
+    assert 0.53 < first["eval/loss"] < 0.63  # half the mean weight: 0.58
+    assert abs(first["eval/reward"]) < 0.1  # the gold reward, which training does not see
+    assert last["eval/loss"] < first["eval/loss"] - 0.03
+    assert last["eval/margin"] > 0.3
+    assert last["eval/reward"] >= 0.6
+    assert last["eval/kl"] < 6
+    fractions = grammatical([], last_reviews(tmp_path))
+    assert sum(fractions) / len(fractions) >= 0.9
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_kto_takes_pairs_apart(seed, tmp_path):
+    rule = "./tiny/reviews/gold.py:sentiment"
+    flags = ("--dataset", "tiny/reviews/preferences", "--eval-reward-fn", rule)
+    _, first, last, printed = learn("kto.py", tmp_path, seed, *flags)
+    assert "train: 2000 of 4000 desirable; 2000 pairs taken apart; 0 cut off" in printed
+    assert abs(first["eval/reward"]) < 0.1
+    assert last["eval/reward"] >= 0.6
+    assert last["eval/kl"] < 6
+
+
 @pytest.mark.parametrize("seed", ALL_SLOW)
 def test_dpo_learns_to_show_its_working(seed, tmp_path):
     flags = (
@@ -152,6 +194,29 @@ def test_dpo_learns_to_show_its_working(seed, tmp_path):
     _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
     assert 0.25 < first["eval/accuracy"] < 0.42
     assert last["eval/accuracy"] >= 0.7
+
+
+@pytest.mark.parametrize("flags", ["--loss simpo --beta 5 --gamma 0.5", "--loss orpo --beta 5"])
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_simpo_and_orpo_make_reviews_kind_without_a_reference(seed, flags, tmp_path):
+    _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
+    assert abs(first["eval/reward"]) < 0.1  # the gold reward, which training does not see
+    assert first["eval/pair_accuracy"] < 0.52
+    assert last["eval/pair_accuracy"] >= (0.75 if "simpo" in flags else 0.62)
+    assert last["eval/reward"] >= 0.7
+    fractions = grammatical([], last_reviews(tmp_path))
+    assert sum(fractions) / len(fractions) >= 0.85
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_orpo_learns_sums_from_an_untrained_model(seed, tmp_path):
+    flags = (
+        "--loss orpo --beta 0.5 --model tiny/arithmetic/base --dataset tiny/arithmetic/preferences "
+        "--eval-reward-fn grpo.py:last_number --max-new-tokens 24 --learning-rate 1e-3 --epochs 12"
+    )
+    _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
+    assert first["eval/accuracy"] < 0.1
+    assert last["eval/accuracy"] >= 0.52
 
 
 @pytest.mark.parametrize("seed", ALL_SLOW)

@@ -27,7 +27,9 @@ CASES = {
     "grpo, all models": ("grpo", ROLLOUT | REVIEWS),
     "grpo, no reference": ("grpo", ROLLOUT | dict(beta=0.0)),
     "dpo": ("dpo", PAIRS),
+    "kto": ("kto", PAIRS),
     "dpo, online reference": ("dpo", PAIRS | dict(online_reference=True)),
+    "simpo": ("dpo", PAIRS | dict(loss="simpo")),
 }
 
 
@@ -77,6 +79,8 @@ def test_the_printed_size_is_what_the_checkpoints_hold(case, tmp_path, capsys):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(name, tmp_path, monkeypatch):
     flags = PAIRS if "total_rollouts" not in vars(SCRIPTS[name].Args) else ROLLOUT
+    if name == "reinforce":
+        flags = dict(prompts_per_rollout=2, eval_split="test[:2]", max_new_tokens=4)
     two_steps = {"epochs": 2.0} if "epochs" in flags else {"total_rollouts": 2}
     flags = flags | two_steps | {"save_every": 1}
     script, loaded, kept = SCRIPTS[name], [], []

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 import dpo
 import grpo
+import kto
 import ppo_rlhf
 import rm_bradley_terry
 import sft
@@ -136,6 +137,30 @@ def test_dpo_on_real_preferences(data, flags, accuracy, tmp_path, capsys):
     assert rows[-1]["objective/loss"] < 0.6
     assert rows[-1]["eval/pair_accuracy"] >= accuracy
     assert (", 0 cut off at" not in capsys.readouterr().out) == (data == "gsm8k_solutions")
+
+
+@pytest.mark.slow
+def test_kto_on_real_preferences_taken_apart(tmp_path, capsys):
+    args = kto.Args(
+        model=STORIES_MODEL,
+        dataset=str(REAL / "data" / "politeness"),
+        train_split="train[:50%]",
+        max_length=400,
+        epochs=1.0,
+        learning_rate=5e-4,
+        beta=0.1,
+        batch_size=16,
+        micro_batch_size=8,
+        eval_reward_fn=None,
+        eval_rows=48,
+        max_new_tokens=24,
+        output_dir=str(tmp_path),
+    )
+    rows = metrics_of(kto.main(args))
+    assert "500 pairs taken apart" in capsys.readouterr().out
+    assert rows[1]["reward/margin"] == 0
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"] - 0.05
+    assert rows[-1]["eval/margin"] > 0.5
 
 
 def test_gsm8k_answers_reward_themselves():

@@ -16,6 +16,15 @@ from scripts import SCRIPTS
 RUNS = {
     "sft": dict(epochs=0.04, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
     "rm_bradley_terry": dict(epochs=0.125, eval_rows=8, eval_samples=2, eval_every=3, save_every=2),
+    "reinforce": dict(
+        total_rollouts=8,
+        prompts_per_rollout=4,
+        group_size=4,
+        beta=0.1,
+        eval_split="test[:8]",
+        eval_every=3,
+        save_every=2,
+    ),
     "ppo_rlhf": dict(
         total_rollouts=8,
         prompts_per_rollout=8,
@@ -37,6 +46,7 @@ RUNS = {
     ),
     # Into a second epoch, so that reference log-probs are used again.
     "dpo": dict(train_split="train[:150]", epochs=1.7, eval_rows=8, eval_every=3, save_every=2),
+    "kto": dict(train_split="train[:150]", epochs=1.7, eval_rows=8, eval_every=3, save_every=2),
 }
 STEPS = 8
 
@@ -169,11 +179,11 @@ def test_a_finished_run_can_be_extended(tmp_path):
     assert json.loads((run_dir / "args.json").read_text())["total_rollouts"] == 4
 
 
-@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "kto"])
 def test_a_weight_decay_typed_beside_resume_is_taken(name, tmp_path):
     """The optimiser's state holds the old one."""
     script = SCRIPTS[name]
-    few, more = ("0.2", "0.4") if name == "dpo" else ("0.02", "0.04")
+    few, more = ("0.2", "0.4") if name in ("dpo", "kto") else ("0.02", "0.04")
     run_dir = script.main(script.parse_args([*flags(name, tmp_path), "--epochs", few]))
     words = ["--resume", str(run_dir), "--epochs", more, "--weight-decay", "0.3"]
     script.main(script.parse_args(words))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,29 @@ def test_preferences_are_those_of_a_judge_with_some_doubt():
         expected = sum(1 / (1 + math.exp(-4 * abs(gain))) for gain in gains) / len(gains)
         assert right == pytest.approx(expected, abs=0.03)
         assert 0.85 < right < 0.91
+
+
+def test_labels_are_those_of_a_judge_with_some_doubt_on_the_pairs_completions():
+    for split, pairs in (("train", 2000), ("test", 500)):
+        labelled = rows(f"reviews/labels/{split}.jsonl")
+        sides = [
+            (pair["prompt"], pair[side])
+            for pair in rows(f"reviews/preferences/{split}.jsonl")
+            for side in ("chosen", "rejected")
+        ]
+        assert len(sides) == 2 * pairs
+        assert sorted((row["prompt"], row["completion"]) for row in labelled) == sorted(sides)
+        assert {type(row["label"]) for row in labelled} == {bool}
+        # True with probability sigmoid(4 gold), at both ends of the gold reward and between.
+        for low, high in ((-1, -0.4), (-0.4, 0.4), (0.4, 1)):
+            some = [row for row in labelled if low <= score(row["completion"]) <= high]
+            liked = sum(row["label"] for row in some) / len(some)
+            likely = [1 / (1 + math.exp(-4 * score(row["completion"]))) for row in some]
+            assert len(some) > 200
+            assert liked == pytest.approx(sum(likely) / len(some), abs=0.04)
+        # Unpaired: two neighbours are of one pair by chance alone.
+        near = pairwise(labelled)
+        assert sum(a["prompt"] == b["prompt"] for a, b in near) < len(labelled) / 20
 
 
 @pytest.mark.parametrize("folder", ["arithmetic/policy", "reviews/policy", "reviews/reward_model"])

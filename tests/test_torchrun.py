@@ -28,6 +28,14 @@ ROLLOUTS = dict(total_rollouts=3, prompts_per_rollout=5, micro_batch_size=2, eva
 RUNS = {
     "sft": dict(PAIRS, eval_samples=3),
     "rm_bradley_terry": dict(PAIRS, center_coef=0.01),
+    "reinforce": dict(
+        total_rollouts=3,
+        prompts_per_rollout=5,
+        group_size=3,
+        micro_batch_size=2,
+        beta=0.1,
+        eval_split="test[:5]",
+    ),
     # An adapted beta must be the same everywhere, and so must the end of the passes.
     "ppo_rlhf": dict(ROLLOUTS, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
     "grpo": dict(
@@ -42,7 +50,14 @@ RUNS = {
         reward_fn="tiny/reviews/gold.py:sentiment",
     ),
     "dpo": dict(PAIRS, nll_coef=0.1),
+    "kto": dict(PAIRS, desirable_weight=1.3),
+    "dpo-orpo": dict(PAIRS, loss="orpo"),  # without a reference
 }
+
+
+def script_of(run):
+    """Its name; what stands behind a hyphen is another run of the script."""
+    return run.split("-")[0]
 
 
 def flags(name, **more):
@@ -85,18 +100,20 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     os.chdir(Path(__file__).parent.parent)
     found = {}
+    assert {script_of(name) for name in RUNS} == SCRIPTS.keys()
 
     def started(name, kind):
         return flags(name, output_dir=folder, exp_name=f"{name}-{kind}")
 
     def find(kind):
-        for name in SCRIPTS:
+        for name in RUNS:
             (found[name, kind],) = folder.glob(f"{name}-{kind}__*")
 
     def resumed(kind):
-        return [["--resume", str(found[name, kind])] for name in SCRIPTS]
+        return [["--resume", str(found[name, kind])] for name in RUNS]
 
-    for name, script in SCRIPTS.items():
+    for name in RUNS:
+        script = SCRIPTS[script_of(name)]
         script.main(script.parse_args(started(name, "1")))
         with pytest.MonkeyPatch.context() as patch:
             save = script.save_checkpoint
@@ -110,16 +127,18 @@ def runs(tmp_path_factory):
                 script.main(script.parse_args(started(name, "1to2")))
     find("1")
     find("1to2")
-    stopped = [[name, started(name, "2to1"), 2] for name in SCRIPTS]
-    whole = [[name, started(name, "2"), None] for name in SCRIPTS]
-    resume = [[name, words, None] for name, words in zip(SCRIPTS, resumed("1to2"), strict=True)]
+    names = [script_of(name) for name in RUNS]
+    stopped = [[script_of(name), started(name, "2to1"), 2] for name in RUNS]
+    whole = [[script_of(name), started(name, "2"), None] for name in RUNS]
+    resume = [[name, words, None] for name, words in zip(names, resumed("1to2"), strict=True)]
     run_together(2, stopped + whole + resume, folder)
-    run_together(4, [[name, started(name, "4"), None] for name in SCRIPTS], folder)
+    run_together(4, [[script_of(name), started(name, "4"), None] for name in RUNS], folder)
     for kind in ("2", "4", "2to1"):
         find(kind)
-    for name, words in zip(SCRIPTS, resumed("2to1"), strict=True):
+    for name, words in zip(RUNS, resumed("2to1"), strict=True):
         assert not (found[name, "2to1"] / "model").exists()
-        SCRIPTS[name].main(SCRIPTS[name].parse_args(words))
+        script = SCRIPTS[script_of(name)]
+        script.main(script.parse_args(words))
     return found
 
 
@@ -153,7 +172,7 @@ def compare(found, expected, where):
 
 
 @pytest.mark.parametrize("kind", ["2", "4", "1to2", "2to1"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_number_of_processes_does_not_change_the_training(runs, name, kind):
     one, several = runs[name, "1"], runs[name, kind]
     for log in ("metrics.jsonl", "samples.jsonl"):
@@ -170,7 +189,7 @@ def test_the_number_of_processes_does_not_change_the_training(runs, name, kind):
             assert other.read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_does_not_tell_how_many_wrote_it(runs, name):
     one, *others = (
         torch.load(runs[name, kind] / "checkpoint.pt", weights_only=True)
@@ -185,7 +204,7 @@ def test_a_checkpoint_does_not_tell_how_many_wrote_it(runs, name):
 def test_processes_finish_their_rollouts_at_different_lengths(runs):
     """The case that must not hang is in the runs above."""
     longest = []
-    for name in ("ppo_rlhf", "grpo", "dpo"):
+    for name in ("ppo_rlhf", "grpo", "dpo", "kto"):
         samples = read(runs[name, "2"] / "samples.jsonl")
         for step in {sample["step"] for sample in samples}:
             lengths = [sample["length"] for sample in samples if sample["step"] == step]

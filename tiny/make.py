@@ -252,9 +252,28 @@ def make_preferences() -> None:
         write_rows(folder / f"preferences/{split}.jsonl", rows[:count])
 
 
+def make_labels() -> None:
+    """The completions of those pairs, each by itself, as a judge with some doubt likes them or not.
+
+    True with probability sigmoid(4 gold), shuffled. It needs nothing but the pairs:
+    PYTHONPATH=tiny python -c "import make; make.make_labels()"
+    """
+    rng = random.Random(4)
+    for split in ("train", "test"):
+        lines = (TINY / f"reviews/preferences/{split}.jsonl").read_text().splitlines()
+        rows = []
+        for pair in map(json.loads, lines):
+            for completion in (pair["chosen"], pair["rejected"]):
+                liked = rng.random() < 1 / (1 + math.exp(-4 * gold.score(completion)))
+                rows.append({"prompt": pair["prompt"], "completion": completion, "label": liked})
+        rng.shuffle(rows)
+        write_rows(TINY / f"reviews/labels/{split}.jsonl", rows)
+
+
 if __name__ == "__main__":
     make_arithmetic()
     make_right_and_wrong()
     make_reviews()
     make_preferences()
+    make_labels()
     train(TINY / "reviews/reward_model", "rm_bradley_terry.py")

@@ -1,0 +1,344 @@
+"""The mathematics of reinforce.py against enumerations, its identity with GRPO, a real run."""
+
+import itertools
+import json
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import grpo
+import reinforce
+from reinforce import Args, baseline_advantages, policy_gradient_loss, reward
+
+SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4, eval_split="test[:4]")
+BASELINES = ["none", "batch_mean", "leave_one_out"]
+
+
+def run(tmp_path, **flags):
+    """A real run in a few seconds; returns its folder."""
+    return reinforce.main(Args(output_dir=str(tmp_path), **{**SMALL, **flags}))
+
+
+def spy_on(monkeypatch, name, module=reinforce):
+    """Record arguments and results of a function that the script calls."""
+    calls, original = [], getattr(module, name)
+
+    def spy(*args, **options):
+        calls.append((args, original(*args, **options)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+def gradients(monkeypatch):
+    """Record the gradients of each optimiser step, before any clipping."""
+    steps, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def spy(parameters, norm):
+        parameters = list(parameters)
+        steps.append([p.grad.clone() for p in parameters])
+        return clip(parameters, norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    return steps
+
+
+# --- advantages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("k", [2, 3])
+def test_advantages_equal_plain_loops(baseline, k):
+    returns = torch.randn(4 * k, generator=torch.Generator().manual_seed(0))
+    exact = [Fraction(value) for value in returns.tolist()]
+    for i, found in enumerate(baseline_advantages(returns, k, baseline).tolist()):
+        if baseline == "none":
+            b = 0
+        elif baseline == "batch_mean":
+            b = sum(exact) / len(exact)
+        else:
+            others = [j for j in range(len(exact)) if j // k == i // k and j != i]
+            b = sum(exact[j] for j in others) / len(others)
+        assert found == pytest.approx(float(exact[i] - b), rel=1e-6)
+
+
+def test_a_sample_alone_has_the_mean_of_the_batch():
+    found = baseline_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 1, "batch_mean")
+    assert found.tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+@pytest.mark.parametrize("baseline", ["batch_mean", "leave_one_out"])
+def test_equal_rewards_give_exactly_zero(baseline):
+    for k in (2, 3, 7, 64):
+        assert baseline_advantages(torch.full([k], 0.1), k, baseline).eq(0).all()
+
+
+# --- the gradient, by enumeration -----------------------------------------------------------------
+# A policy of one parameter per context over completions of one or two tokens; 0 ends them.
+COMPLETIONS = [[0], *([first, second] for first in (1, 2) for second in (0, 1, 2))]
+REWARDS = dict(zip(map(tuple, COMPLETIONS), [1.0, 3.0, 2.0, 2.5, 4.0, 1.5, 3.5], strict=True))
+
+
+def policy():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def token_logprobs(logits, completion):
+    """Log-probs of a completion's tokens, 0 after its end: context 0, then the first token's."""
+    table = logits.log_softmax(dim=1)
+    found = [table[0, completion[0]]]
+    found += [table[completion[0], completion[1]]] if len(completion) > 1 else []
+    return torch.stack([*found, *[torch.zeros(()).double()] * (2 - len(found))])
+
+
+def probability(logits, completion):
+    return token_logprobs(logits, completion).sum().exp()
+
+
+def expected_gradient(logits, k, baseline, score):
+    """E of the gradient of -policy_gradient_loss over all k-tuples of completions, and of its
+    square: the sum over parameters.
+    """
+    mean, square = torch.zeros_like(logits), 0.0
+    for drawn in itertools.product(COMPLETIONS, repeat=k):
+        chance = math.prod(probability(logits, o).item() for o in drawn)
+        returns = torch.tensor([score(o) for o in drawn])
+        advantages = baseline_advantages(returns, k, baseline)
+        logprobs = torch.stack([token_logprobs(logits, o) for o in drawn])
+        loss = policy_gradient_loss(logprobs, advantages, k)
+        (grad,) = torch.autograd.grad(-loss, logits)
+        mean += chance * grad
+        square += chance * grad.square().sum().item()
+    return mean, square - mean.square().sum().item()
+
+
+@pytest.mark.parametrize(
+    ("baseline", "factor"), [("none", 1), ("batch_mean", 1 / 2), ("leave_one_out", 1)]
+)
+def test_the_expected_estimate_is_the_gradient_of_the_expected_reward(baseline, factor):
+    """batch_mean: each return is a part of its own baseline, hence (B - 1) / B, here 1 / 2."""
+    logits = policy()
+    expected = sum(probability(logits, o) * REWARDS[tuple(o)] for o in COMPLETIONS)
+    (exact,) = torch.autograd.grad(expected, logits)
+    found, _ = expected_gradient(logits, 2, baseline, lambda o: REWARDS[tuple(o)])
+    torch.testing.assert_close(found, factor * exact, rtol=1e-6, atol=1e-8)
+
+
+def test_a_baseline_lowers_the_variance():
+    logits = policy()
+    found = {b: expected_gradient(logits, 3, b, lambda o: REWARDS[tuple(o)])[1] for b in BASELINES}
+    assert found["leave_one_out"] < found["none"] / 3
+    assert found["batch_mean"] < found["none"] / 3
+
+
+def test_the_log_ratio_in_the_reward_is_the_gradient_of_the_kl():
+    """grad of E[r] - beta KL(pi || pi_ref), although the log-ratio itself has no gradient."""
+    logits, beta = policy(), 0.7
+    reference = torch.randn(3, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def log_ratio(o):
+        return (token_logprobs(logits, o) - token_logprobs(reference, o)).sum()
+
+    def value(o):
+        return REWARDS[tuple(o)] - beta * log_ratio(o)
+
+    objective = sum(probability(logits, o) * value(o) for o in COMPLETIONS)
+    (exact,) = torch.autograd.grad(objective, logits)
+    found, _ = expected_gradient(logits, 2, "leave_one_out", lambda o: value(o).item())
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+
+
+# --- the identity with GRPO -----------------------------------------------------------------------
+
+
+def test_grpo_with_the_docstrings_flags_has_this_gradient(tmp_path, monkeypatch):
+    """Both scripts as they are, on the same completions: (k - 1) / (k max_new_tokens) of it."""
+    flags = "--total-rollouts 1 --prompts-per-rollout 3 --group-size 4 --train-split train[:3]"
+    flags += " --micro-batch-size 5"
+    as_told = reinforce.__doc__.partition("grpo.py with ")[2].partition(" has the gradient\n")[0]
+    assert as_told == "--num-minibatches 1 --no-scale-rewards --beta 0 --loss-norm constant"
+    prompts = {}
+
+    def completions_of(original, script):
+        def generate(model, prompts_now, *settings):
+            if len(prompts_now) != 12:  # an evaluation
+                return original(model, prompts_now, *settings)
+            made = original(model, sorted(prompts_now), *settings)
+            made = prompts.setdefault("made", dict(enumerate(made)))
+            # Each prompt's completions, whatever the order in which a script draws prompts.
+            order = sorted(range(12), key=lambda i: (prompts_now[i], i))
+            return [made[order.index(i)] for i in range(12)]
+
+        return generate
+
+    # The prompts of a rollout may come twice in reinforce.py: each of the three once here.
+    monkeypatch.setattr(torch, "randint", lambda n, *a, **k: torch.randperm(n, **k))
+    steps = gradients(monkeypatch)
+    for script, more in ((reinforce, ""), (grpo, as_told)):
+        monkeypatch.setattr(script, "generate", completions_of(script.generate, script))
+        words = f"{flags} {more} --eval-split test[:2] --output-dir {tmp_path}"
+        script.main(script.parse_args(words.split()))
+    ours, theirs = steps
+    scale = (4 - 1) / (4 * Args.max_new_tokens)
+    assert max(grad.abs().max() for grad in ours) > 0.01
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(scale * a, b, rtol=1e-4, atol=1e-8)
+
+
+# --- the reward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("3,0,1,3,5#5", "5", 1),
+        ("3,0,1,3,5#6", "5", 0),
+        ("#", "5", 0),
+        ("", "5", 0),
+        ("It is 72.00 dollars.", "48/2 = <<48/2=24>>24\n#### 72", 1),
+        ("1234", "#### 1,234", 1),
+        ("1,234", "#### 1234", 1),
+        ("minus -3", "-3", 1),
+        ("3", "-3", 0),
+        ("1, 2 or 3", "3", 1),
+        ("10-3", "3", 1),
+        ("0.5", ".5", 1),
+        ("1,2345", "5", 0),
+    ],
+)
+def test_reward(completion, answer, expected):
+    assert reward(completion, answer) == expected
+
+
+def test_the_reward_is_that_of_text_and_answer(tmp_path, monkeypatch):
+    """No special tokens in the text; the answer is that of the prompt, a held-out one."""
+    monkeypatch.setattr(reinforce, "reward", lambda text, answer: int(answer))
+    run_dir = run(tmp_path, eval_split="test[:20]")
+    with open("tiny/arithmetic/prompts/test.jsonl") as file:
+        held_out = [json.loads(line) for line in file][:20]
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 40  # of two evaluations
+    for sample, row in zip(samples, 2 * held_out, strict=True):
+        assert (sample["prompt"], sample["reward"]) == (row["prompt"], int(row["answer"]))
+        assert "<" not in sample["completion"]
+    first, last = (json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert first["eval/reward"] == sum(int(row["answer"]) for row in held_out) / 20
+    assert first["eval/length_mean"] == sum(sample["length"] for sample in samples[:20]) / 20
+    assert last["completions/length_mean"] == int(16 * last["completions/length_mean"]) / 16 < 24
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_micro_batch_size_does_not_change_the_gradient(baseline, tmp_path, monkeypatch):
+    steps = gradients(monkeypatch)
+    for size in (64, 3):
+        run(tmp_path, micro_batch_size=size, baseline=baseline)
+    for one, other in zip(*steps, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_reaches_the_gradient(tmp_path, monkeypatch):
+    """The rewards of the rollout, less beta times the log-ratio of whole completions."""
+    returns = spy_on(monkeypatch, "baseline_advantages")
+    losses = spy_on(monkeypatch, "policy_gradient_loss")
+    ratios = spy_on(monkeypatch, "rollout_logprobs")
+    # A reference that is not the policy.
+    models, load = [], reinforce.load_model
+
+    def load_and_move(*source):
+        models.append(load(*source))
+        if len(models) == 2:
+            for weight in models[1].parameters():
+                weight.data *= 1.1
+        return models[-1]
+
+    monkeypatch.setattr(reinforce, "load_model", load_and_move)
+    (rows,) = (run(tmp_path, beta=0.5, baseline="batch_mean") / "metrics.jsonl",)
+    metrics = json.loads(rows.read_text().splitlines()[1])
+    (policy_call, reference_call) = ratios
+    assert policy_call[0][0] is models[0] and reference_call[0][0] is models[1]
+    kl = (policy_call[1] - reference_call[1]).sum(dim=1)
+    ((given, *settings), advantages) = returns[0]
+    assert settings == [4, "batch_mean"]
+    rewards = given + 0.5 * kl
+    assert ((rewards - rewards.round()).abs() < 1e-4).all() and rewards.max() < 1.5
+    assert metrics["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-4)
+    assert metrics["objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert kl.abs().max() > 0.01
+    used = torch.cat([arguments[1] for arguments, _ in losses])
+    torch.testing.assert_close(used.sort().values, advantages.sort().values)
+    assert {arguments[2] for arguments, _ in losses} == {16}
+
+
+def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
+    loads = spy_on(monkeypatch, "load_model")
+    run(tmp_path)
+    assert len(loads) == 1
+    run(tmp_path, beta=0.1)
+    assert len(loads) == 3
+
+
+def test_the_reference_never_moves(tmp_path, monkeypatch):
+    loads = spy_on(monkeypatch, "load_model")
+    run(tmp_path, beta=0.1, total_rollouts=2)
+    (_, trained), (_, reference) = loads
+    start = AutoModelForCausalLM.from_pretrained(Args.model, dtype=torch.float32).state_dict()
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(weight, start[name])
+    assert not torch.equal(trained.lm_head.weight, reference.lm_head.weight)
+
+
+def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch):
+    calls = spy_on(monkeypatch, "generate")
+    rates, step = [], torch.optim.AdamW.step
+
+    def spy(optimizer, *arguments):
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert optimizer.param_groups[0]["weight_decay"] == 0
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    steps = gradients(monkeypatch)
+    run(tmp_path, total_rollouts=4, eval_every=2)
+    assert not torch.equal(steps[0][0], steps[1][0])
+    tokenizer = grpo.AutoTokenizer.from_pretrained(Args.model)
+    for _, *settings, _ in (arguments for arguments, _ in calls):
+        assert settings[1:] == [24, 1.0, [tokenizer.eos_token_id]]
+    assert [len(arguments[1]) for arguments, _ in calls] == [4, 16, 16, 4, 16, 16, 4]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    rollouts = [arguments[1] for arguments, _ in calls if len(arguments[1]) == 16]
+    assert len(rollouts) == 4 and rollouts[0] != rollouts[1]
+    for prompts in rollouts:
+        assert all(prompts[i] == prompts[i // 4 * 4] for i in range(16))
+
+
+def test_chat_messages(tmp_path):
+    args = Args(chat=True, eval_split="test[:2]")
+    tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    rows = reinforce.load_rows(args, "test[:2]", tokenizer)
+    assert rows[0]["prompt"] == [{"role": "user", "content": "2+6+0+8+0="}]
+    assert tokenizer.decode(rows[0]["ids"]) == "2+6+0+8+0="
+
+
+@pytest.mark.parametrize("row", [dict(prompt="1+2=", answer="three"), dict(prompt="", answer="3")])
+def test_a_row_that_cannot_be_rewarded(row, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    told = (
+        f"row 0 of train: no --prompt-column or no number in --answer-column, {row['answer']}, of"
+    )
+    with pytest.raises(SystemExit, match=told):
+        run(tmp_path, dataset=str(tmp_path))
+
+
+def test_leave_one_out_of_one(tmp_path):
+    with pytest.raises(SystemExit, match="--group-size must not be 1"):
+        run(tmp_path, group_size=1)
