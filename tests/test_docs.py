@@ -106,3 +106,19 @@ def test_every_flag_has_help(name, capsys):
         assert field.lineno == field.end_lineno and "  # " in line, line
         words = line.rpartition("  # ")[2].split()
         assert " ".join(words[:3]) in shown, f"{name}.py: {field.target.id} has no help"
+
+
+def test_the_readme_counts_the_scripts_lines_and_links_the_loop():
+    text = Path("README.md").read_text()
+    for name in SCRIPTS:
+        (counted,) = re.findall(rf"\[`{name}\.py`\]\({name}\.py\) \| (\d+) \|", text)
+        assert int(counted) == len(SOURCES[Path(f"{name}.py")].splitlines())
+    (first, last) = map(int, re.search(r"grpo\.py#L(\d+)-L(\d+)", text).groups())
+    lines = SOURCES[Path("grpo.py")].splitlines()
+    assert lines[first - 1] == "    for step in progress:"
+    assert lines[last].strip() == "# 6. log, evaluate, save"
+    # Each line of the excerpt stands in the loop, in its order, but for what follows a comment.
+    loop = [line.strip() for line in lines[first - 1 : last]]
+    excerpt = text.partition("```python\n")[2].partition("```")[0].splitlines()
+    found = [loop.index(line.strip()) for line in excerpt]
+    assert found == sorted(found)
