@@ -1,7 +1,7 @@
 r"""Kahneman-Tversky Optimization (KTO): learn from single completions that are good or bad.
 
 Prospect theory: people value an outcome by its distance from a reference point, less and less so
-the farther off it is. Here the outcome is the implicit reward of `dpo.py`, r = log(pi(y|x) /
+the farther off it is. Here the outcome is the log-ratio of `dpo.py`, r = log(pi(y|x) /
 pi_ref(y|x)), and the reference point z0 an estimate of KL(pi || pi_ref) (arXiv 2402.01306, 4.1):
 
     z0 = max(0, mean of r(x_i, y_j) over mismatched pairs), without gradient,
@@ -77,7 +77,7 @@ class Args:
     max_length: int = 128  # of prompt and completion together, in tokens; the rest is cut off
     # --- KTO ---
     beta: float = 0.1  # cost of leaving the reference
-    desirable_weight: float = 1.33  # w_D; w_D n_D should be 1 to 4/3 times w_U n_U, of n rows each
+    desirable_weight: float = 1.33  # w_D; w_D n_D should be 1 to 3/2 times w_U n_U, of n rows each
     undesirable_weight: float = 1.0  # w_U, weight of the undesirable completions
     # --- optimisation and evaluation ---
     epochs: float = 2.0  # passes over the training completions

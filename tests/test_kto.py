@@ -359,6 +359,7 @@ def test_prompts_and_columns_of_a_row(tmp_path, row, flags, chat):
     assert found.pop("own") == found.pop("mismatched") == (prompt_ids, ids("a film <eos>"))
     prompt = [message("user", "on wednesday")] if chat else "on wednesday"
     assert found == {"prompt": prompt, "label": True, "columns": {"answer": "5", "note": 3}}
+    assert found["label"] is True  # also of a 1, which torch.where would refuse
 
 
 @pytest.mark.parametrize("kind", ["strings", "strings as chat", "messages", "conversations"])
