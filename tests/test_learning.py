@@ -32,17 +32,14 @@ def run(script, folder, seed, *flags):
 
 # The runs that are made by default. In a run of the whole suite they have a core for themselves.
 RUNS = [
-    (script, 1)
-    for script in (
-        "reinforce.py",
-        "grpo.py",
-        "ppo_rlhf.py",
-        "dpo.py",
-        "kto.py",
-        "rm_bradley_terry.py",
-    )
+    ("reinforce.py", 1),
+    ("grpo.py", 1),
+    ("ppo_rlhf.py", 1),
+    ("dpo.py", 1),
+    ("kto.py", 1),
+    ("rm_bradley_terry.py", 1),
+    ("sft.py", 1, "--epochs", "1"),
 ]
-RUNS.append(("sft.py", 1, "--epochs", "1"))
 STARTED = {}
 
 
