@@ -1,6 +1,7 @@
 """One thread, so that runs are the same to the bit, and no test is slowed by spinning threads."""
 
 import os
+from threading import Thread
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,8 +19,10 @@ def from_the_root(monkeypatch):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def learning(request, tmp_path_factory):
-    """The runs of test_learning.py take one core, the other tests the other."""
+def background(request, tmp_path_factory):
+    """The runs of two files take one core, the other tests the other."""
     modules = {item.module.__name__: item.module for item in request.session.items}
-    if "test_learning" in modules and len(modules) > 5:
-        modules["test_learning"].begin(tmp_path_factory.mktemp("learning"))
+    names = [name for name in ("test_learning", "test_torchrun") if name in modules]
+    if len(modules) > 5:
+        jobs = [modules[name].begin(tmp_path_factory.mktemp(name)) for name in names]
+        Thread(target=lambda: [job() for job in jobs], daemon=True).start()

@@ -632,7 +632,7 @@ def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_pa
 
 
 def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
-    (tmp_path / "rule.py").write_text(
+    (tmp_path / "rule_of_kto.py").write_text(
         "def judge(prompts, completions, answer, note):\n"
         "    assert [p.split()[-1] for p in prompts] == note\n"
         "    return [a if a == 1 else a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
@@ -641,7 +641,7 @@ def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
         row | dict(answer=i / 2, note=row["prompt"].split()[-1])
         for i, row in enumerate(rows_of("test", 10))
     ]
-    flags = dict(eval_reward_fn=f"{tmp_path}/rule.py:judge", eval_rows=10, batch_size=2)
+    flags = dict(eval_reward_fn=f"{tmp_path}/rule_of_kto.py:judge", eval_rows=10, batch_size=2)
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), **flags)
     samples = read(run_dir / "samples.jsonl")[-10:]
     rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -44,15 +43,15 @@ STARTED = {}
 
 
 def begin(folder):
-    """Make the default runs one after the other, in the background."""
+    """The job that makes the default runs, one after the other."""
 
-    def make_all():
+    def job():
         for (script, *flags), future in STARTED.items():
             done = run(script, folder / script, *flags)
             future.set_result((done, folder / script))
 
     STARTED.update((words, Future()) for words in RUNS)
-    Thread(target=make_all, daemon=True).start()
+    return job
 
 
 def learn(script, tmp_path, seed, *flags):

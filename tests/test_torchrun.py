@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,10 @@ RUNS = {
 }
 
 
+ROOT = Path(__file__).parent.parent
+STARTED = {}  # what `begin` has begun
+
+
 def script_of(run):
     """Its name; what stands behind a hyphen is another run of the script."""
     return run.split("-")[0]
@@ -68,10 +73,11 @@ def flags(name, **more):
 
 
 def torchrun(processes, *command, **options):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.Popen(
         [*launcher, f"--nproc_per_node={processes}", *map(str, command)],
+        cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,7 +92,7 @@ def run_together(processes, runs, folder):
     path.write_text(json.dumps(runs))
     process = torchrun(processes, "tests/run_together.py", path)
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=500)
     finally:
         process.kill()
     assert process.returncode == 0, output[:20_000]
@@ -94,27 +100,27 @@ def run_together(processes, runs, folder):
     assert output.count("\nmodel: ") == finished, "one process alone prints"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Folders of runs: (script, kind) for the kinds 1, 2 and 4 processes, 1 to 2, and 2 to 1."""
-    folder = tmp_path_factory.mktemp("runs")
-    os.chdir(Path(__file__).parent.parent)
-    found = {}
+def started(name, kind, folder):
+    return flags(name, output_dir=folder, exp_name=f"{name}-{kind}")
+
+
+def find(kind, folder):
+    for name in RUNS:
+        (STARTED["found"][name, kind],) = folder.glob(f"{name}-{kind}__*")
+
+
+def resumed(kind):
+    return [["--resume", str(STARTED["found"][name, kind])] for name in RUNS]
+
+
+def begin(folder):
+    """Make the runs of one process; returns the job that makes those of several."""
+    os.chdir(ROOT)
     assert {script_of(name) for name in RUNS} == SCRIPTS.keys()
-
-    def started(name, kind):
-        return flags(name, output_dir=folder, exp_name=f"{name}-{kind}")
-
-    def find(kind):
-        for name in RUNS:
-            (found[name, kind],) = folder.glob(f"{name}-{kind}__*")
-
-    def resumed(kind):
-        return [["--resume", str(found[name, kind])] for name in RUNS]
-
+    STARTED.update(folder=folder, found={}, done=Future())
     for name in RUNS:
         script = SCRIPTS[script_of(name)]
-        script.main(script.parse_args(started(name, "1")))
+        script.main(script.parse_args(started(name, "1", folder)))
         with pytest.MonkeyPatch.context() as patch:
             save = script.save_checkpoint
 
@@ -124,17 +130,35 @@ def runs(tmp_path_factory):
 
             patch.setattr(script, "save_checkpoint", stop)
             with pytest.raises(KeyboardInterrupt):
-                script.main(script.parse_args(started(name, "1to2")))
-    find("1")
-    find("1to2")
+                script.main(script.parse_args(started(name, "1to2", folder)))
+    find("1", folder)
+    find("1to2", folder)
     names = [script_of(name) for name in RUNS]
-    stopped = [[script_of(name), started(name, "2to1"), 2] for name in RUNS]
-    whole = [[script_of(name), started(name, "2"), None] for name in RUNS]
+    stopped = [[script_of(name), started(name, "2to1", folder), 2] for name in RUNS]
+    whole = [[script_of(name), started(name, "2", folder), None] for name in RUNS]
     resume = [[name, words, None] for name, words in zip(names, resumed("1to2"), strict=True)]
-    run_together(2, stopped + whole + resume, folder)
-    run_together(4, [[script_of(name), started(name, "4"), None] for name in RUNS], folder)
+    four = [[script_of(name), started(name, "4", folder), None] for name in RUNS]
+
+    def job():
+        try:
+            run_together(2, stopped + whole + resume, folder)
+            run_together(4, four, folder)
+            STARTED["done"].set_result(None)
+        except BaseException as error:
+            STARTED["done"].set_exception(error)
+
+    return job
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of runs: (script, kind) for the kinds 1, 2 and 4 processes, 1 to 2, and 2 to 1."""
+    if not STARTED:
+        begin(tmp_path_factory.mktemp("runs"))()
+    STARTED["done"].result()
+    found = STARTED["found"]
     for kind in ("2", "4", "2to1"):
-        find(kind)
+        find(kind, STARTED["folder"])
     for name, words in zip(RUNS, resumed("2to1"), strict=True):
         assert not (found[name, "2to1"] / "model").exists()
         script = SCRIPTS[script_of(name)]
