@@ -1,30 +1,36 @@
 """kto.py: the value function, its reference point, labelled completions and a real run."""
 
-import functools
 import itertools
-import json
 import math
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from models import CHAT, tiny_model
+from reviews import (
+    EOS,
+    POLICY,
+    STILL,
+    read,
+    dataset,
+    metrics_of,
+    weights_of,
+    watch_steps,
+    batch_rows,
+    plain_model,
+    ids,
+    plain_logprobs,
+)
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import kto
 from common import logprobs as common_logprobs
 from kto import Args, kto_loss, kto_metrics, reference_point, sum_logprobs
 
-POLICY = "tiny/reviews/policy"
-EOS = 2
-# Nothing is learned, but all is computed: 1e-30 is lost in the rounding of every weight.
-STILL = dict(learning_rate=1e-30)
 # What the tests count on is named here, so that a default may be tuned. The peak learning rate is
 # large, so that log-ratios are not all near 0.
 SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
@@ -32,19 +38,8 @@ SMALL |= dict(beta=0.5, desirable_weight=1.0, eval_rows=4, eval_every=100, max_n
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
 
 
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def rows_of(split, count):
     return read(f"tiny/reviews/labels/{split}.jsonl")[:count]
-
-
-def dataset(tmp_path, train, test=None):
-    (tmp_path / "data").mkdir(exist_ok=True)
-    for split, rows in (("train", train), ("test", test or train)):
-        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    return str(tmp_path / "data")
 
 
 def run(tmp_path, train=20, **flags):
@@ -52,28 +47,6 @@ def run(tmp_path, train=20, **flags):
     if "dataset" not in flags:
         flags["dataset"] = dataset(tmp_path, rows_of("train", train), rows_of("test", 10))
     return kto.main(Args(output_dir=str(tmp_path / "runs"), **{**SMALL, **flags}))
-
-
-def metrics_of(run_dir):
-    return read(run_dir / "metrics.jsonl")
-
-
-def weights_of(run_dir):
-    return load_file(run_dir / "model" / "model.safetensors")
-
-
-def watch_steps(monkeypatch):
-    """Of each step, the weights with which it met its rows, and the gradient to be clipped."""
-    steps, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(parameters, max_norm):
-        parameters = list(parameters)
-        weights = [p.detach().clone() for p in parameters]
-        steps.append((weights, [p.grad.clone() for p in parameters], max_norm))
-        return clip(parameters, max_norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    return steps
 
 
 def spy_on(monkeypatch, name):
@@ -89,37 +62,7 @@ def spy_on(monkeypatch, name):
     return calls
 
 
-def batch_rows(step, size, count, seed):
-    """Row numbers of a step: a slice of an endless row of epochs, each shuffled anew."""
-    generator, order = torch.Generator().manual_seed(seed), []
-    while len(order) < (step + 1) * size:
-        order += torch.randperm(count, generator=generator).tolist()
-    return order[step * size : (step + 1) * size]
-
-
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
-
-
-def plain_model(folder=POLICY):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@functools.cache
-def vocabulary():
-    return AutoTokenizer.from_pretrained(POLICY).get_vocab()
-
-
-def ids(words):
-    """The tokens of a review: one for each word."""
-    return [vocabulary()[word] for word in words.split()]
-
-
-def plain_logprobs(model, prompt, completion, temperature=1.0):
-    """log pi of each token of a completion, a list of 0-dimensional tensors."""
-    logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
-    return [
-        logits[len(prompt) + i - 1].log_softmax(dim=0)[token] for i, token in enumerate(completion)
-    ]
 
 
 def plain_logratio(policy, reference, pair):
