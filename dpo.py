@@ -197,9 +197,9 @@ def main(args: Args) -> Path:
             fixed = (pairs, parts, args.temperature)
             logratios = rollout_logprobs(policy, *fixed)  # (N, T)
             logratios -= rollout_logprobs(ref_model or load_model(*source), *fixed)
-            gc.collect()  # frees the reference: a sharded model and its hooks refer to each other
-            # k1: unbiased, and no single token can carry the mean away, as k3's ratio can.
-            metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)
+            if WORLD_SIZE > 1:
+                gc.collect()  # frees the reference: sharded, it and its hooks refer to each other
+            metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)  # k1: unbiased
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         told = zip(eval_rows, texts, sampled, strict=True)
         samples = [dict(prompt=row["prompt"], completion=x, length=len(y)) for row, x, y in told]

@@ -178,8 +178,9 @@ def main(args: Args) -> Path:
         fixed = (pairs, parts, args.temperature)
         logratios = rollout_logprobs(policy, *fixed)  # (N, T)
         logratios -= rollout_logprobs(load_model(*source), *fixed)
-        gc.collect()  # frees the reference: a sharded model and its hooks refer to each other
-        metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)  # k1, which is unbiased
+        if WORLD_SIZE > 1:
+            gc.collect()  # frees the reference: sharded, it and its hooks refer to each other
+        metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)  # k1: unbiased
         metrics["eval/length_mean"] = np.mean([len(completion) for completion in sampled])
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         samples = []
