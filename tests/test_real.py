@@ -12,6 +12,7 @@ import dpo
 import grpo
 import kto
 import ppo_rlhf
+import reinforce
 import rm_bradley_terry
 import sft
 from common.generation import find_stop_ids
@@ -67,6 +68,26 @@ def test_grpo_runs_on_real_gsm8k_rows(tmp_path):
     rows = metrics_of(run_dir)
     assert len(rows) == 3
     assert all("eval/accuracy" in row for row in (rows[0], rows[-1]))
+
+
+def test_reinforce_runs_on_real_gsm8k_rows(tmp_path):
+    args = reinforce.Args(
+        model=STORIES_MODEL,
+        dataset=str(REAL / "data" / "gsm8k"),
+        prompt_column="question",
+        train_split="train[:50]",
+        eval_split="test[:8]",
+        max_new_tokens=24,
+        total_rollouts=2,
+        prompts_per_rollout=4,
+        group_size=4,
+        micro_batch_size=4,
+        beta=0.1,
+        output_dir=str(tmp_path),
+    )
+    rows = metrics_of(reinforce.main(args))
+    assert len(rows) == 3
+    assert rows[0]["eval/reward"] == 0  # it writes stories
 
 
 @pytest.mark.slow

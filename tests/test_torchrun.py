@@ -53,6 +53,17 @@ RUNS = {
     "dpo": dict(PAIRS, nll_coef=0.1),
     "kto": dict(PAIRS, desirable_weight=1.3),
     "dpo-orpo": dict(PAIRS, loss="orpo"),  # without a reference
+    "grpo-gdpo": dict(
+        ROLLOUTS,
+        group_size=3,
+        num_minibatches=2,
+        multi_objective_aggregation="normalize_then_sum",
+        importance_sampling_level="sequence",
+        model="tiny/reviews/policy",
+        dataset="tiny/reviews/prompts",
+        reward_model="tiny/reviews/reward_model",
+        reward_fn="tiny/reviews/gold.py:sentiment",
+    ),
 }
 
 
