@@ -40,6 +40,8 @@ STEPS = {
     "ppo_rlhf.py": "--total-rollouts 3",
     "grpo.py": "--total-rollouts 3",
     "dpo.py": "--epochs 0.05",
+    "kto.py": "--epochs 0.05",
+    "reinforce.py": "--total-rollouts 3",
 }
 
 

@@ -466,6 +466,10 @@ def run_side(side: str, work: Work, steps: int | None) -> Any:
     """What a process of its own finds out."""
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
+    if os.environ.get("SPEED_MEDIUM"):
+        import torch
+
+        torch.set_float32_matmul_precision("medium")
     if side == "floor":
         return floor(work)
     if side == "profile":
@@ -509,6 +513,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder with the texts of the real works")
     parser.add_argument("--floor", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--medium", action="store_true", help="float32 matmul precision, of both")
     sides = ["ours", "trl", "floor", "profile"]
     parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -519,6 +524,8 @@ def main() -> None:
         parser.error(f"--{alone} is of training")
     if args.data and not (args.tokenizer and Path(args.data).is_dir()):
         parser.error("--data needs a --tokenizer, and to be a folder")
+    if args.medium:
+        os.environ["SPEED_MEDIUM"] = "1"
     head = ""
     with tempfile.TemporaryDirectory() as folder:
         if REAL.keys() & {*args.works}:
