@@ -2,7 +2,7 @@
 
     python grpo.py --reward-fn last_number docs/experiments/rules.py:brevity --reward-weights 4 1
 
-`python docs/experiments/gdpo.py` trains with them.
+`python docs/experiments/figures.py gdpo` trains with them.
 """
 
 import re
