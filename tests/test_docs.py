@@ -3,10 +3,14 @@
 import ast
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from scripts import SCRIPTS
+
+sys.path.insert(0, str(Path("docs/experiments").resolve()))
+from tables import BLOCK, load_tables, markdown
 
 PAGES = [Path("README.md"), Path("tiny/README.md"), *Path("docs").glob("*.md")]
 GROUPS = "reward|objective|policy|value|completions|eval|time"
@@ -23,6 +27,8 @@ FLAGS = {
     "--label",
     "--data",
     "--floor",
+    "--jobs",
+    "--medium",
     "--profile",
     "--repeats",
     "--shapes",
@@ -125,3 +131,41 @@ def test_the_readme_counts_the_scripts_lines_and_links_the_loop():
     excerpt = text.partition("```python\n")[2].partition("```")[0].splitlines()
     found = [loop.index(line.strip()) for line in excerpt]
     assert found == sorted(found)
+
+
+def test_tables_on_the_pages_are_those_of_the_results():
+    tables, shown = load_tables(), []
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("<!-- table ") == text.count("<!-- end table -->")
+        for name, block in BLOCK.findall(text):
+            shown.append(name)
+            assert block == markdown(tables[name]), f"{page}: {name}"
+    assert sorted(shown) == sorted(tables)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_to_lines_point_at_what_they_name(page):
+    for name, path, line in re.findall(r"\[`(\w+)`\]\(([\w/.]+\.py)#L(\d+)\)", page.read_text()):
+        source = (page.parent / path).read_text().splitlines()[int(line) - 1]
+        assert re.search(rf"(def|class) {name}\b|^{name} = ", source), f"{page}: {name}, {source}"
+
+
+def test_the_readmes_results_are_those_of_the_experiments():
+    rows = {
+        "sft": ("sft", "(default)", "loss"),
+        "rm_bradley_terry": ("reward_model", "(default)", "pair accuracy"),
+        "reinforce": ("reinforce", "`--baseline leave_one_out`", "reward"),
+        "ppo_rlhf": ("ppo", "(default)", "reward"),
+        "grpo": ("grpo", "(default)", "accuracy"),
+        "dpo": ("dpo", "(default)", "reward"),
+        "kto": ("kto", "(default)", "reward"),
+    }
+    assert rows.keys() == SCRIPTS.keys()
+    for name, (experiment, label, quantity) in rows.items():
+        made = json.loads(Path(f"docs/results/{experiment}.json").read_text())
+        values = made["numbers"][label][quantity]
+        (row,) = re.findall(
+            rf"^\| \[`{name}\.py`\].*$", Path("README.md").read_text(), re.MULTILINE
+        )
+        assert f" {min(values):.3f} to {max(values):.3f}" in row

@@ -1,0 +1,108 @@
+"""A code reward: 1 where the completion's function gives the right result in every test, else 0.
+
+    python grpo.py --reward-fn docs/rewards/programs.py:passes ...
+
+Two columns of the dataset say what to test: `function`, the name that the completion must define,
+and `tests`, a JSON text of [arguments, result] pairs, such as '[[[2, 3], 5], [[-1, 1], 0]]'.
+
+Each completion runs in a Python process of its own, with the standard library alone. The process
+gets the arguments; the results stay here and are compared here, so that nothing that the completion
+prints, patches or exits with can look like a pass. It is no sandbox: docs/rewards.md says what it
+does not protect against. For Linux.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+SECONDS = 5.0  # wall-clock time of a completion, with all its tests
+LIMITS = {  # of module resource
+    "RLIMIT_CPU": 5,  # seconds; it ends a loop also where the trainer has been killed
+    "RLIMIT_AS": 512 * 2**20,  # bytes of memory
+    "RLIMIT_FSIZE": 2**20,  # bytes of a file, the results included
+    "RLIMIT_NPROC": 0,  # further processes and threads; root is not held by it
+    "RLIMIT_CORE": 0,
+}
+# Audit events that no function under test has a reason to cause, but for two that imports need.
+REFUSED = {"ctypes", "fcntl", "os", "pty", "resource", "shutil", "signal", "socket", "subprocess"}
+ALLOWED = {"os.listdir", "os.scandir"}
+
+
+def passes(
+    prompts: list, completions: list[str], function: list[str], tests: list[str], **columns: list
+) -> list[float]:
+    """All tests or nothing: a fraction of them would also pay for the special case of one."""
+    jobs = zip(completions, function, map(json.loads, tests), strict=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # threads that wait for processes
+        return list(pool.map(lambda job: verdict(*job), jobs))
+
+
+def verdict(completion: str, function: str, tests: list) -> float:
+    """1 where the results are those expected, as JSON texts: 1, 1.0 and true are three things."""
+    if not tests:
+        raise ValueError(f"no tests for {function}: any completion would pass")
+    blocks = re.findall(r"```(?:python|py)?[ ]*\n(.*?)```", completion, re.DOTALL)
+    arguments, expected = zip(*tests, strict=True)
+    job = {"code": blocks[-1] if blocks else completion, "function": function}
+    found = execute(job | {"arguments": arguments, "limits": LIMITS})
+    return float(found == json.dumps(expected, sort_keys=True))
+
+
+def execute(job: dict) -> str:
+    """What the function returned in each test, as a JSON text; empty where anything went wrong."""
+    with (
+        tempfile.TemporaryFile() as out,  # no path: it cannot be replaced by a pipe that never ends
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],  # neither site-packages nor the folder of this
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},  # no keys and tokens
+            start_new_session=True,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(json.dumps(job).encode(), timeout=SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it may have started
+        in_time = process.wait() == 0
+        out.seek(0)
+        return out.read(LIMITS["RLIMIT_FSIZE"]).decode("ascii", "replace") if in_time else ""
+
+
+def refuse(event: str, details: tuple) -> None:
+    """An audit hook: keeps honest code from forking, killing, deleting; a clever one gets past."""
+    writes = event == "open" and details[2] & (os.O_WRONLY | os.O_RDWR)
+    if writes or (event.partition(".")[0] in REFUSED and event not in ALLOWED):
+        raise PermissionError(f"{event} is refused to a completion")
+
+
+def child() -> None:
+    """Run the job on standard input, and write the results to what was standard output."""
+    import resource
+
+    job = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the completion prints
+    for name, most in job["limits"].items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    sys.addaudithook(refuse)
+    names = {"__name__": "completion"}
+    exec(job["code"], names)
+    results = [names[job["function"]](*arguments) for arguments in job["arguments"]]
+    text = json.dumps(results, sort_keys=True)
+    out.write(text)
+    out.flush()
+    os._exit(0)  # without what the completion has registered for the end
+
+
+if __name__ == "__main__":
+    child()

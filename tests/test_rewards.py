@@ -1,0 +1,302 @@
+"""The reward functions of docs/rewards/: by hand, against completions that misbehave, in a run."""
+
+import json
+import math
+import re
+import shlex
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+import ppo_rlhf
+import reinforce
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "rewards"))
+import formats
+import judge
+import programs
+import trl_style
+
+POLICY = "tiny/arithmetic/policy"
+TESTS = json.dumps([[[2, 3], 5], [[-1, 1], 0]])
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+def passed(*completions, tests=TESTS):
+    """Rewards of completions that shall define `add`, by way of grpo.py."""
+    columns = {"function": "add", "tests": tests}
+    rows = [{"prompt": "write add", "columns": columns} for _ in completions]
+    _, rule = grpo.load_rule("--reward-fn", "docs/rewards/programs.py:passes", rows[0])
+    return rule(rows, None, [*completions]).tolist()
+
+
+# --- the format ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>2 and 2</think><answer>4</answer>", 1),
+        ("\n<think>2\nand 2</think>\n\n<answer>4</answer>\n", 1),
+        ("<answer>4</answer>", 0),
+        ("<think>2 and 2</think>4", 0),
+        ("<think></think><answer>4</answer>", 0),  # no thought
+        ("so: <think>2 and 2</think><answer>4</answer>", 0),
+        ("<think>2 and 2</think><answer>4</answer> I am sure", 0),
+        ("<think>2 <think>and 2</think><answer>4</answer>", 0),
+        ("<think>2</think><think>2</think><answer>4</answer>", 0),
+        ("<think>2</think><answer>4</answer><answer>5</answer>", 0),
+        ("<answer>4</answer><think>2 and 2</think>", 0),
+    ],
+)
+def test_thoughts_then_an_answer(text, reward):
+    assert formats.think([""], [text]) == [reward]
+
+
+def test_shown_working():
+    texts = [
+        "6,6,0,8,5#5",
+        "9,9,9,9,9#1",
+        "#5",
+        "6,6,0,8#5",
+        "6,6,0,8,5#5#",
+        " 6,6,0,8,5#5",
+        "",
+        "٦",
+    ]
+    assert formats.shown([""] * 8, texts) == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+# --- code ---------------------------------------------------------------------------------------
+
+HONEST = {
+    "plain": RIGHT,
+    "in a block": f"Of course:\n```python\n{RIGHT}```\nIt adds.",
+    "the last of two blocks": f"```\nadd = 1\n```\nOr rather:\n```py\n{RIGHT}```",
+    "prints": "print('hello')\ndef add(a, b):\n    print(a, b)\n    return a + b",
+    "imports": "import collections, functools, heapq, math, random, re\n" + RIGHT,
+}
+WRONG = {
+    "another result": "def add(a, b):\n    return a - b",
+    "another type": "def add(a, b):\n    return float(a + b)",
+    "true for 1": "def add(a, b):\n    return True",
+    "equal to all": "class All(int):\n    __eq__ = lambda *_: True\ndef add(*_):\n    return All()",
+    "wrong signature": "def add(a):\n    return a",
+    "another name": "def plus(a, b):\n    return a + b",
+    "no function": "add = 5",
+    "no code": "I cannot help with that.",
+    "empty": "",
+    "zero byte": "\0",
+    "one test only": "def add(a, b):\n    return {2: 5}[a]",
+    "results on stdout": "print('[5, 0]')\nimport sys\nsys.stdout.flush()",
+    "exits": "import sys\nsys.exit(0)",
+    "exits at once": "import os\nos._exit(0)",
+    "exits in the function": "def add(a, b):\n    raise SystemExit(0)",
+    "writes everywhere": "import os\nfor n in range(30):\n    try: os.write(n, b'[1, 1]')\n"
+    "    except OSError: pass\nos._exit(0)",
+    "numbers that JSON has not": "def add(a, b):\n    return a + b + 0j",
+    "a flood": "def add(a, b):\n    return 'x' * 10**7",
+    "deep": "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "memory": "def add(a, b):\n    [0] * 10**10\n    return a + b",
+    "forks": "import os\nwhile True: os.fork()",
+    "threads, then sleeps": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(99,)).start()\ntime.sleep(99)",
+    "another program": "import subprocess\nsubprocess.run(['true'])\n" + RIGHT,
+    "kills the trainer": "import os\nos.kill(os.getppid(), 9)",
+    "kills all": "import os\nos.kill(-1, 9)",
+    "opens a socket": "import socket\nsocket.socket()\n" + RIGHT,
+    "reads a key": "import os\nos.environ['A_KEY']\n" + RIGHT,
+    "reads standard input": "input()\n" + RIGHT,
+    "site-packages": "import numpy\n" + RIGHT,
+    "loop": "def add(a, b):\n    while True: pass",
+    "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef add(*a):\n    return add(*a)",
+}
+
+
+def test_code_reward(monkeypatch):
+    monkeypatch.setattr(programs, "SECONDS", 1.5)
+    monkeypatch.setenv("A_KEY", "secret")
+    started = time.monotonic()
+    rewards = passed(*HONEST.values(), *WRONG.values())
+    found = dict(zip([*HONEST, *WRONG], rewards, strict=True))
+    assert found == dict.fromkeys(HONEST, 1.0) | dict.fromkeys(WRONG, 0.0)
+    assert time.monotonic() - started < 20
+
+
+def test_files_are_not_changed(tmp_path):
+    """By code that does not try to get past the audit hook."""
+    (tmp_path / "kept").write_text("as it was")
+    path = str(tmp_path / "kept")
+    acts = (
+        f"open({path!r}, 'w')",
+        f"open({path!r}, 'r+')",
+        f"import os; os.remove({path!r})",
+        f"import os; os.rename({path!r}, '/tmp/other')",
+        f"import os; os.truncate({path!r}, 0)",
+        f"import pathlib; pathlib.Path({path!r}).unlink()",
+        f"import shutil; shutil.rmtree({str(tmp_path)!r})",
+    )
+    assert passed(*(f"{act}\n{RIGHT}" for act in acts)) == [0.0] * len(acts)
+    assert (tmp_path / "kept").read_text() == "as it was"
+
+
+def test_the_time_on_the_processor_is_limited_by_itself(monkeypatch):
+    """Also where nobody is left to look at the clock."""
+    monkeypatch.setattr(programs, "SECONDS", 60.0)
+    monkeypatch.setitem(programs.LIMITS, "RLIMIT_CPU", 1)
+    started = time.monotonic()
+    assert passed(WRONG["loop"]) == [0.0]
+    assert time.monotonic() - started < 20
+
+
+def test_it_is_the_limit_that_ends_a_memory_hog(monkeypatch):
+    code = "def add(a, b):\n    bytearray(2**30)\n    return a + b"
+    assert passed(code) == [0.0]
+    monkeypatch.setitem(programs.LIMITS, "RLIMIT_AS", 4 * 2**30)
+    assert passed(code) == [1.0]
+
+
+def test_nothing_that_was_started_is_left():
+    """Also by code that gets past the audit hook, where it stays in its session."""
+    spawn = "from multiprocessing.util import spawnv_passfds as spawn\n"
+    spawn += "spawn(b'/bin/sleep', [b'sleep', b'98765'], [])\n"
+    passed(spawn + RIGHT)
+
+    def left():
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                found.append(path.read_bytes())
+        return [line for line in found if b"98765" in line]
+
+    deadline = time.monotonic() + 5  # a killed process may take a moment to go
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left()
+
+
+def test_a_row_without_tests_is_an_error():
+    with pytest.raises(ValueError, match="no tests for add"):
+        passed(RIGHT, tests="[]")
+
+
+def test_results_are_compared_as_json():
+    tests = json.dumps([[[[3, 1]], {"sorted": [1, 3], "mean": 2.0}]])
+    code = "def add(x):\n    return {'mean': sum(x) / len(x), 'sorted': tuple(sorted(x))}"
+    assert passed(code, code.replace("/ len", "// len"), tests=tests) == [1.0, 0.0]
+
+
+# --- the judge ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_grade_is_the_expectation_under_the_models_next_token(chat, monkeypatch):
+    monkeypatch.setattr(judge, "MODEL", POLICY)
+    monkeypatch.setattr(judge, "BATCH", 2)
+    monkeypatch.setattr(judge, "QUESTION", "{prompt}{completion}#")
+    judge.load.cache_clear()
+    _, tokenizer, _ = judge.load(POLICY)
+    if chat:  # a template of the model's own writes what stands around a message
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}++"
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float64).eval()
+    prompts = ["1+2+3+4+5=", "9=", [{"role": "user", "content": "6+7+8="}]]
+    completions = ["1,3,6,0,5", "", "6,3,1"]
+    expected = []
+    for text in ("1+2+3+4+5=1,3,6,0,5#", "9=#", "6+7+8=6,3,1#"):
+        ids = AutoTokenizer.from_pretrained(POLICY)(text + "++" * chat, add_special_tokens=not chat)
+        logits = model(torch.tensor([ids["input_ids"]])).logits[0, -1].tolist()
+        each = [math.exp(logits[tokenizer.get_vocab()[digit]]) for digit in "0123456789"]
+        expected.append(sum(k * p for k, p in enumerate(each)) / sum(each) / 9)
+    assert judge.grade(prompts, completions, answer=["5"] * 3) == pytest.approx(expected, abs=1e-5)
+    assert len({*expected}) == 3
+    judge.load.cache_clear()
+
+
+def test_a_judge_needs_digits():
+    with pytest.raises(ValueError, match="no token for each digit"):
+        judge.load("tiny/reviews/policy")
+
+
+# --- functions written for TRL ------------------------------------------------------------------
+
+
+def test_a_function_of_trl_reads_chats_and_may_say_none():
+    texts = [r"so \boxed{5}", r"\boxed{4}, no, \boxed{ 5 }", r"\boxed{5} or \boxed{6}", "5", "5"]
+    solution = ["5", 5, "5", "5", None]
+    found = trl_style.boxed(prompts=[""] * 5, completions=texts, solution=solution)
+    assert found == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_what_a_function_of_trl_needs_is_asked_for_at_the_start(tmp_path):
+    row, spec = {"columns": {"answer": "5"}}, "docs/rewards/trl_style.py:boxed"
+    with pytest.raises(SystemExit, match="missing a required argument: 'solution'"):
+        grpo.load_rule("--reward-fn", spec, row)
+
+
+# --- all together -------------------------------------------------------------------------------
+
+
+def test_the_worked_example():
+    """Of docs/rewards.md: right answers 1, 0, 0, 1, and working shown in the first two."""
+    texts = ["1,3,6,0,5#5", "1,3,6,0,4#4", "#7", "#5"]
+    right = grpo.last_number(prompts=[""] * 4, completions=texts, answer=["5"] * 4)
+    form = formats.shown([""] * 4, texts)
+    assert (right, form) == ([1, 0, 0, 1], [1, 1, 0, 0])
+    sums = torch.tensor([a + 0.2 * b for a, b in zip(right, form, strict=True)])
+    page = Path("docs/rewards.md").read_text()
+    for advantages, printed in (
+        (grpo.group_advantages(torch.tensor(right), 4), "0.87, -0.87, -0.87, 0.87"),
+        (grpo.group_advantages(sums, 4), "1.02, -0.68, -1.02, 0.68"),
+    ):
+        assert ", ".join(f"{a:.2f}" for a in advantages.tolist()) == printed
+        assert printed in page
+
+
+def test_a_run_with_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "MODEL", POLICY)
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = Path("tiny/arithmetic/prompts/test.jsonl").read_text().splitlines()[:2]
+    more = {"solution": "5", "function": "add", "tests": TESTS}
+    for split in ("train", "test"):
+        rows = [json.dumps(json.loads(line) | more) + "\n" for line in lines]
+        (data / f"{split}.jsonl").write_text("".join(rows))
+    names = [
+        "formats.py:shown",
+        "programs.py:passes",
+        "trl_style.py:boxed",
+        "judge.py:grade",
+    ]
+    flags = f"--dataset {data} --total-rollouts 1 --prompts-per-rollout 2 --group-size 4 "
+    flags += f"--num-minibatches 1 --output-dir {tmp_path} --reward-weights 1 0.5 3 3 0.25 "
+    flags += f"--reward-fn last_number {' '.join(f'docs/rewards/{name}' for name in names)}"
+    run_dir = grpo.main(grpo.parse_args(flags.split()))
+    *_, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert last["reward/passes"] == last["reward/boxed"] == 0
+    assert 0 < last["reward/grade"] < 1
+    parts = last["reward/last_number"] + 0.5 * last["reward/shown"] + 0.25 * last["reward/grade"]
+    assert last["reward/mean"] == pytest.approx(parts, abs=1e-6)
+    samples = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
+    shown = [sample for sample in samples if re.fullmatch(r"(\d,){4}\d#\d", sample["completion"])]
+    assert shown  # the policy shows its working in half of its completions
+    assert all(sample["reward"] >= 0.5 for sample in shown)
+
+
+def test_the_commands_of_the_page_parse_and_name_functions_that_are_there():
+    text = Path("docs/rewards.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^    (?:\w+=\S+ )*python (\w+)\.py (.*)$", text, re.MULTILINE)
+    assert len(commands) > 3
+    for script, flags in commands:
+        module = {"grpo": grpo, "ppo_rlhf": ppo_rlhf, "reinforce": reinforce}[script]
+        flags = shlex.split(flags.replace("$seed", "1"), comments=True)
+        args = module.parse_args([flag for flag in flags if flag != "..."])
+        for spec in args.reward_fn:
+            path, _, name = spec.rpartition(":")
+            assert spec == "last_number" or f"\ndef {name}(" in Path(path).read_text()
