@@ -72,7 +72,7 @@ class Args:
     total_rollouts: int = 60  # rollouts, each followed by one optimiser step
     prompts_per_rollout: int = 32  # prompts per rollout
     group_size: int = 8  # k, completions per prompt; leave_one_out needs two
-    baseline: Literal["none", "batch_mean", "leave_one_out"] = "leave_one_out"  # b
+    baseline: Literal["none", "batch_mean", "leave_one_out"] = "leave_one_out"  # the baseline b
     beta: float = 0.0  # coefficient of the KL in the reward; 0 loads no reference
     max_new_tokens: int = 24  # longest completion in tokens
     # --- optimisation and evaluation ---

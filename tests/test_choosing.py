@@ -44,7 +44,7 @@ def configuration(model, layers=None):
 PUBLISHED = [0.49, 1.54, 3.09, 7.61, 8.03, 14.7, 32.5, 70.6]
 
 
-@pytest.mark.parametrize(("name", "billions"), zip(MODELS, PUBLISHED, strict=True))
+@pytest.mark.parametrize(("name", "billions"), [*zip(MODELS, PUBLISHED, strict=True)])
 def test_parameters_are_those_of_the_models(name, billions):
     model = MODELS[name]
     assert parameters(model)["policy"] / 1e9 == pytest.approx(billions, rel=0.01)
@@ -274,7 +274,7 @@ def contrast(a, b):
 
 @browser
 def test_the_page_shows_what_the_formula_gives(visit):
-    phone, desk = visit(dark=False)
+    phone, desk = visit(False)
     assert (phone["width"], desk["width"]) == (390, 1280)
     # The address sets the controls.
     assert [one["algorithm"] for one in desk["first"]] == ["dpo", "kto"]

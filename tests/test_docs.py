@@ -95,6 +95,14 @@ def test_every_logged_metric_is_on_the_page(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_is_on_the_page(name):
+    text = Path(f"docs/{name}.md").read_text()
+    for flag, default in vars(SCRIPTS[name].Args()).items():
+        (row,) = re.findall(rf"^\| `--{flag.replace('_', '-')}` \| (.*?) \|", text, re.MULTILINE)
+        assert ast.literal_eval(row.strip("`") or "None") == (None if default == [] else default)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_module_docstring_names_only_flags_that_exist(name):
     doc = SCRIPTS[name].__doc__
     assert f"python {name}.py" in doc

@@ -19,7 +19,7 @@ COMMANDS = [
     (name, way, getattr(symptom, way))
     for name, symptom in pitfalls.RUNS.items()
     for way in ("sick", "healthy")
-]
+] + [("nan", *pair) for pair in zip(("sick", "healthy"), pitfalls.NAN, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "way", "command"), COMMANDS)
@@ -40,14 +40,16 @@ def test_metrics_are_those_of_the_scripts_pages():
             assert f"| `{metric}`" in page or f", `{metric}`" in page, f"{name}: {metric}"
 
 
-def test_the_page_has_a_section_with_commands_for_each_symptom():
+def test_the_page_has_a_section_with_both_commands_for_each_symptom():
     text = PAGE.read_text()
-    assert re.findall(r"<!-- table pitfalls (\w+) -->", text) == list(pitfalls.RUNS)
+    names = list(dict.fromkeys(name for name, *_ in COMMANDS))
+    assert re.findall(r"<!-- table pitfalls (\w+) -->", text) == names
     anchors = re.findall(r"\]\(#([\w-]+)\)", text)
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert anchors == [heading.lower().replace(" ", "-") for heading in headings]
-    for name, way, command in COMMANDS:
-        assert f"| `{command}` |" in text, f"{name}, {way}"
+    lines = re.sub(r"\\\n\s*", "", text)
+    found = re.findall(r"^    python (\w+\.py.*?) +# (sick|healthy)$", lines, re.MULTILINE)
+    assert found == [(command, way) for _, way, command in COMMANDS]
 
 
 def test_the_tables_follow_from_the_numbers():
@@ -55,16 +57,47 @@ def test_the_tables_follow_from_the_numbers():
     made = json.loads(RESULTS.read_text())
     assert made["numbers"].keys() == pitfalls.RUNS.keys()
     for name, commands in made["numbers"].items():
-        symptom, rows = pitfalls.RUNS[name], made["tables"][f"pitfalls {name}"]["rows"]
-        assert [*commands] == [symptom.sick, symptom.healthy] == [row[0].strip("`") for row in rows]
-        for (_, metrics), (_, *cells) in zip(commands.items(), rows, strict=True):
+        symptom, table = pitfalls.RUNS[name], made["tables"][f"pitfalls {name}"]
+        assert [*commands] == [symptom.sick, symptom.healthy]
+        assert table["columns"] == ["", *(f"`{metric}`" for metric in symptom.metrics)]
+        assert [way for way, *_ in table["rows"]] == ["sick", "healthy"]
+        for metrics, (_, *cells) in zip(commands.values(), table["rows"], strict=True):
+            assert tuple(metrics) == symptom.metrics
             for numbers, cell in zip(metrics.values(), cells, strict=True):
+                assert len(numbers) == len(pitfalls.SEEDS)
                 for number, shown in zip(numbers, cell.split(", "), strict=True):
-                    if number is None:
-                        assert shown == "-"
-                    else:
-                        near = 0.5 if abs(number) >= 100 else 0.005
-                        assert math.isclose(float(shown), number, abs_tol=near + 1e-4)
+                    near = 0.5 if abs(number) >= 100 else 0.005
+                    assert math.isclose(float(shown), number, abs_tol=near + 1e-4)
+
+
+def test_what_the_page_says_of_the_runs_holds():
+    """Each sick run is sick, and each healthy one is not, on every seed."""
+    numbers = json.loads(RESULTS.read_text())["numbers"]
+
+    def compare(name, metric):
+        return (commands[metric] for commands in numbers[name].values())
+
+    for name, metric, least in (
+        ("hacking", "reward/mean", 0.8),
+        ("kl", "objective/kl", 20),
+        ("length", "eval/length_mean", 4),
+        ("zero", "reward/zero_variance_groups", 0.3),
+        ("critic", "value/loss", 2),
+    ):
+        sick, healthy = compare(name, metric)
+        assert min(sick) - max(healthy) > least, name
+    for name, metric, least in (
+        ("hacking", "eval/reward", 0.5),
+        ("kl", "eval/reward", 0.5),
+        ("entropy", "policy/entropy", 0.5),
+        ("entropy", "eval/reward", 0.5),
+        ("length", "eval/reward", 0),
+        ("critic", "value/explained_variance", 1),
+        ("chosen", "policy/logprob_chosen", 10),
+        ("chosen", "eval/reward", 0.2),
+    ):
+        sick, healthy = compare(name, metric)
+        assert min(healthy) - max(sick) > least, name
 
 
 def test_value_is_of_the_last_five_steps_or_the_last_evaluation():

@@ -373,10 +373,11 @@ def tables() -> dict:
             ]
             for key, kind in algorithms.items()
         }
-        rows = [
-            [algorithms[key]["name"], *[f"{x:,.0f}" if x >= 10 else f"{x:.1f}" for x in row]]
-            for key, row in numbers[table].items()
-        ]
+        named = {}  # the algorithms that need the same share a row
+        for key, row in numbers[table].items():
+            cells = tuple(f"{x:,.0f}" if x >= 10 else f"{x:.1f}" for x in row)
+            named.setdefault(cells, []).append(algorithms[key]["name"])
+        rows = [["; ".join(names), *cells] for cells, names in named.items()]
         made[table] = {"columns": ["algorithm", *sizes], "rows": rows}
 
     measured, rows = json.loads(RESULTS.read_text())["numbers"]["measured"], []

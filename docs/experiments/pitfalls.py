@@ -5,6 +5,7 @@ figure: a pair of commands for each symptom, three seeds, half a minute of one c
 """
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from tables import ROOT
 
 SEEDS = (1, 2, 3)
 STOPPED = ROOT / "runs" / "pitfalls"  # runs that end with an error, and so have no model
-GRPO_REVIEWS = (
+REVIEWS = (
     "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
+    "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30"
 )
 
@@ -36,9 +38,47 @@ RUNS = {
         "ppo_rlhf.py --eval-every 2",
         ("reward/mean", "eval/reward", "objective/kl"),
     ),
+    "entropy": Symptom(
+        f"{REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
+        f"{REVIEWS} --beta 0.2 --kl-placement reward",
+        ("policy/entropy", "reward/std", "reward/mean", "eval/reward"),
+    ),
+    "length": Symptom(
+        "dpo.py --beta 0.1",
+        "dpo.py --loss ipo --beta 1",
+        ("eval/length_mean", "eval/pair_accuracy", "eval/reward"),
+    ),
+    "kl": Symptom(
+        f"{REVIEWS} --beta 0.0001 --learning-rate 2e-3",
+        f"{REVIEWS} --beta 0.2 --kl-placement reward",
+        ("objective/kl", "reward/mean", "eval/reward"),
+    ),
+    "zero": Symptom(
+        "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base "
+        "--group-size 2 --prompts-per-rollout 128",
+        "grpo.py --beta 0 --total-rollouts 15",
+        ("reward/zero_variance_groups", "reward/std", "reward/mean", "eval/accuracy"),
+    ),
+    "critic": Symptom(
+        "ppo_rlhf.py --critic-learning-rate 1e-6",
+        "ppo_rlhf.py",
+        ("value/explained_variance", "value/loss", "reward/mean", "eval/reward"),
+    ),
+    "chosen": Symptom(
+        "dpo.py --beta 0.1 --learning-rate 2e-3 --epochs 2",
+        "dpo.py --beta 0.1 --learning-rate 2e-3 --epochs 2 --nll-coef 0.5",
+        ("policy/logprob_chosen", "eval/pair_accuracy", "eval/kl", "eval/reward"),
+    ),
 }
+# Ends with an error, so it is told in rollouts.
+NAN = ("grpo.py --learning-rate 1", "grpo.py")
 # Symptom, metric, and words for each panel of the figure.
-PANELS = (("hacking", "eval/reward", "gold reward", "rollout"),)
+PANELS = (
+    ("hacking", "eval/reward", "gold reward", "rollout"),
+    ("entropy", "policy/entropy", "entropy, nats per token", "rollout"),
+    ("kl", "objective/kl", "KL, nats per completion", "rollout"),
+    ("chosen", "policy/logprob_chosen", "log-prob of the chosen", "optimiser step"),
+)
 
 
 def run(command: str, seed: int) -> Run:
@@ -76,12 +116,27 @@ def show(number: float | None) -> str:
 
 
 def table(runs: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
-    """A row for each command, a column for each metric, a number for each seed."""
+    """The sick and the healthy command, a column for each metric, a number for each seed."""
     rows = [
-        [f"`{command}`", *(", ".join(show(value(run.rows, m)) for run in some) for m in metrics)]
-        for command, some in runs.items()
+        [way, *(", ".join(show(value(run.rows, metric)) for run in some) for metric in metrics)]
+        for way, some in zip(("sick", "healthy"), runs.values(), strict=True)
     ]
-    return {"columns": ["command", *(f"`{metric}`" for metric in metrics)], "rows": rows}
+    return {"columns": ["", *(f"`{metric}`" for metric in metrics)], "rows": rows}
+
+
+def nan_table() -> dict:
+    """Where the runs ended, and the gradient's norm there."""
+    found = {"sick": [], "healthy": []}
+    for seed in SEEDS:
+        error = (stopped(NAN[0], seed).folder / "error.txt").read_text()
+        end = re.search(r"rollout (\d+): .* gradient norm (\w+)", error)
+        found["sick"].append((*end.groups(), "-"))
+        last = run(NAN[1], seed).rows[-1]
+        measured = (show(last[metric]) for metric in ("policy/grad_norm", "eval/accuracy"))
+        found["healthy"].append((str(last["step"]), *measured))
+    rows = [[way, *map(", ".join, zip(*cells, strict=True))] for way, cells in found.items()]
+    columns = ["", "ends in rollout", "`policy/grad_norm` there", "`eval/accuracy`"]
+    return {"columns": columns, "rows": rows}
 
 
 def draw(runs: dict[str, dict[str, list[Run]]]) -> None:
@@ -108,5 +163,6 @@ def results() -> dict:
             command: {m: [round(value(run.rows, m), 4) for run in some] for m in symptom.metrics}
             for command, some in runs[name].items()
         }
+    tables["pitfalls nan"] = nan_table()
     draw(runs)
     return {"tables": tables, "numbers": numbers}

@@ -1,4 +1,6 @@
-"""Tables of the pages, generated between two comment lines from docs/results/*.json."""
+"""Tables of the pages, generated between two comment lines: from docs/results/*.json, and of the
+flags from the scripts. `python docs/experiments/tables.py` writes them all anew.
+"""
 
 import json
 import re
@@ -9,9 +11,23 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- table ([\w ]+) -->\n(.*?)<!-- end table -->", re.DOTALL)
 
 
+def flags_of(script: Path) -> dict:
+    """A script's flags, their default values and their help, in its order."""
+    rows = []
+    source = script.read_text().partition("class Args:")[2].partition("\n\n\n")[0]
+    for line in source.splitlines():
+        if section := re.fullmatch(r"    # --- (.*) ---", line):
+            rows.append([f"**{section[1]}**", "", ""])
+        elif flag := re.fullmatch(r"    (\w+): .*? = (.*?)  # (.*)", line):
+            name, default, told = flag.groups()
+            default = {"field(default_factory=list)": "", "None": ""}.get(default, f"`{default}`")
+            rows.append([f"`--{name.replace('_', '-')}`", default, told.replace("|", "\\|")])
+    return dict(columns=["flag", "default", "what it is"], rows=rows)
+
+
 def load_tables() -> dict[str, dict]:
-    """Every table of every experiment, by name."""
-    found = {}
+    """Every table of every script and experiment, by name."""
+    found = {f"flags {path.stem}": flags_of(path) for path in sorted(ROOT.glob("*.py"))}
     for path in sorted((ROOT / "docs" / "results").glob("*.json")):
         found |= json.loads(path.read_text())["tables"]
     return found
@@ -41,3 +57,7 @@ def insert_tables() -> None:
         )
         if new != text:
             page.write_text(new)
+
+
+if __name__ == "__main__":
+    insert_tables()
