@@ -15,7 +15,7 @@ for later papers: clip-higher, token mean, masking of cut-off completions, --bet
 2503.14476); --no-scale-rewards --loss-norm constant --beta 0 (Dr. GRPO, 2503.20783); a ratio per
 completion (GSPO, 2507.18071); each of several rewards normalised first (GDPO, 2601.05242).
 
-    python grpo.py                                       # tiny/arithmetic, a minute on a CPU
+    python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 \
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6
@@ -294,11 +294,11 @@ def main(args: Args) -> Path:
         grad_norms, sums = [], defaultdict(float)
         for minibatch, parts in zip(minibatches, batches, strict=True):
             w[minibatch] = token_weights(loss_mask[minibatch], args.loss_norm, args.max_new_tokens)
-            for rows in parts:
-                logprobs, entropy = completion_logprobs(policy, pairs, rows, args.temperature, True)
-                old = old_logprobs[rows] if needs_old else logprobs.detach()
-                ref = ref_logprobs[rows] if ref_model is not None else None
-                loss, terms = grpo_loss(logprobs, old, ref, advantages[rows], w[rows], **coefs)
+            for some in parts:
+                logprobs, entropy = completion_logprobs(policy, pairs, some, args.temperature, True)
+                old = old_logprobs[some] if needs_old else logprobs.detach()
+                ref = ref_logprobs[some] if ref_model is not None else None
+                loss, terms = grpo_loss(logprobs, old, ref, advantages[some], w[some], **coefs)
                 loss.backward()
                 terms |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
                 for name, value in terms.items():

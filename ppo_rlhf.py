@@ -22,7 +22,7 @@ Deviations from the paper: no pretraining gradients; advantages are whitened and
 in the code that InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion
 ends its episode too. `--kl-placement loss` moves the KL into the loss (see `k2_kl`).
 
-    python ppo_rlhf.py                                   # tiny/reviews, 40 s on a CPU
+    python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__.../model --reward-model runs/rm_.../model \
         --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
         --max-new-tokens 512 --beta 0.05 --learning-rate 1e-6 --critic-learning-rate 1e-5
@@ -314,8 +314,8 @@ def main(args: Args) -> Path:
         ref_logprobs = rollout_logprobs(ref_model, *fixed) if args.beta > 0 else old_logprobs
         old_values = torch.zeros(mask.shape, device=device)  # (B, T)
         with torch.no_grad():
-            for rows in first_pass:
-                old_values[rows] = critic_values(critic, pairs, rows)
+            for some in first_pass:
+                old_values[some] = critic_values(critic, pairs, some)
         all_reduce_sum(old_values)
 
         # 4. a reward per token: the KL penalty, and the score at the last; advantages and returns
@@ -336,14 +336,14 @@ def main(args: Args) -> Path:
         for number, (minibatch, parts) in enumerate(zip(minibatches, batches, strict=True), 1):
             tokens, approx_kl = lengths[minibatch].sum().item(), 0.0
             tokens_seen += tokens
-            for rows in parts:
-                w = mask[rows] / tokens  # (b, T), so that micro-batches add up to the step
-                logprobs, entropy = completion_logprobs(policy, pairs, rows, args.temperature, True)
-                old = (old_logprobs[rows], ref_logprobs[rows], advantages[rows])
+            for some in parts:
+                w = mask[some] / tokens  # (b, T), so that micro-batches add up to the step
+                logprobs, entropy = completion_logprobs(policy, pairs, some, args.temperature, True)
+                old = (old_logprobs[some], ref_logprobs[some], advantages[some])
                 coefs = (args.clip_coef, kl_in_loss, args.ent_coef)
                 loss, terms = policy_loss(logprobs, *old, entropy, w, *coefs)
                 loss.backward()  # before the critic's forward pass: half the activations
-                values, old = critic_values(critic, pairs, rows), (old_values[rows], returns[rows])
+                values, old = critic_values(critic, pairs, some), (old_values[some], returns[some])
                 v_loss, v_terms = value_loss(values, *old, w, args.vf_clip_coef)
                 (args.vf_coef * v_loss).backward()
                 terms |= v_terms | {"objective/loss": loss.detach() + args.vf_coef * v_loss}

@@ -221,7 +221,9 @@ if (innerWidth > 1000) {
     }
     found.address = location.hash;
   }
+  const before = read()[0].peak;
   set("gpus", "0");
+  found.kept = read()[0].peak === before;
   found.error = text(document.getElementById("error"));
   set("gpus", "1");
   found.mended = text(document.getElementById("error"));
@@ -283,7 +285,7 @@ def test_the_page_shows_what_the_formula_gives(visit):
     )
     shown = {part: size for part, size, _ in desk["first"][1]["bars"]["update"]}
     assert shown == pytest.approx({part: size for part, size in expected["update"].items() if size})
-    assert desk["error"].startswith("GPUs") and desk["mended"] == ""
+    assert desk["error"].startswith("GPUs") and desk["mended"] == "" and desk["kept"]
     # Choosing sets the address.
     assert "model=own" in desk["address"] and "hidden=1000" in desk["address"]
 
