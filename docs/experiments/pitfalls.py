@@ -29,7 +29,7 @@ REVIEWS = (
 class Symptom:
     sick: str  # the command that has the symptom
     healthy: str  # the command that has not
-    metrics: tuple[str, ...]  # means of the last five steps, or those of the last evaluation
+    metrics: tuple[str, ...]  # see `value`
 
 
 RUNS = {
@@ -41,7 +41,7 @@ RUNS = {
     "entropy": Symptom(
         f"{REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
         f"{REVIEWS} --beta 0.2 --kl-placement reward",
-        ("policy/entropy", "reward/std", "reward/mean", "eval/reward"),
+        ("policy/entropy", "highest reward/mean", "reward/mean", "eval/reward"),
     ),
     "length": Symptom(
         "dpo.py --beta 0.1",
@@ -103,15 +103,14 @@ def stopped(command: str, seed: int) -> Run:
     return Run(next(out.glob("*/error.txt")).parent)
 
 
-def value(rows: list[dict], metric: str) -> float | None:
-    """Its mean over the last five steps or, of an evaluation, the last; None if there is none."""
-    found = [row[metric] for row in rows if metric in row]
-    return mean(found[-1:] if metric.startswith("eval/") else found[-5:]) if found else None
+def value(rows: list[dict], metric: str) -> float:
+    """The mean over the last five steps; of an evaluation the last; or `highest NAME`."""
+    highest, _, name = metric.rpartition(" ")
+    found = [row[name] for row in rows if name in row]
+    return max(found) if highest else mean(found[-1:] if "eval/" in name else found[-5:])
 
 
-def show(number: float | None) -> str:
-    if number is None:
-        return "-"
+def show(number: float) -> str:
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.2f}"
 
 
@@ -121,7 +120,8 @@ def table(runs: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
         [way, *(", ".join(show(value(run.rows, metric)) for run in some) for metric in metrics)]
         for way, some in zip(("sick", "healthy"), runs.values(), strict=True)
     ]
-    return {"columns": ["", *(f"`{metric}`" for metric in metrics)], "rows": rows}
+    names = [re.sub(r"(\S+)$", r"`\1`", metric) for metric in metrics]
+    return {"columns": ["", *names], "rows": rows}
 
 
 def nan_table() -> dict:
