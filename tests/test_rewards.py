@@ -120,7 +120,7 @@ WRONG = {
 
 
 def test_code_reward(monkeypatch):
-    monkeypatch.setattr(programs, "SECONDS", 1.5)
+    monkeypatch.setattr(programs, "SECONDS", 2.0)
     monkeypatch.setenv("A_KEY", "secret")
     started = time.monotonic()
     rewards = passed(*HONEST.values(), *WRONG.values())

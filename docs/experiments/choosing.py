@@ -438,12 +438,15 @@ def main() -> None:
         run = partial(measure_script if case in SCRIPTS else measure_part, case)
         print(json.dumps(run()))
         return
+    from tables import insert_tables
+
     RESULTS.write_text(json.dumps({"numbers": {"measured": measure()}}))
     RESULTS.write_text(json.dumps(results(), indent=1) + "\n")
     text = PAGE.read_text()
-    start, _, rest = text.partition('<script type="application/json" id="constants">\n')
     middle = '<script type="application/json" id="constants">\n'
+    start, _, rest = text.partition(middle)
     PAGE.write_text(start + middle + page_constants() + "\n" + rest[rest.index("</script>") :])
+    insert_tables()
 
 
 if __name__ == "__main__":
