@@ -177,3 +177,12 @@ def test_the_readmes_results_are_those_of_the_experiments():
             rf"^\| \[`{name}\.py`\].*$", Path("README.md").read_text(), re.MULTILINE
         )
         assert f" {min(values):.3f} to {max(values):.3f}" in row
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_markdown_leaves_the_formulas_alone(page):
+    """GitHub reads Markdown first: it eats backslashes, and takes `}_` for emphasis."""
+    text = re.sub(r"```.*?```|`[^`\n]*`|^    .*$", "", page.read_text(), flags=re.DOTALL | re.M)
+    assert "$$" not in text
+    for formula in re.findall(r"\$([^$\n]+)\$", text):
+        assert not re.search(r"\\[|,;{}!]|[})\]]_|\w\*", formula), f"{page}: {formula}"
