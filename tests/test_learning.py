@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -46,9 +47,18 @@ def begin(folder):
     """The job that makes the default runs, one after the other."""
 
     def job():
-        for (script, *flags), future in STARTED.items():
-            done = run(script, folder / script, *flags)
-            future.set_result((done, folder / script))
+        commands = []
+        for script, seed, *flags in STARTED:
+            words = ["--output-dir", str(folder / script), "--seed", str(seed)]
+            commands.append([script, *words, *flags])
+        words = ["nice", sys.executable, "tests/forked.py", json.dumps(commands), str(folder)]
+        with subprocess.Popen([*words, "--in-turn"], cwd=ROOT, stdout=PIPE, text=True) as process:
+            for number, (words, future) in enumerate(STARTED.items()):
+                child, status = process.stdout.readline(), process.stdout.readline()
+                paths = [folder / f"{number}.{end}" for end in ("out", "err")]
+                texts = [path.read_text() if child else "no process" for path in paths]
+                done = subprocess.CompletedProcess(words, int(status or -1), *texts)
+                future.set_result((done, folder / words[0]))
 
     STARTED.update((words, Future()) for words in RUNS)
     return job

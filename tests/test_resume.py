@@ -92,21 +92,24 @@ def whole(request, tmp_path_factory):
 def killed(tmp_path_factory):
     """Folders of a run of each script that was killed at a random step; all run at once."""
     os.chdir(Path(__file__).parent.parent)
-    folder, runs, found = tmp_path_factory.mktemp("killed"), {}, {}
+    folder, found, ends = tmp_path_factory.mktemp("killed"), {}, {}
     for name in SCRIPTS:
-        kill_after = random.randint(3, STEPS - 1)  # logged lines; the first checkpoint is at step 2
-        print(name, "is killed after", kill_after, "lines")
-        words = [sys.executable, f"{name}.py", *flags(name, folder / name)]
-        runs[name] = subprocess.Popen(words, stdout=subprocess.DEVNULL), kill_after
-    deadline = time.time() + 300
-    while runs and time.time() < deadline:
-        for name, (process, kill_after) in list(runs.items()):
-            logs = list(folder.glob(f"{name}/*/metrics.jsonl"))
-            if logs and len(logs[0].read_text().splitlines()) > kill_after:
-                process.send_signal(signal.SIGKILL)
-                assert process.wait() == -signal.SIGKILL, f"{name} ended before it was killed"
-                found[name], _ = logs[0].parent, runs.pop(name)
-        time.sleep(0.002)
+        ends[name] = random.randint(3, STEPS - 1)  # logged lines; the first checkpoint is at step 2
+        print(name, "is killed after", ends[name], "lines")
+    commands = json.dumps([[f"{name}.py", *flags(name, str(folder / name))] for name in ends])
+    words = [sys.executable, "tests/forked.py", commands, str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        ids = {name: int(process.stdout.readline()) for name in ends}
+        deadline = time.time() + 300
+        while found.keys() != ends.keys() and time.time() < deadline:
+            for name in ends.keys() - found.keys():
+                logs = list(folder.glob(f"{name}/*/metrics.jsonl"))
+                if logs and len(logs[0].read_text().splitlines()) > ends[name]:
+                    os.kill(ids[name], signal.SIGKILL)
+                    found[name] = logs[0].parent
+            time.sleep(0.002)
+        statuses = [int(line) for line in process.stdout]
+    assert statuses == [-signal.SIGKILL] * len(ends), "a run ended before it was killed"
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -104,12 +105,12 @@ WRONG = {
     "a flood": "def add(a, b):\n    return 'x' * 10**7",
     "deep": "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "memory": "def add(a, b):\n    [0] * 10**10\n    return a + b",
-    "forks": "import os\nwhile True: os.fork()",
+    # What these do would do no harm if it were let through; then the reward would be 1.
+    "forks": "import os\nos.fork() or os._exit(0)\n" + RIGHT,
     "threads, then sleeps": "import threading, time\n"
     "threading.Thread(target=time.sleep, args=(99,)).start()\ntime.sleep(99)",
     "another program": "import subprocess\nsubprocess.run(['true'])\n" + RIGHT,
-    "kills the trainer": "import os\nos.kill(os.getppid(), 9)",
-    "kills all": "import os\nos.kill(-1, 9)",
+    "sends a signal": "import os\nos.kill(os.getpid(), 0)\n" + RIGHT,
     "opens a socket": "import socket\nsocket.socket()\n" + RIGHT,
     "reads a key": "import os\nos.environ['A_KEY']\n" + RIGHT,
     "reads standard input": "input()\n" + RIGHT,
@@ -162,10 +163,14 @@ def test_it_is_the_limit_that_ends_a_memory_hog(monkeypatch):
     assert passed(code) == [1.0]
 
 
-def test_nothing_that_was_started_is_left():
-    """Also by code that gets past the audit hook, where it stays in its session."""
+@pytest.mark.parametrize("leaves", ["", "setsid"])
+def test_nothing_that_was_started_is_left(leaves):
+    """Also by code that gets past the audit hook, and that leaves its session."""
+    if leaves and not programs.apart():
+        pytest.skip("this system allows no namespaces")
+    path, words = shutil.which(leaves or "sleep"), [*leaves.split(), "sleep", "98765"]
     spawn = "from multiprocessing.util import spawnv_passfds as spawn\n"
-    spawn += "spawn(b'/bin/sleep', [b'sleep', b'98765'], [])\n"
+    spawn += f"spawn({path.encode()!r}, {[word.encode() for word in words]!r}, [])\n"
     passed(spawn + RIGHT)
 
     def left():

@@ -161,7 +161,7 @@ FRONTIER = {
     "PPO, KL in the reward": ("ppo_rlhf.py", (1e-9, 0.05, 0.1, 0.2, 0.5), "--beta {}"),
     "PPO, KL in the loss": ("ppo_rlhf.py", (0.2, 0.5, 1), "--kl-placement loss --beta {}"),
     "GRPO, KL in the reward": (GRPO_REVIEWS, (0.1, 0.2, 0.5), "--kl-placement reward --beta {}"),
-    "GRPO, KL in the loss": (GRPO_REVIEWS, (0.2, 0.5, 1), "--beta {}"),
+    "GRPO, KL in the loss": (GRPO_REVIEWS, (0.1, 0.2, 0.5, 1), "--beta {}"),
     "DPO": ("dpo.py", (0.1, 0.3, 1), "--beta {}"),
 }
 
@@ -352,11 +352,9 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "--beta 0",
             "--no-scale-rewards",
             "--loss-norm token",
-            "--loss-norm constant",
             "--group-size 2 --prompts-per-rollout 128",
             "--group-size 16 --prompts-per-rollout 16",
             "--group-size 32 --prompts-per-rollout 8",
-            "--num-minibatches 1",
             "--num-minibatches 1 --learning-rate 1e-3",
             "--beta 0 --clip-coef-high 0.28 --loss-norm token --mask-truncated",
             "--beta 0 --loss-norm constant --no-scale-rewards",
@@ -424,8 +422,9 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
         {
             label: command
             for rule, weight in (
-                *[("brevity", weight) for weight in (2, 4, 16)],
-                *[("working", 1), (None, 1)],
+                ("brevity", 4),
+                ("working", 1),
+                (None, 1),
             )
             for label, command in two_rewards(rule, weight).items()
         },

@@ -111,7 +111,7 @@ def value(rows: list[dict], metric: str) -> float:
 
 
 def show(number: float) -> str:
-    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.2f}"
+    return f"{number:.{0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2}f}"
 
 
 def table(runs: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
@@ -149,6 +149,10 @@ def draw(runs: dict[str, dict[str, list[Run]]]) -> None:
             curves = [[(r["step"], r[metric]) for r in run.rows if metric in r] for run in some]
             band(axis, curves, way, colour)
         axis.set(title=title, xlabel=x)
+        if name == "kl":
+            axis.set_yscale("log")
+        else:
+            axis.locator_params(axis="y", nbins=5, steps=[1, 2, 5, 10])
     axes[0].legend(fontsize=8, framealpha=0)
     save(figure, ROOT / "docs" / "pitfalls.svg")
 

@@ -14,12 +14,14 @@ does not protect against. For Linux.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 
 SECONDS = 5.0  # wall-clock time of a completion, with all its tests
 LIMITS = {  # of module resource
@@ -54,14 +56,26 @@ def verdict(completion: str, function: str, tests: list) -> float:
     return float(found == json.dumps(expected, sort_keys=True))
 
 
+@cache
+def apart() -> list[str]:
+    """A prefix that leaves a command no network and no other process; empty if not allowed."""
+    flags = ["--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child"]
+    prefix = [shutil.which("unshare") or "unshare", *flags]
+    with suppress(OSError):
+        tried = subprocess.run([*prefix, sys.executable, "-S", "-c", ""], capture_output=True)
+        return prefix if tried.returncode == 0 else []
+    return []
+
+
 def execute(job: dict) -> str:
     """What the function returned in each test, as a JSON text; empty where anything went wrong."""
+    python = [sys.executable, "-I", "-S", __file__]  # neither site-packages nor this folder
     with (
         tempfile.TemporaryFile() as out,  # no path: it cannot be replaced by a pipe that never ends
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],  # neither site-packages nor the folder of this
+            [*apart(), *python],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=subprocess.DEVNULL,
