@@ -104,7 +104,7 @@ WRONG = {
     "numbers that JSON has not": "def add(a, b):\n    return a + b + 0j",
     "a flood": "def add(a, b):\n    return 'x' * 10**7",
     "deep": "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
-    "memory": "def add(a, b):\n    [0] * 10**10\n    return a + b",
+    "memory": "def add(a, b):\n    bytearray(2**30)\n    return a + b",
     # What these do would do no harm if it were let through; then the reward would be 1.
     "forks": "import os\nos.fork() or os._exit(0)\n" + RIGHT,
     "threads, then sleeps": "import threading, time\n"

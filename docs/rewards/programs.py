@@ -7,8 +7,8 @@ and `tests`, a JSON text of [arguments, result] pairs, such as '[[[2, 3], 5], [[
 
 Each completion runs in a Python process of its own, with the standard library alone. The process
 gets the arguments; the results stay here and are compared here, so that nothing that the completion
-prints, patches or exits with can look like a pass. It is no sandbox: docs/rewards.md says what it
-does not protect against. For Linux.
+prints, patches or exits with can look like a pass. It is no sandbox, least of all for root:
+docs/rewards.md says what it does not protect against. For Linux.
 """
 
 import json
