@@ -69,7 +69,7 @@ def test_shown_working():
         "6,6,0,8,5#5#",
         " 6,6,0,8,5#5",
         "",
-        "٦",
+        "٦,6,0,8,5#5",
     ]
     assert formats.shown([""] * 8, texts) == [1, 1, 0, 0, 0, 0, 0, 0]
 
@@ -114,7 +114,7 @@ WRONG = {
     "opens a socket": "import socket\nsocket.socket()\n" + RIGHT,
     "reads a key": "import os\nos.environ['A_KEY']\n" + RIGHT,
     "reads standard input": "input()\n" + RIGHT,
-    "site-packages": "import numpy\n" + RIGHT,
+    "site-packages": "import typing_extensions\n" + RIGHT,
     "loop": "def add(a, b):\n    while True: pass",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef add(*a):\n    return add(*a)",
 }
