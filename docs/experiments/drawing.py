@@ -41,5 +41,6 @@ def band(axis: Any, runs: Sequence[Sequence[tuple]], label: str, colour: str) ->
 def save(figure: Any, out: Path) -> None:
     figure.savefig(out, metadata={"Date": None, "Creator": None}, transparent=True)
     plt.close(figure)
-    text = re.sub(r"(\.\d)\d+", r"\1", out.read_text())  # a tenth of a point is exact enough
+    # A tenth of a point is exact enough for a path.
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), out.read_text())
     out.write_text(re.sub(r"[ \t]+\n", "\n", text))

@@ -107,7 +107,7 @@ def value(rows: list[dict], metric: str) -> float:
     """The mean over the last five steps; of an evaluation the last; or `highest NAME`."""
     highest, _, name = metric.rpartition(" ")
     found = [row[name] for row in rows if name in row]
-    return max(found) if highest else mean(found[-1:] if "eval/" in name else found[:5])
+    return max(found) if highest else mean(found[-1:] if "eval/" in name else found[-5:])
 
 
 def show(number: float) -> str:
