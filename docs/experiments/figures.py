@@ -402,7 +402,11 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
         {
             label: f"dpo.py --loss orpo --beta {beta} --model tiny/arithmetic/base {SUMS} "
             "--max-new-tokens 24 --learning-rate 1e-3 --epochs 12"
-            for label, beta in (("SFT on the chosen", 1e-9), ("ORPO, beta 0.5", 0.5), ("1", 1))
+            for label, beta in (
+                ("SFT on the chosen", 1e-9),
+                ("ORPO, beta 0.5", 0.5),
+                ("ORPO, beta 1", 1),
+            )
         }
         | {
             "that SFT, then DPO": f"dpo.py --model {{SFT on the chosen}} {SUMS} --max-new-tokens 24"
