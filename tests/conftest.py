@@ -20,9 +20,10 @@ def from_the_root(monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory):
-    """The runs of two files take one core, the other tests the other."""
+    """Long runs take one core, in the order in which they are asked for, the tests the other."""
     modules = {item.module.__name__: item.module for item in request.session.items}
-    names = [name for name in ("test_learning", "test_torchrun") if name in modules]
+    long = ("test_gpu_path", "test_learning", "test_resume", "test_torchrun")
+    names = [name for name in long if name in modules]
     if len(modules) > 5:
         jobs = [modules[name].begin(tmp_path_factory.mktemp(name)) for name in names]
         Thread(target=lambda: [job() for job in jobs], daemon=True).start()

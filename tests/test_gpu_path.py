@@ -7,10 +7,10 @@ the types. (2) A device made of CPU memory (`simulated_gpu.py`): that tensors me
 import io
 import json
 import math
-import os
 
 import pytest
 import torch
+from background import Background
 from gpu_types import take_gpu_types
 from safetensors.torch import load_file
 from scripts import SCRIPTS
@@ -122,11 +122,8 @@ def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task, tem
     assert difference.mean().abs() < 0.001
 
 
-@pytest.fixture(scope="module")
-def sharded_runs(tmp_path_factory):
-    """Folders of one run of each script on two processes that compute in bfloat16."""
-    os.chdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    folder = tmp_path_factory.mktemp("sharded")
+def make_sharded_runs(folder):
+    """One run of each script on two processes that compute in bfloat16."""
     runs = []
     for name in SCRIPTS:
         words = ["--output-dir", str(folder), "--exp-name", name]
@@ -142,6 +139,15 @@ def sharded_runs(tmp_path_factory):
         process.kill()
     assert process.returncode == 0, output[:20_000]
     return folder
+
+
+begin = Background(make_sharded_runs)
+
+
+@pytest.fixture(scope="module")
+def sharded_runs(tmp_path_factory):
+    """The folder of these runs."""
+    return begin.result(tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

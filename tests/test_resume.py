@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from background import Background
 from scripts import SCRIPTS
 
 RUNS = {
@@ -88,17 +89,16 @@ def whole(request, tmp_path_factory):
     return request.param, script.main(script.parse_args(flags(request.param, out)))
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+def kill(folder):
     """Folders of a run of each script that was killed at a random step; all run at once."""
-    os.chdir(Path(__file__).parent.parent)
-    folder, found, ends = tmp_path_factory.mktemp("killed"), {}, {}
+    found, ends = {}, {}
     for name in SCRIPTS:
         ends[name] = random.randint(3, STEPS - 1)  # logged lines; the first checkpoint is at step 2
         print(name, "is killed after", ends[name], "lines")
     commands = json.dumps([[f"{name}.py", *flags(name, str(folder / name))] for name in ends])
     words = [sys.executable, "tests/forked.py", commands, str(folder)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    root = Path(__file__).parent.parent
+    with subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         ids = {name: int(process.stdout.readline()) for name in ends}
         deadline = time.time() + 300
         while found.keys() != ends.keys() and time.time() < deadline:
@@ -111,6 +111,14 @@ def killed(tmp_path_factory):
         statuses = [int(line) for line in process.stdout]
     assert statuses == [-signal.SIGKILL] * len(ends), "a run ended before it was killed"
     return found
+
+
+begin = Background(kill)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    return begin.result(tmp_path_factory)
 
 
 def test_kill_at_a_random_step_and_resume(whole, killed):
