@@ -198,7 +198,12 @@ def test_a_pytorch_without_cuda_cannot_capture():
 # --- 2. devices -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# The other scripts put what these do on the device: models, rows, a rollout, pairs.
+BY_DEFAULT = ("ppo_rlhf", "grpo", "dpo")
+ALL = [pytest.param(n, marks=[pytest.mark.slow] * (n not in BY_DEFAULT)) for n in SCRIPTS]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypatch):
     """Sampling, training, evaluating, saving, and resuming from a checkpoint."""
     script = SCRIPTS[name]

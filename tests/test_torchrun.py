@@ -265,6 +265,7 @@ def test_a_script_as_it_is_under_torchrun(runs, tmp_path):
 # --- a process that dies --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job(tmp_path):
     process = torchrun(
         2, "grpo.py", "--output-dir", tmp_path, "--eval-rows", 4, start_new_session=True
