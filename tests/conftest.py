@@ -12,6 +12,14 @@ import torch
 torch.set_num_threads(1)
 
 
+LONG = ("test_gpu_path", "test_learning", "test_resume", "test_torchrun")
+
+
+def pytest_collection_modifyitems(items):
+    """What is made in the background is asked for last."""
+    items.sort(key=lambda item: item.module.__name__ in LONG)
+
+
 @pytest.fixture(autouse=True)
 def from_the_root(monkeypatch):
     """Default flags name folders relative to the root of the repository."""
@@ -22,8 +30,7 @@ def from_the_root(monkeypatch):
 def background(request, tmp_path_factory):
     """Long runs take one core, in the order in which they are asked for, the tests the other."""
     modules = {item.module.__name__: item.module for item in request.session.items}
-    long = ("test_gpu_path", "test_learning", "test_resume", "test_torchrun")
-    names = [name for name in long if name in modules]
+    names = [name for name in LONG if name in modules]
     if len(modules) > 5:
         jobs = [modules[name].begin(tmp_path_factory.mktemp(name)) for name in names]
         Thread(target=lambda: [job() for job in jobs], daemon=True).start()
