@@ -46,7 +46,8 @@ def variants(base: str, *flags: str) -> dict[str, str]:
 
 def curves_over(found: Found, out: str, x: str, titles: dict[str, str], labels: Any = None) -> None:
     """A panel for each metric: mean and range of the seeds."""
-    words = {"step": "rollout" if "grpo" in out or "ppo" in out else "optimiser step"}
+    offline = ("sft.svg", "rm_bradley_terry.svg", "dpo.svg")
+    words = {"step": "optimiser step" if out in offline else "rollout"}
     figure, axes = panels(len(titles))
     for axis, (metric, title) in zip(axes, titles.items(), strict=True):
         for colour, label in zip(COLOURS, labels or found.runs, strict=False):
@@ -274,6 +275,15 @@ def gdpo(found: Found) -> dict:
     return tables | {"gdpo": dict(columns=columns, rows=rows)}
 
 
+def format_reward(found: Found) -> dict:
+    titles = {"reward/shown": "working shown", "eval/accuracy": "held-out accuracy"}
+    curves_over(found, "rewards.svg", "step", titles)
+    columns = {"working shown, first rollout": ("(default)", "first shown", 2)}
+    columns |= {"last five": ("(default)", "shown", 2)}
+    columns |= {name: ("(default)", name, 3) for name in ("accuracy before", "accuracy")}
+    return {"format reward": found.by_seed(columns)}
+
+
 def two_rewards(rule: str | None, weight: int) -> dict[str, str]:
     """GRPO and GDPO with right answers and a rule beside them."""
     rules = "--reward-fn last_number"
@@ -412,6 +422,13 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "that SFT, then DPO": f"dpo.py --model {{SFT on the chosen}} {SUMS} --max-new-tokens 24"
         },
         orpo,
+    ),
+    "format_reward": (
+        {
+            "(default)": "grpo.py --reward-fn docs/rewards/formats.py:shown "
+            "--eval-reward-fn last_number"
+        },
+        format_reward,
     ),
     "kto_variants": (
         variants(

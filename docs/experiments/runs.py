@@ -142,6 +142,8 @@ QUANTITIES = {
     "right in the third rollout": at(3, "reward/last_number"),
     "brevity": last_five("reward/brevity"),
     "working": last_five("reward/working"),
+    "first shown": at(1, "reward/shown"),
+    "shown": last_five("reward/shown"),
     "highest KL": lambda run: max(row["eval/kl"] for row in run.evaluations),
 }
 for _name, _metric in {
