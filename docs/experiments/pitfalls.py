@@ -1,7 +1,7 @@
 """What goes wrong in training, and what mends it: runs on tiny/ with each symptom and without.
 
 `python docs/experiments/figures.py pitfalls` writes the tables of docs/pitfalls.md and draws its
-figure: a pair of commands for each symptom, three seeds, half a minute of one core a run.
+figure: a pair of commands for each symptom, five seeds, half a minute of one core a run.
 """
 
 import os
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runs import Run, find, finished, train
 from tables import ROOT
 
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
 STOPPED = ROOT / "runs" / "pitfalls"  # runs that end with an error, and so have no model
 REVIEWS = (
     "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
