@@ -81,7 +81,7 @@ def test_what_the_page_says_of_the_runs_holds():
         return (commands[metric] for commands in numbers[name].values())
 
     for name, metric, least in (
-        ("hacking", "reward/mean", 0.8),
+        ("hacking", "reward/mean", 0.2),
         ("kl", "objective/kl", 20),
         ("length", "eval/length_mean", 4),
         ("zero", "reward/zero_variance_groups", 0.3),
