@@ -333,3 +333,14 @@ def test_the_page_can_be_read_on_a_phone_and_a_desk_in_light_and_dark(visit, dar
         assert (luminance(one["page"]) < 0.1) == dark == (luminance(one["card"]) < 0.1)
         assert contrast(one["text"], one["page"]) > 7 and contrast(one["soft"], one["card"]) > 4.5
         assert "policy" in one["first"][0]["spoken"] and "GB" in one["first"][0]["spoken"]
+
+
+def test_the_worked_example():
+    """By hand: 16 bytes for a trained parameter, 4 for a frozen one."""
+    parameters = 7_615_616_512  # as Qwen2.5-7B's card and checkpoint have it
+    text = Path("docs/choosing.md").read_text()
+    example = text.partition("**A worked example.**")[2].partition("\n\n")[0]
+    assert f"has {parameters / 1e9:.2f} billion" in example
+    for per_parameter in (16 + 4, 16 + 16 + 4 + 4):
+        total = per_parameter * parameters / 1e9
+        assert f"{total:.0f} GB" in example and f"{total / 8:.0f} GB" in example
