@@ -1,4 +1,4 @@
-"""Makes every number that a table or a figure of the pages shows.
+"""Makes the numbers that tables and figures of the pages show, those of time aside.
 
     python -m pip install matplotlib
     python docs/experiments/figures.py                 # all: hours on two cores

@@ -10,7 +10,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from tables import ROOT
 
@@ -134,7 +133,6 @@ QUANTITIES = {
     "learned reward": last_five("reward/mean"),
     "explained variance": last_five("value/explained_variance"),
     "first explained variance": lambda run: run.rows[1]["value/explained_variance"],
-    "entropy": last_five("policy/entropy"),
     "eval KL": ends("eval/kl")[1],
     "KL of samples": sampled_kl,
     "grammatical": grammar,
@@ -154,7 +152,7 @@ for _name, _metric in {
     "loss": "eval/loss",
 }.items():
     QUANTITIES[f"{_name} before"], QUANTITIES[_name] = ends(_metric)
-    QUANTITIES |= {f"{_name} after {step}": at(step, _metric) for step in (20, 100)}
+QUANTITIES["reward after 20"] = at(20, "eval/reward")
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -193,10 +191,10 @@ class Found:
                 row.append(f"{value:.{digits}f}")
         return dict(columns=["seed", *columns], rows=rows)
 
-    def by_label(self, columns: dict[str, tuple[str, int]], labels: Any = None) -> dict:
+    def by_label(self, columns: dict[str, tuple[str, int]]) -> dict:
         """A row for each command; columns are (quantity, digits) by heading."""
         rows = []
-        for label in labels or self.runs:
+        for label in self.runs:
             cells = [
                 spread(self.of(label, quantity), digits) for quantity, digits in columns.values()
             ]
