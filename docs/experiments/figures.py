@@ -362,10 +362,13 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "--beta 0",
             "--no-scale-rewards",
             "--loss-norm token",
+            "--loss-norm constant",
             "--group-size 2 --prompts-per-rollout 128",
+            "--group-size 4 --prompts-per-rollout 64",
             "--group-size 16 --prompts-per-rollout 16",
             "--group-size 32 --prompts-per-rollout 8",
             "--num-minibatches 1 --learning-rate 1e-3",
+            "--num-minibatches 8",
             "--beta 0 --clip-coef-high 0.28 --loss-norm token --mask-truncated",
             "--beta 0 --loss-norm constant --no-scale-rewards",
         ),
@@ -443,7 +446,7 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
         {
             label: command
             for rule, weight in (
-                ("brevity", 4),
+                *(("brevity", weight) for weight in (1, 2, 4, 8, 16)),
                 ("working", 1),
                 (None, 1),
             )

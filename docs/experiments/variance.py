@@ -1,5 +1,5 @@
-"""The variance of REINFORCE's gradient under each baseline, along a training run: a table and a
-figure of docs/reinforce.md (`python docs/experiments/figures.py variance`).
+"""The variance of REINFORCE's gradient under each baseline, along training runs: two tables and a
+figure of docs/reinforce.md (`python docs/experiments/figures.py variance`, an hour on two cores).
 
 The policy of a moment samples many rollouts; each gives one gradient per baseline. With g the
 gradient of a rollout, the noise is E |g - E g|^2 and the signal |E g|^2, both estimated without
@@ -10,13 +10,17 @@ import contextlib
 import io
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # of the root
 import reinforce
+from runs import SEEDS, Run, spread
 from common.generation import find_stop_ids, generate
 from common.logprobs import completion_logprobs
 
@@ -28,13 +32,12 @@ CASES = {
     "leave one out": (0, "leave_one_out"),
 }
 REPEATS = 64  # rollouts that are sampled from each policy
-SEED = 1  # of training and sampling
 MOMENTS = (0, 5, 10, 20, 40, 60)  # rollouts after which to measure
 
 
-def measure(folder: str) -> tuple[float, dict[str, float], dict[str, float]]:
+def measure(folder: str, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
     """Mean reward, and of each case the noise and the signal."""
-    flags, rng = reinforce.Args(), torch.Generator().manual_seed(SEED)
+    flags, rng = reinforce.Args(), torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     stop_ids = find_stop_ids(folder, tokenizer)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -67,30 +70,58 @@ def measure(folder: str) -> tuple[float, dict[str, float], dict[str, float]]:
     return mean_reward, noise, signal
 
 
-def results() -> dict:
-    from drawing import panels, save
+def train(folder: str, seed: int, **flags) -> Path:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return reinforce.main(reinforce.Args(seed=seed, output_dir=folder, **flags))
 
+
+def along_training(seed: int) -> dict:
+    """What is measured with one seed; of each case a number for each of MOMENTS."""
     torch.set_num_threads(1)
-    rewards, noises, signals, rows = [], [], [], []
+    made = dict(rewards=[], noise={case: [] for case in CASES}, signal={case: [] for case in CASES})
     with tempfile.TemporaryDirectory() as folder:
         for moment in MOMENTS:
             model = reinforce.Args.model
             if moment:
-                flags = dict(total_rollouts=moment, eval_split="test[:8]", eval_every=1000)
-                with contextlib.redirect_stdout(io.StringIO()):
-                    run = reinforce.main(reinforce.Args(seed=SEED, output_dir=folder, **flags))
-                model = str(run / "model")
-            reward, noise, signal = measure(model)
-            for kept, value in ((rewards, reward), (noises, noise), (signals, signal)):
-                kept.append(value)
-            found = [f"{noise[case]:.2f} / {signal[case]:.2f}" for case in CASES]
-            rows.append([str(moment), f"{reward:.2f}", *found])
+                few = dict(total_rollouts=moment, eval_split="test[:8]", eval_every=1000)
+                model = str(train(folder, seed, **few) / "model")
+            reward, *found = measure(model, seed)
+            made["rewards"].append(reward)
+            for name, values in zip(("noise", "signal"), found, strict=True):
+                for case in CASES:
+                    made[name][case].append(values[case])
+        rule = reinforce.reward
+        reinforce.reward = lambda text, answer: rule(text, answer) + 1
+        run = Run(train(folder, seed, baseline="none"))
+        made["accuracy, rewards 1 and 2"] = run.evaluations[-1]["eval/reward"] - 1
+    return made
+
+
+def results() -> dict:
+    from drawing import COLOURS, band, panels, save
+
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        made = list(pool.map(along_training, SEEDS))
     figure, (axis,) = panels(1, width=5, height=3)
-    for case in CASES:
-        axis.plot(rewards, [noise[case] for noise in noises], marker="o", ms=4, label=case)
-    axis.set(xlabel="mean reward of the policy", ylabel="variance of the gradient", yscale="log")
+    for colour, case in zip(COLOURS, CASES, strict=False):
+        band(axis, [[*zip(MOMENTS, of["noise"][case], strict=True)] for of in made], case, colour)
+    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient", yscale="log")
     axis.legend(title="baseline", fontsize=8, framealpha=0)
     save(figure, Path("docs/reinforce.svg"))
-    table = dict(columns=["rollouts", "mean reward", *CASES], rows=rows)
-    numbers = dict(moments=MOMENTS, rewards=rewards, noises=noises, signals=signals)
-    return dict(tables={"variance": table}, numbers=numbers)
+    rows = []
+    for i, moment in enumerate(MOMENTS):
+        noises = [spread([of["noise"][case][i] for of in made], 2) for case in CASES]
+        signals = [mean(of["signal"][case][i] for of in made) for case in CASES]
+        reward = mean(of["rewards"][i] for of in made)
+        told = f"{min(signals):.2f} to {max(signals):.2f}"
+        rows.append([str(moment), f"{reward:.2f}", *noises, told])
+    columns = ["rollouts", "mean reward", *CASES, "squared mean"]
+    shifted = [of["accuracy, rewards 1 and 2"] for of in made]
+    tables = {
+        "variance": dict(columns=columns, rows=rows),
+        "rewards 1 and 2": dict(
+            columns=["seed", *map(str, SEEDS)],
+            rows=[["accuracy after 60", *(f"{value:.3f}" for value in shifted)]],
+        ),
+    }
+    return dict(tables=tables, numbers=dict(zip(map(str, SEEDS), made, strict=True)))
