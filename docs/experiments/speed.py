@@ -22,9 +22,9 @@ Both sides train the same checkpoint on the same rows with the same batch, micro
 optimiser and number of optimiser steps, in processes that take turns. The clock is the same too: a
 hook after each step of any torch optimiser. Start-up, the first steps and evaluations lie outside.
 Memory is the highest of the whole process, libraries and evaluations included. Output: rows of a
-table in Markdown. `--floor` counts the operations of a step's matrix products and attention, and
-says how long they alone take at the rate that torch reaches here for a product of the model's
-layers. `--profile` says how a run's time divides into stages, and processor time into operators.
+table in Markdown. `--floor` records the matrix products and attentions of our steps, and says how
+long a step's take when each is repeated by itself: no step that computes them can be faster.
+`--profile` says how a run's time divides into stages, and processor time into operators.
 """
 
 import argparse
@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -58,14 +59,13 @@ class Work:
     flags: dict  # of the script, where they are not the default ones
     skip: int = 5  # optimiser steps left out at the start
     steps: int = 50  # optimiser steps measured
-    product: tuple = (1536, 128, 384)  # rows, inputs and outputs of a typical matrix product
 
 
 def real(told: str, script: str, data: str, skip: int = 2, steps: int = 6, **flags: Any) -> Work:
     """A work on the model and the data that `make_real` has made."""
     flags |= dict(model=f"{MADE}/policy", dataset=f"{MADE}/{data}")
     flags |= dict([("max_prompt_length", 256) if data == "prompts" else ("max_length", 512)])
-    return Work(told, script, flags, skip, steps, (1024, 256, 1024))
+    return Work(told, script, flags, skip, steps)
 
 
 TINY = {
@@ -417,25 +417,49 @@ def measure(side: Callable, work: Work, steps: int) -> list[tuple]:
 
 
 def floor(work: Work) -> str:
-    """Operations in matrix products and attention of a step of ours, and the time they take."""
+    """Time of a measured step's matrix products and attention, each repeated by itself."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
 
-    rows, inputs, outputs = work.product
-    a, b, seconds = torch.randn(rows, inputs), torch.randn(outputs, inputs), []
-    for _ in range(200):
-        started = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        seconds.append(time.perf_counter() - started)
-    rate = 2 * rows * inputs * outputs / statistics.median(seconds)
-    per_rollout = flags_of(work, 1)[2]
-    with tempfile.TemporaryDirectory() as folder, FlopCounterMode(display=False) as counter:
-        counts = after_steps(counter.get_total_flops)
-        ours(work, 5 * per_rollout, folder)
-    flops = (counts[-1] - counts[per_rollout - 1]) / (4 * per_rollout)
-    return (
-        f"{flops / 1e9:.1f} GFLOP a step, {1e3 * flops / rate:.0f} ms at {rate / 1e9:.0f} GFLOP/s"
-    )
+    calls, inputs = Counter(), {}
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            given = (args, kwargs or {})
+            if re.search("mm|attention", operator.overloadpacket.__name__):
+                layout = tree_map_only(
+                    torch.Tensor, lambda x: Layout(x.shape, x.stride(), x.dtype), given
+                )
+                calls[operator, repr(layout)] += 1
+                inputs[operator, repr(layout)] = layout
+            return operator(*args, **given[1])
+
+    def seconds(call: tuple) -> float:
+        args, kwargs = tree_map_only(Layout, Layout.ones, inputs[call])
+        times = []
+        while len(times) < 3 or (len(times) < 30 and sum(times) < 0.3):
+            started = time.perf_counter()
+            call[0](*args, **kwargs)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    @dataclass
+    class Layout:
+        shape: tuple
+        strides: tuple
+        dtype: torch.dtype
+
+        def ones(self) -> torch.Tensor:
+            size = 1 + sum((n - 1) * by for n, by in zip(self.shape, self.strides, strict=True))
+            return torch.ones(size, dtype=self.dtype).as_strided(self.shape, self.strides)
+
+    counts = after_steps(calls.copy)
+    with tempfile.TemporaryDirectory() as folder, Record():
+        ours(work, work.skip + work.steps, folder)
+    counted = counts[-1] - counts[work.skip - 1]
+    total = sum(count * seconds(call) for call, count in counted.items()) / work.steps
+    return f"{1e3 * total:.0f} ms a step in {counted.total() / work.steps:.0f} calls"
 
 
 def profiled(work: Work, steps: int) -> str:
