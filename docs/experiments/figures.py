@@ -152,9 +152,16 @@ def reward_hacking(found: Found) -> dict:
     save(figure, DOCS / "reward_hacking.svg")
     columns = {"learned": ("learned reward", 2), "gold": ("reward", 2)}
     table = found.by_label(columns | {"KL": ("KL, last five rollouts", 1)})
-    table["columns"] = ["`--beta`", *table["columns"][1:], "a review of the end, seed 1"]
+    table["columns"] = [
+        "`--beta`",
+        *table["columns"][1:],
+        "a review near the mean, seed 1 (its gold)",
+    ]
     for row in table["rows"]:
-        row.append(f"`{found.runs[row[0]][0].samples[-1]['completion']}`")
+        samples = found.runs[row[0]][0].samples
+        middle = mean(sample["reward"] for sample in samples)
+        typical = min(samples, key=lambda sample: abs(sample["reward"] - middle))
+        row.append(f"`{typical['completion']}` ({typical['reward']:.2f})")
     return {"reward hacking": table}
 
 

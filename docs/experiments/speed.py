@@ -416,7 +416,7 @@ def measure(side: Callable, work: Work, steps: int) -> list[tuple]:
     return [(work.told, 1e3 * (times[-1] - times[work.skip - 1]) / steps, peak_memory())]
 
 
-def floor(work: Work) -> str:
+def floor(work: Work, steps: int) -> str:
     """Time of a measured step's matrix products and attention, each repeated by itself."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -456,10 +456,10 @@ def floor(work: Work) -> str:
 
     counts = after_steps(calls.copy)
     with tempfile.TemporaryDirectory() as folder, Record():
-        ours(work, work.skip + work.steps, folder)
+        ours(work, work.skip + steps, folder)
     counted = counts[-1] - counts[work.skip - 1]
-    total = sum(count * seconds(call) for call, count in counted.items()) / work.steps
-    return f"{1e3 * total:.0f} ms a step in {counted.total() / work.steps:.0f} calls"
+    total = sum(count * seconds(call) for call, count in counted.items()) / steps
+    return f"{1e3 * total:.0f} ms a step in {counted.total() / steps:.0f} calls"
 
 
 def profiled(work: Work, steps: int) -> str:
@@ -495,7 +495,7 @@ def run_side(side: str, work: Work, steps: int | None) -> Any:
 
         torch.set_float32_matmul_precision("medium")
     if side == "floor":
-        return floor(work)
+        return floor(work, steps or work.steps)
     if side == "profile":
         return profiled(work, steps or (16 if work in TINY.values() else 8))
     if not work.script:
