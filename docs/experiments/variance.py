@@ -1,5 +1,5 @@
 """The variance of REINFORCE's gradient under each baseline, along training runs: two tables and a
-figure of docs/reinforce.md (`python docs/experiments/figures.py variance`, an hour on two cores).
+figure of docs/reinforce.md (`python docs/experiments/figures.py variance`, 20 minutes).
 
 The policy of a moment samples many rollouts; each gives one gradient per baseline. With g the
 gradient of a rollout, the noise is E |g - E g|^2 and the signal |E g|^2, both estimated without
@@ -14,15 +14,16 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # of the root
 import reinforce
-from runs import SEEDS, Run, spread
 from common.generation import find_stop_ids, generate
 from common.logprobs import completion_logprobs
+from runs import SEEDS, Run, spread
 
 # What is added to each reward, 0 or 1, and the baseline.
 CASES = {
@@ -91,8 +92,8 @@ def along_training(seed: int) -> dict:
                 for case in CASES:
                     made[name][case].append(values[case])
         rule = reinforce.reward
-        reinforce.reward = lambda text, answer: rule(text, answer) + 1
-        run = Run(train(folder, seed, baseline="none"))
+        with patch.object(reinforce, "reward", lambda text, answer: rule(text, answer) + 1):
+            run = Run(train(folder, seed, baseline="none"))
         made["accuracy, rewards 1 and 2"] = run.evaluations[-1]["eval/reward"] - 1
     return made
 
