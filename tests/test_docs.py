@@ -187,3 +187,19 @@ def test_markdown_leaves_the_formulas_alone(page):
     assert "$$" not in text
     for formula in re.findall(r"\$([^$\n]+)\$", text):
         assert not re.search(r"\\[|,;{}!]|[})\]]_|\w\*", formula), f"{page}: {formula}"
+
+
+def test_what_the_page_says_of_the_variance_holds():
+    made = json.loads(Path("docs/results/variance.json").read_text())["numbers"].values()
+    noises = [
+        dict(zip(of["noise"], at, strict=True))
+        for of in made
+        for at in zip(*of["noise"].values(), strict=True)
+    ]
+    lower = sum(noise["none"] < noise["leave one out"] for noise in noises)
+    worse = sorted(noise["none"] / noise["leave one out"] for noise in noises)[lower:]
+    shifted = [noise["none, rewards 1 and 2"] / noise["none"] for noise in noises]
+    page = " ".join(Path("docs/reinforce.md").read_text().split())
+    assert f"in {lower} of the {len(noises)} measurements" in page
+    assert "it is {:.0f}, {:.0f} and {:.0f} times as large".format(*worse) in page
+    assert f"{min(shifted):.1f} to {max(shifted):.0f} times the variance" in page
