@@ -459,7 +459,7 @@ def floor(work: Work, steps: int) -> str:
         ours(work, work.skip + steps, folder)
     counted = counts[-1] - counts[work.skip - 1]
     total = sum(count * seconds(call) for call, count in counted.items()) / steps
-    return f"{1e3 * total:.0f} ms a step in {counted.total() / steps:.0f} calls"
+    return f"{1e3 * total:.0f} ms per step in {counted.total() / steps:.0f} calls"
 
 
 def profiled(work: Work, steps: int) -> str:
@@ -564,9 +564,11 @@ def main() -> None:
                 mine.append(in_a_process(name, "ours", args.steps))
                 other.append(in_a_process(name, "trl", args.steps))
             is_rate = name == "generate"
-            them, unit = ("transformers", "tokens a second") if is_rate else ("TRL", "ms a step")
+            them, unit = (
+                ("transformers", "tokens per second") if is_rate else ("TRL", "ms per step")
+            )
             if unit not in head:
-                head = f"| work | ours, {unit} | {them}, {unit} | ratio "
+                head = f"| workload | ours, {unit} | {them}, {unit} | ratio "
                 print(f"{head}| ours, peak MB | {them}, peak MB | ratio |\n|{'---|' * 7}")
             for rows in zip(zip(*mine, strict=True), zip(*other, strict=True), strict=True):
                 print(table_row(*rows, is_rate), flush=True)
