@@ -801,5 +801,6 @@ def test_ctrl_c_says_what_is_saved_and_how_to_resume(tmp_path):
     assert last.startswith("stopped; saved: [") and "'checkpoint.pt'" in last
     assert last.endswith(f"; with checkpoint.pt, resume: python grpo.py --resume {run_dir}")
     (words,) = re.findall("--resume .*", last)
-    args = grpo.parse_args([*words.split(), "--total-rollouts", "41"])
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["step"]
+    args = grpo.parse_args([*words.split(), "--total-rollouts", str(saved + 1)])
     assert grpo.main(args) == run_dir and (run_dir / "model").exists()

@@ -554,7 +554,7 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch, lo
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
     sampled = spy_on(monkeypatch, "generate")
-    for size in (16, 1, 2, 4, 8):
+    for size in (16, 1, 4):
         gradients.append([])
         flags = dict(temperature=1.5, max_new_tokens=14, mask_truncated=True, beta=0.1)
         run(tmp_path, micro_batch_size=size, loss_norm=loss_norm, **flags)

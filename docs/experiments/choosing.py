@@ -1,9 +1,9 @@
 """Memory of a run by algorithm, from one table of constants, and how near it is to measured peaks.
 
-    python docs/experiments/choosing.py           # measures: about five minutes on two cores
-    python docs/experiments/figures.py            # the tables and the figure, from the last measure
+    python docs/experiments/figures.py choosing     # five minutes on two cores
+    python docs/experiments/choosing.py             # writes docs/explorer.html too
 
-`CONSTANTS` stands in docs/explorer.html too, as JSON; tests/test_choosing.py compares the two, and
+`CONSTANTS` stands in docs/explorer.html as JSON; tests/test_choosing.py compares the two, and
 what the page shows with what `memory` computes. A GB is 10^9 bytes.
 """
 
@@ -348,7 +348,7 @@ COLUMNS = ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-
 COLUMNS += ["Qwen2.5-32B", "Llama-3.1-70B"]
 
 
-def tables() -> dict:
+def tables(measured: list[dict]) -> dict:
     models, algorithms = CONSTANTS["models"], CONSTANTS["algorithms"]
     mixed = CONSTANTS["precisions"]["mixed"]
     sizes = [name.partition("-")[2].removeprefix("3.1-") for name in COLUMNS]
@@ -361,7 +361,7 @@ def tables() -> dict:
         bytes_rows.append([kind["name"], said, str(total)])
     made = {
         "choosing_bytes": {
-            "columns": ["algorithm", "models in memory while training", "bytes a parameter"],
+            "columns": ["algorithm", "models in memory while training", "bytes per parameter"],
             "rows": bytes_rows,
         }
     }
@@ -380,7 +380,7 @@ def tables() -> dict:
         rows = [["; ".join(names), *cells] for cells, names in named.items()]
         made[table] = {"columns": ["algorithm", *sizes], "rows": rows}
 
-    measured, rows = json.loads(RESULTS.read_text())["numbers"]["measured"], []
+    rows = []
     for case in measured:
         cells = [*expected(case), case["peak"]]
         ratio = f"{case['peak'] / cells[2]:.2f}"
@@ -393,7 +393,7 @@ def tables() -> dict:
 
 def results() -> dict:
     draw()
-    return tables()
+    return tables(measure())
 
 
 def draw() -> None:
@@ -440,7 +440,6 @@ def main() -> None:
         return
     from tables import insert_tables
 
-    RESULTS.write_text(json.dumps({"numbers": {"measured": measure()}}))
     RESULTS.write_text(json.dumps(results(), indent=1) + "\n")
     text = PAGE.read_text()
     middle = '<script type="application/json" id="constants">\n'
