@@ -29,22 +29,28 @@ PAIRED = pytest.mark.parametrize("name", ["rm_bradley_terry", "dpo"])
 EACH = pytest.mark.parametrize("name", SCRIPTS)
 REWARDED = pytest.mark.parametrize("name", ["ppo_rlhf", "grpo"])
 TINY = {
-    "sft": dict(epochs=0.01, batch_size=16, eval_rows=4, eval_samples=2),
-    "rm_bradley_terry": dict(epochs=0.01, batch_size=16, eval_rows=4, eval_samples=2),
+    "sft": dict(epochs=0.5, batch_size=16, eval_rows=4, eval_samples=2),
+    "rm_bradley_terry": dict(epochs=0.5, batch_size=16, eval_rows=4, eval_samples=2),
     "reinforce": dict(total_rollouts=2, prompts_per_rollout=2, group_size=2, eval_split="test[:4]"),
     "ppo_rlhf": dict(total_rollouts=2, prompts_per_rollout=4, eval_rows=4),
     "grpo": dict(
         total_rollouts=2, prompts_per_rollout=2, group_size=2, num_minibatches=1, eval_rows=4
     ),
-    "dpo": dict(epochs=0.01, batch_size=16, eval_rows=4),
-    "kto": dict(epochs=0.01, batch_size=16, eval_rows=4),
+    "dpo": dict(epochs=0.5, batch_size=16, eval_rows=4),
+    "kto": dict(epochs=0.5, batch_size=16, eval_rows=4),
 }
+
+
+def tiny_args(name, flags):
+    """A short run; of the default data a few rows, because reading all would take most of it."""
+    few = {} if "dataset" in flags else dict(train_split="train[:64]")
+    return SCRIPTS[name].Args(**TINY[name] | few | flags)
 
 
 def fails(name, tmp_path, message, **flags):
     """Run a script in this process; it must end with the message, which must be short."""
     script = SCRIPTS[name]
-    args = script.Args(**{**TINY[name], "output_dir": str(tmp_path / "runs"), **flags})
+    args = tiny_args(name, {"output_dir": str(tmp_path / "runs"), **flags})
     with pytest.raises(SystemExit) as end:
         script.main(args)
     text = str(end.value)
@@ -383,7 +389,7 @@ def test_the_default_rule_judges_the_default_dataset_alone(name, tmp_path):
     rule = "./tiny/reviews/gold.py:sentiment"  # typed, it judges any dataset
     for key, flags in {"own": {}, "typed": dict(eval_reward_fn=rule), "tiny": {}}.items():
         flags |= {"output_dir": str(tmp_path / key)} | ({} if key == "tiny" else {"dataset": data})
-        run_dir = script.main(script.Args(**TINY[name] | flags))
+        run_dir = script.main(tiny_args(name, flags))
         runs[key] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     if name in ("dpo", "kto"):
         assert ["eval/reward" in runs[key] for key in runs] == [False, True, True]
@@ -630,7 +636,7 @@ def test_a_rule_may_use_dataclasses_processes_and_modules_beside_it(name, tmp_pa
     (tmp_path / f"rules_{number}.py").write_text(RULES.replace("{number}", str(number)))
     spec, script = f"{tmp_path / f'rules_{number}.py'}:rule", SCRIPTS[name]
     flags = dict(output_dir=str(tmp_path / "runs"), eval_reward_fn=spec)
-    run_dir = script.main(script.Args(**TINY[name] | flags))
+    run_dir = script.main(tiny_args(name, flags))
     (*_, last) = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     assert last["eval/reward"] == 0.25
 
@@ -653,7 +659,7 @@ def test_reward_function_needs_a_column_that_is_not_there(tmp_path):
     text = fails("grpo", tmp_path, message, dataset=data)
     assert "called with prompts, completions, ['solution']" in text
     flags = dict(dataset=data, answer_column="solution", output_dir=str(tmp_path / "runs"))
-    grpo.main(grpo.Args(**{**TINY["grpo"], **flags}))  # and the flag mends it
+    grpo.main(tiny_args("grpo", flags))  # and the flag mends it
 
 
 def test_answer_without_a_number(tmp_path):
@@ -717,7 +723,7 @@ def stopped_run(name, tmp_path, **flags):
     """A run that ended after its first checkpoint."""
     script = SCRIPTS[name]
     one = dict(total_rollouts=1) if "total_rollouts" in TINY[name] else {}
-    return script.main(script.Args(**TINY[name] | one | dict(output_dir=str(tmp_path)) | flags))
+    return script.main(tiny_args(name, one | dict(output_dir=str(tmp_path)) | flags))
 
 
 @pytest.fixture(scope="module")
