@@ -269,7 +269,7 @@ def start_run(args: Args) -> tuple[Path, torch.device]:
     if RANK > 0:  # rank 0 alone prints
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() % 10**6:06}"
+    path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
     run_dir = all_gather([Path(path)])[0]
     with explain(f"--output-dir {args.output_dir}"):
         if RANK == 0 and not args.resume:

@@ -1,5 +1,6 @@
 """A run that is killed and resumed ends with the same bits as one that was never stopped."""
 
+import itertools
 import json
 import os
 import random
@@ -203,7 +204,9 @@ def test_a_weight_decay_typed_beside_resume_is_taken(name, tmp_path):
     assert group["weight_decay"] == 0.3
 
 
-def test_runs_never_share_a_folder(tmp_path):
+def test_runs_never_share_a_folder(tmp_path, monkeypatch):
+    clock = itertools.count(time.time_ns(), 10**6)
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))  # a whole number of ms apart
     for script in SCRIPTS.values():
         args = script.Args(output_dir=str(tmp_path), exp_name="x")
         folders = {script.start_run(args)[0] for _ in range(3)}
