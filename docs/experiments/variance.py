@@ -13,7 +13,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from unittest.mock import patch
 
 import torch
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # of the root
 import reinforce
 from common.generation import find_stop_ids, generate
 from common.logprobs import completion_logprobs
-from runs import SEEDS, Run, spread
+from runs import SEEDS, Run
 
 # What is added to each reward, 0 or 1, and the baseline.
 CASES = {
@@ -99,23 +99,34 @@ def along_training(seed: int) -> dict:
 
 
 def results() -> dict:
-    from drawing import COLOURS, band, panels, save
-
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        made = list(pool.map(along_training, SEEDS))
+        return report(list(pool.map(along_training, SEEDS)))
+
+
+def report(made: list[dict]) -> dict:
+    """Medians, because a single improbable token can make one variance a hundred times as large."""
+    from drawing import COLOURS, panels, save
+
+    noises = {
+        case: [sorted(at) for at in zip(*(of["noise"][case] for of in made), strict=True)]
+        for case in CASES
+    }
     figure, (axis,) = panels(1, width=5, height=3)
-    for colour, case in zip(COLOURS, CASES, strict=False):
-        band(axis, [[*zip(MOMENTS, of["noise"][case], strict=True)] for of in made], case, colour)
+    for colour, (case, values) in zip(COLOURS, noises.items(), strict=False):
+        lowest, *_, highest = zip(*values, strict=True)
+        axis.fill_between(MOMENTS, lowest, highest, color=colour, alpha=0.15, lw=0)
+        axis.plot(MOMENTS, [*map(median, values)], color=colour, label=case)
     axis.set(xlabel="rollouts trained", ylabel="variance of the gradient", yscale="log")
     axis.legend(title="baseline", fontsize=8, framealpha=0)
     save(figure, Path("docs/reinforce.svg"))
     rows = []
     for i, moment in enumerate(MOMENTS):
-        noises = [spread([of["noise"][case][i] for of in made], 2) for case in CASES]
-        signals = [mean(of["signal"][case][i] for of in made) for case in CASES]
+        cells = [(median(at[i]), at[i][0], at[i][-1]) for at in noises.values()]
+        signals = [median(of["signal"][case][i] for of in made) for case in CASES]
         reward = mean(of["rewards"][i] for of in made)
-        told = f"{min(signals):.2f} to {max(signals):.2f}"
-        rows.append([str(moment), f"{reward:.2f}", *noises, told])
+        told = ["{:.2f} ({:.2f} to {:.2f})".format(*cell) for cell in cells]
+        told.append(f"{min(signals):.2f} to {max(signals):.2f}")
+        rows.append([str(moment), f"{reward:.2f}", *told])
     columns = ["rollouts", "mean reward", *CASES, "squared mean"]
     shifted = [of["accuracy, rewards 1 and 2"] for of in made]
     tables = {
