@@ -22,14 +22,8 @@ from common.logprobs import completion_logprobs
 from sft import Args, encode_pair, load_pairs, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
-SMALL = dict(
-    train_split="train[:64]",
-    epochs=1.0,
-    batch_size=16,
-    micro_batch_size=16,
-    eval_rows=8,
-    eval_samples=2,
-)
+SMALL = dict(train_split="train[:64]", epochs=1.0, batch_size=16, micro_batch_size=16)
+SMALL |= dict(eval_rows=8, eval_samples=2)
 
 
 def run(tmp_path, **flags):

@@ -422,6 +422,16 @@ def floor(work: Work, steps: int) -> str:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
+    @dataclass
+    class Layout:
+        shape: tuple
+        strides: tuple
+        dtype: torch.dtype
+
+        def ones(self) -> torch.Tensor:
+            size = 1 + sum((n - 1) * by for n, by in zip(self.shape, self.strides, strict=True))
+            return torch.ones(size, dtype=self.dtype).as_strided(self.shape, self.strides)
+
     calls, inputs = Counter(), {}
 
     class Record(TorchDispatchMode):
@@ -443,16 +453,6 @@ def floor(work: Work, steps: int) -> str:
             call[0](*args, **kwargs)
             times.append(time.perf_counter() - started)
         return statistics.median(times)
-
-    @dataclass
-    class Layout:
-        shape: tuple
-        strides: tuple
-        dtype: torch.dtype
-
-        def ones(self) -> torch.Tensor:
-            size = 1 + sum((n - 1) * by for n, by in zip(self.shape, self.strides, strict=True))
-            return torch.ones(size, dtype=self.dtype).as_strided(self.shape, self.strides)
 
     counts = after_steps(calls.copy)
     with tempfile.TemporaryDirectory() as folder, Record():
