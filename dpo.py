@@ -1,21 +1,22 @@
 r"""Direct Preference Optimization (DPO): learn from preference pairs without a reward model.
 
 The optimum of E[r(x, y)] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) / Z(x). So each
-policy is optimal for an implicit reward, beta log(pi(y|x) / pi_ref(y|x)), and the Bradley-Terry
-loss of `rm_bradley_terry.py` can train it (arXiv 2305.18290, equation 7, where eps = 0):
+policy is optimal for an implicit reward, beta log(pi(y|x) / pi_ref(y|x)), up to a term of x alone,
+and the Bradley-Terry loss of `rm_bradley_terry.py` can train the policy itself (arXiv 2305.18290,
+equation 7, where eps = 0):
 
     h = log(pi(y_w|x) / pi_ref(y_w|x)) - log(pi(y_l|x) / pi_ref(y_l|x)),   y_w chosen, y_l rejected,
     L = mean over pairs of  - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
-`--loss ipo` (2310.12036) aims at a finite h per token. Two losses need no reference; with the mean
-per token m(y) = log pi(y|x) / |y|, and odds(y) = e^m(y) / (1 - e^m(y)), they are
+With eps > 0, labels are taken to be wrong with this probability (conservative DPO, Mitchell 2023).
+`--loss ipo` (2310.12036) has a finite target for h per token. Two losses need no reference. With
+the mean per token m(y) = log pi(y|x) / |y|, and odds(y) = e^m(y) / (1 - e^m(y)), they are
 
     simpo:  - log sigmoid(beta m(y_w) - beta m(y_l) - gamma)              (2405.14734, equation 6),
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
 
-Deviations from the papers: AdamW and a linear schedule. eps > 0 says that a label is wrong that
-often (conservative DPO, Mitchell 2023). `--nll-coef` gives other losses ORPO's first term, the loss
-of SFT (2404.19733); with it ORPO starts from a base model.
+ORPO's first term is the loss of SFT, so it can start from a base model; `--nll-coef` adds this term
+to the other losses (2404.19733). Deviations from the papers: AdamW and a linear schedule.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
@@ -24,9 +25,9 @@ of SFT (2404.19733); with it ORPO starts from a base model.
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # resume after a crash
 
-A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); plus the NLL), `reward/margin`
-and `reward/accuracy` rise then. If `policy/logprob_chosen` falls by tens of nats: raise beta
-(SimPO: lower the learning rate). With ORPO it rises.
+A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); plus the NLL); then
+`reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls by tens of nats, raise
+beta (SimPO: lower the learning rate). With ORPO it rises.
 """
 
 import gc
@@ -35,372 +36,594 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
 import tyro
 import wandb
 from datasets import load_dataset
-from torch import Tensor
+from filelock import FileLock
+from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.functional import logsigmoid
+from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import GenerationConfig, get_scheduler, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler
+from transformers import logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
 from common.generation import shard
-from common.logprobs import completion_logprobs, encode_pair, micro_batches, rollout_logprobs
+from common.logprobs import Sequences, UnusableRow, completion_logprobs, encode_pair
+from common.logprobs import micro_batches, rollout_logprobs
 
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-REFERENCED = ["sigmoid", "ipo"]  # the losses that compare the policy with a reference
+FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+REFERENCE_LOSSES = ("sigmoid", "ipo")  # those that compare the policy with a reference
 
 
 @dataclass
 class Args:
-    exp_name: str = "dpo"  # name of the run's folder, with the seed and the time
+    exp_name: str = "dpo"  # name of the run's folder, before the seed and the time
     seed: int = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to resume; its flags hold unless given again
     save_every: int = 50  # optimiser steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
+    # folder or hub name of the policy, the reference and their tokenizer
+    model: str = "tiny/reviews/policy"
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
-    prompt_column: str = "prompt"  # `none`: the prompt is what chosen and rejected begin with
+    # column of the prompt, a string or chat messages; none: it is what chosen and rejected share
+    prompt_column: str = "prompt"
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
-    answer_column: str = "answer"  # column given to the rule of --eval-reward-fn as `answer`
+    answer_column: str = "answer"  # column that the reward function receives as `answer`
     chat: bool = False  # turn strings into chat messages of a user and an assistant
-    max_length: int = 128  # of prompt and completion together, in tokens; the rest is cut off
+    # prompt and completion together, in tokens; longer completions are cut off
+    max_length: int = 128
     # --- DPO ---
-    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"  # of DPO, IPO, SimPO or ORPO
-    beta: float = 0.3  # cost of leaving the reference (LLMs: 0.1); SimPO's scale (2); ORPO's lambda
-    gamma: float = 0.0  # target margin of SimPO's rewards; not gamma / beta (paper: 0.3 to 1.6)
+    # loss of DPO (sigmoid), IPO, SimPO or ORPO
+    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
+    # cost of leaving the reference, default 0.3; simpo's scale, default 5; orpo's lambda, default 5
+    beta: float | None = None
+    # target margin of simpo, not divided by beta (paper: 0.3 to 1.6); default with simpo: 0.5
+    gamma: float | None = None
     label_smoothing: float = 0.0  # eps, the probability that a label is wrong (conservative DPO)
     nll_coef: float = 0.0  # coefficient of the chosen completion's NLL, in nats per token
     online_reference: bool = False  # run the reference in every step, not once before training
     # --- optimisation and evaluation ---
-    epochs: float = 3.0  # passes over the training pairs
+    # passes over the training pairs
+    epochs: float = 3.0
     batch_size: int = 32  # pairs per optimiser step
-    micro_batch_size: int = 32  # pairs per forward pass: memory and speed, not the result
+    micro_batch_size: int = 32  # pairs per forward pass: sets memory and speed, not the result
     learning_rate: float = 5e-4  # AdamW's peak learning rate
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after warm-up
-    warmup_ratio: float = 0.1  # part of the run over which the learning rate rises from 0
+    # how the learning rate changes after its warm-up
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    warmup_ratio: float = 0.1  # fraction of the steps over which the learning rate rises from 0
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: int = 100  # steps between evaluations; always one at the start and at the end
     eval_rows: int = 500  # held-out pairs, at most; their prompts are completed too
-    eval_reward_fn: str | None = "tiny/reviews/gold.py:sentiment"  # judges samples of its dataset
+    # file.py:function for eval/reward, or none; default: gold on the default --dataset, else none
+    eval_reward_fn: str | None = None
     max_new_tokens: int = 40  # longest sampled completion in tokens
-    temperature: float = 1.0  # of sampling at evaluation; it divides the logits in eval/kl too
+    temperature: float = 1.0  # sampling temperature at evaluation; it divides eval/kl's logits too
+
+
+class PreferencePair(NamedTuple):
+    text: str | list[dict]  # the prompt, a string or chat messages
+    prompt_ids: list[int]  # its token ids
+    chosen_ids: list[int]  # token ids of the preferred completion
+    rejected_ids: list[int]  # token ids of the other one
+    lengths: list[int]  # of these two, in tokens
+    columns: dict  # the row's other columns, for the reward function
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def preference_loss(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Tensor) -> tuple:
-    """The loss of each pair (B,), and its metrics (B,).
+def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """- (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h) (B,) (DPO, equation 7; cDPO).
 
-    logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
-    tokens, in nats, the latter 0 for SimPO and ORPO; lengths: (B, 2) in tokens. DPO's derivative by
-    h, beta (sigmoid(beta h) - (1 - eps)), is 0 where the policy is as certain as the label. IPO's
-    loss is (h - 1 / (2 beta))^2 (equation 17, tau = beta). Only DPO's h is of sums, not of means.
+    h is the difference of the log-ratios (B, 2) log(pi(y|x) / pi_ref(y|x)) of chosen and rejected,
+    sums over tokens, in nats. The derivative by h, beta (sigmoid(beta h) - (1 - eps)), is 0 where
+    the policy is as certain as the label.
     """
-    logratios = (logprobs - ref_logprobs) / (1 if args.loss == "sigmoid" else lengths)
-    chosen_logratios, rejected_logratios = logratios.unbind(dim=1)
-    h, beta, eps = chosen_logratios - rejected_logratios, args.beta, args.label_smoothing
-    if args.loss == "ipo":
-        losses = (h - 1 / (2 * beta)).square()
-    elif args.loss == "orpo":
-        # log(1 - e^m): what lies nearer to 0 than 1e-7 is rounding, and 0 itself would give inf.
-        log_odds = logratios - (-torch.expm1(logratios.clamp(max=-1e-7))).log()
-        losses = -chosen_logratios - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
-    else:
-        margin = beta * h - args.gamma
-        losses = -(1 - eps) * logsigmoid(margin) - eps * logsigmoid(-margin)
-    if args.nll_coef > 0:
-        losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
-    metrics = {"reward/margin": beta * h, "reward/accuracy": 0.5 + 0.5 * h.sign()}  # a tie is half
-    metrics["reward/chosen"], metrics["reward/rejected"] = (beta * logratios).unbind(dim=1)
-    metrics["policy/logprob_chosen"], metrics["policy/logprob_rejected"] = logprobs.unbind(dim=1)
-    return losses, {name: values.detach() for name, values in metrics.items()}
+    margin = beta * (logratios[:, 0] - logratios[:, 1])  # beta h
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def ipo_loss(mean_logratios: Tensor, beta: float) -> Tensor:
+    """(h - 1 / (2 beta))^2 (B,) (IPO, arXiv 2310.12036, equation 17, tau = beta).
+
+    The log-ratios (B, 2) of chosen and rejected, and so h, are means per token here.
+    """
+    h = mean_logratios[:, 0] - mean_logratios[:, 1]
+    return (h - 1 / (2 * beta)).square()
+
+
+def simpo_loss(mean_logprobs: Tensor, beta: float, gamma: float) -> Tensor:
+    """- log sigmoid(beta m(y_w) - beta m(y_l) - gamma) (B,) (SimPO, arXiv 2405.14734, equation 6).
+
+    mean_logprobs: (B, 2) m(y) = log pi(y|x) / |y| of chosen and rejected, nats per token.
+    """
+    return -logsigmoid(beta * (mean_logprobs[:, 0] - mean_logprobs[:, 1]) - gamma)
+
+
+def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
+    """- m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l)) (B,) (ORPO, arXiv 2403.07691,
+    equation 6, lambda = beta), with the m(y) (B, 2) of `simpo_loss`.
+    """
+    nll = -mean_logprobs[:, 0]
+    # log(e^m / (1 - e^m)). An m nearer to 0 than 1e-7 is rounding, and 0 itself would give inf.
+    log_odds = mean_logprobs - (-torch.expm1(mean_logprobs.clamp(max=-1e-7))).log()
+    return nll - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
 
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
-    check_args(args)
-    run_dir, device = start_run(args)
-    with explain(f"--model {args.model}"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        stop_ids = find_stop_ids(args.model, tokenizer)
-        require(stop_ids, "neither tokenizer nor generation config has an EOS")
-    train_rows = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
-    eval_rows = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    # The default rule judges the default dataset alone.
-    judged = args.eval_reward_fn != Args.eval_reward_fn or args.dataset == Args.dataset
-    rule = args.eval_reward_fn if judged else None
-    judge = load_judge(rule, eval_rows[0]) if rule else None
-    longest = max(args.max_length, *(len(row["ids"]) + args.max_new_tokens for row in eval_rows))
-    source = ("--model", args.model, AutoModelForCausalLM, longest, device)
-    policy = load_model(*source)
-    ref_model = load_model(*source) if args.online_reference else None
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=True)
-    steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
-    schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
-    trained = {"policy": (policy, optimizer)}
-    size, models = policy.num_parameters(), 4 + (ref_model is not None)  # Adam: 4 times the weights
-    print(f"{run_dir}: {size:,} parameters, {models * size * 4e-9:.3f} GB on {device}")
+    args = check_args(args)
+    run_dir, device, wandb_run = start_run(args)
 
-    rng = torch.Generator().manual_seed(args.seed)
-    epochs = math.ceil(steps * args.batch_size / len(train_rows))
-    order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
-    batches = order.split(args.batch_size)[:steps]
+    # --- data and models ---
+    tokenizer, stop_ids = load_tokenizer(args.model)
+    train_pairs = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
+    eval_pairs = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    reward_fn = None
+    if args.eval_reward_fn != "none":
+        columns = eval_pairs[0].columns
+        (reward_fn,) = load_reward_fns("--eval-reward-fn", [args.eval_reward_fn], columns).values()
+    longest_prompt = max(len(pair.prompt_ids) for pair in eval_pairs)
+    max_length = max(args.max_length, longest_prompt + args.max_new_tokens)
+    policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+    ref_model = None
+    if args.online_reference:
+        ref_model = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
 
-    # The policy is still the reference, also on resume. The last batches go first, so that what the
-    # first ones give stays: step 1 runs the same micro-batches, and its h is exactly 0.
-    kept, eval_kept = (torch.zeros(len(x), 2, device=device) for x in (train_rows, eval_rows))
-    if args.loss in REFERENCED:
-        first_epoch = batches[: math.ceil(len(train_rows) / args.batch_size)]
-        for picked in [] if ref_model else tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
-            kept[picked] = all_logprobs(args, policy, [train_rows[i] for i in picked])
-        eval_kept = all_logprobs(args, policy, eval_rows)
-    eval_lengths = torch.tensor([row["lengths"] for row in eval_rows], device=device)  # (N, 2)
+    # --- the pairs of each step, and the reference's log-probs (N, 2) of all pairs ---
+    rng = Generator().manual_seed(args.seed)
+    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
+    data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
+    orders = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(orders).split(args.batch_size)[:total_steps]
+    train_ref_logprobs = torch.zeros(len(train_pairs), 2, device=device)  # 0 where it is not read
+    eval_ref_logprobs = torch.zeros(len(eval_pairs), 2, device=device)
+    if args.loss in REFERENCE_LOSSES:  # no checkpoint is loaded yet: the policy is the reference
+        if ref_model is None:
+            train_ref_logprobs = reference_pair_logprobs(args, policy, train_pairs, batches)
+        eval_ref_logprobs = all_pair_logprobs(policy, eval_pairs, args.micro_batch_size)
 
-    def evaluate() -> tuple[dict, list[dict]]:
-        """Metrics of the held-out pairs and of one completion per prompt, and the samples."""
-        logprobs = all_logprobs(args, policy, eval_rows)
-        losses, terms = preference_loss(args, logprobs, eval_kept, eval_lengths)
-        found = (losses, terms["reward/accuracy"], terms["reward/margin"])
-        loss, accuracy, margin = (values.double().mean().item() for values in found)
-        metrics = {"eval/loss": loss, "eval/pair_accuracy": accuracy, "eval/margin": margin}
-        rng = torch.Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-        prompts, sampled, size = [row["ids"] for row in eval_rows], [], 2 * args.batch_size
-        for some in (prompts[start : start + size] for start in range(0, len(prompts), size)):
-            sampled += generate(policy, some, args.max_new_tokens, args.temperature, stop_ids, rng)
-        if args.loss in REFERENCED:
-            pairs = list(zip(prompts, sampled, strict=True))
-            parts = [*micro_batches(pairs, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
-            fixed = (pairs, parts, args.temperature)
-            logratios = rollout_logprobs(policy, *fixed)  # (N, T)
-            logratios -= rollout_logprobs(ref_model or load_model(*source), *fixed)
-            if WORLD_SIZE > 1:
-                gc.collect()  # frees the reference: sharded, it and its hooks refer to each other
-            metrics["eval/kl"] = logratios.double().sum().item() / len(pairs)  # k1: unbiased
-        texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        told = zip(eval_rows, texts, sampled, strict=True)
-        samples = [dict(prompt=row["prompt"], completion=x, length=len(y)) for row, x, y in told]
-        metrics["eval/length_mean"] = np.mean([sample["length"] for sample in samples])
-        if judge:
-            rewards = np.array(judge(eval_rows, texts))
-            metrics |= {"eval/reward": rewards.mean(), "eval/accuracy": (rewards >= 1).mean()}
-            samples = [s | {"reward": r} for s, r in zip(samples, rewards.tolist(), strict=True)]
-        return metrics, samples
+    # --- optimiser, and where an interrupted run stopped ---
+    optimizer = AdamW(policy.parameters(), lr=args.learning_rate, fused=True)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
+    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    training = {"policy": (policy, optimizer)}
+    checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
+    if args.resume:
+        checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # not that of the checkpoint
+    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
-    state = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
-    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
+    # --- the loop ---
+    evaluate_policy = partial(evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn)
     if not args.resume:
-        log(run_dir, 0, *evaluate())
-    progress = tqdm(range(state["step"], steps), disable=RANK > 0)
+        metrics, samples = evaluate_policy(eval_pairs, eval_ref_logprobs)
+        log(run_dir, wandb_run, 0, metrics, samples)
+    progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
     for step in progress:
-        # 1. draw the pairs of this step
-        started = time.perf_counter()
-        rows = [train_rows[i] for i in batches[step]]
-        lengths = torch.tensor([row["lengths"] for row in rows], device=device)  # (B, 2)
+        # 1. Draw the pairs of this step.
+        start_time = time.perf_counter()
+        pairs = [train_pairs[i] for i in batches[step]]
+        lengths = torch.tensor([pair.lengths for pair in pairs], device=device)  # (B, 2)
 
-        # 2. the reference's log-probs (B, 2), which stay fixed
-        ref_logprobs = all_logprobs(args, ref_model, rows) if ref_model else kept[batches[step]]
+        # 2. The reference's log-probs (B, 2), which stay fixed.
+        ref_logprobs = train_ref_logprobs[batches[step]]
+        if ref_model is not None:
+            ref_logprobs = all_pair_logprobs(ref_model, pairs, args.micro_batch_size)
 
-        # 3. optimise: one step, its gradient summed over micro-batches
-        rate = args.learning_rate * schedule.lr_lambdas[0](step)
-        optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
+        # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         sums = defaultdict(float)
-        for some, logprobs in pair_logprobs(args, policy, rows):  # (b,) and (b, 2)
-            losses, terms = preference_loss(args, logprobs, ref_logprobs[some], lengths[some])
-            (losses.sum() / args.batch_size).backward()
-            for name, values in {"objective/loss": losses, **terms}.items():
-                sums[name] += values.detach().double().sum()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-        with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
-            require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+        for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
+            logprobs = pair_logprobs(policy, pairs, inds)  # (b, 2)
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs[inds], lengths[inds])
+            loss = losses.sum() / len(pairs)
+            loss.backward()
+            pair_metrics["objective/loss"] = losses.detach()
+            for name, values in pair_metrics.items():
+                sums[name] += values.double().sum()
+        grad_norm = clip_grad_norm(policy, args.max_grad_norm, run_dir, step)
         optimizer.step()
         optimizer.zero_grad()
 
-        # 4. log, evaluate, save
-        done, due = step + 1, (step + 1) % args.eval_every == 0 or step + 1 == steps
-        tokens = lengths.sum().item() + 2 * sum(len(row["ids"]) for row in rows)
-        metrics = {
-            **{name: all_reduce_sum(value).item() / len(rows) for name, value in sums.items()},
-            "policy/grad_norm": norm,
-            "policy/learning_rate": rate,
-            "time/epoch": done * args.batch_size / len(train_rows),
-            "time/tokens_per_second": tokens / (time.perf_counter() - started),
+        # 4. Log, evaluate, save.
+        num_tokens = lengths.sum().item() + 2 * sum(len(pair.prompt_ids) for pair in pairs)
+        metrics = {name: all_reduce_sum(value).item() / len(pairs) for name, value in sums.items()}
+        metrics |= {
+            "policy/grad_norm": grad_norm,
+            "policy/learning_rate": optimizer.param_groups[0]["lr"],
+            "time/epoch": (step + 1) * args.batch_size / len(train_pairs),
+            "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        found = evaluate() if due else ({}, [])
-        log(run_dir, done, metrics | found[0], found[1])
+        is_last, samples = step + 1 == total_steps, []
+        if is_last or (step + 1) % args.eval_every == 0:
+            eval_metrics, samples = evaluate_policy(eval_pairs, eval_ref_logprobs)
+            metrics |= eval_metrics
+        log(run_dir, wandb_run, step + 1, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if done % args.save_every == 0 or done == steps:
-            save_checkpoint(run_dir, trained, state | {"step": done})
+        if is_last or (step + 1) % args.save_every == 0:
+            save_checkpoint(run_dir, training, checkpoint | {"step": step + 1})
 
-    finish(run_dir, policy, tokenizer, stop_ids)
+    save_model(run_dir, policy, tokenizer, stop_ids)
+    if wandb_run:
+        wandb_run.finish()
     print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
-# --- log-probs of pairs, and the rule that judges samples --------------------------------------
-def pair_logprobs(args: Args, model: Any, rows: list[dict]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Row numbers (b,), and log pi(y|x) (b, 2) of chosen and rejected, of each micro-batch."""
-    sides = [(row["ids"], row[side]) for side in ("chosen", "rejected") for row in rows]  # 2B
-    longer = [(row["ids"], max(row["chosen"], row["rejected"], key=len)) for row in rows]
-    for some in micro_batches(longer, torch.arange(len(rows)), args.micro_batch_size):
-        both = torch.cat([some, some + len(rows)])  # in one forward pass
-        yield some, completion_logprobs(model, sides, both).sum(dim=1).view(2, len(some)).T
+def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Tensor) -> tuple:
+    """The loss of each pair (B,), and its metrics (B,).
+
+    logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
+    tokens, in nats; lengths: (B, 2) in tokens. SimPO and ORPO do not read ref_logprobs.
+    """
+    if args.loss == "sigmoid":
+        scores = logprobs - ref_logprobs  # sums over tokens
+        losses = dpo_loss(scores, args.beta, args.label_smoothing)
+    elif args.loss == "ipo":
+        scores = (logprobs - ref_logprobs) / lengths  # means per token
+        losses = ipo_loss(scores, args.beta)
+    elif args.loss == "simpo":
+        scores = logprobs / lengths  # means per token, without a reference
+        losses = simpo_loss(scores, args.beta, args.gamma)
+    else:
+        scores = logprobs / lengths
+        losses = orpo_loss(scores, args.beta)
+    if args.nll_coef > 0:
+        losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
+    chosen, rejected = scores.detach().unbind(dim=1)
+    metrics = {
+        "reward/margin": args.beta * (chosen - rejected),
+        "reward/accuracy": 0.5 + 0.5 * (chosen - rejected).sign(),  # a tie counts half
+        "reward/chosen": args.beta * chosen,
+        "reward/rejected": args.beta * rejected,
+        "policy/logprob_chosen": logprobs[:, 0].detach(),
+        "policy/logprob_rejected": logprobs[:, 1].detach(),
+    }
+    return losses, metrics
+
+
+# --- log-probs of pairs ------------------------------------------------------------------------
+def pair_logprobs(model: Any, pairs: list[PreferencePair], inds: Tensor) -> Tensor:
+    """log pi(y|x) (b, 2) of the pairs with these numbers; both sides in one forward pass."""
+    chosen = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+    rejected = [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
+    both_inds = torch.cat([inds, inds + len(pairs)])
+    logprobs = completion_logprobs(model, chosen + rejected, both_inds)  # (2b, T)
+    return logprobs.sum(dim=1).view(2, len(inds)).T
 
 
 @torch.no_grad()
-def all_logprobs(args: Args, model: Any, rows: list[dict]) -> Tensor:
-    """`pair_logprobs` (B, 2) of all rows, from all ranks and without gradient."""
-    logprobs = torch.zeros(len(rows), 2, device=model.device)
-    for some, values in pair_logprobs(args, model, rows):
-        logprobs[some] = values
+def all_pair_logprobs(model: Any, pairs: list[PreferencePair], micro_batch_size: int) -> Tensor:
+    """`pair_logprobs` (B, 2) of all pairs, from all ranks and without gradient."""
+    logprobs = torch.zeros(len(pairs), 2, device=model.device)
+    for inds in micro_batches_of_pairs(pairs, micro_batch_size):
+        logprobs[inds] = pair_logprobs(model, pairs, inds)
     return all_reduce_sum(logprobs)
 
 
-def load_judge(spec: str, row: dict) -> Callable:
-    """The function at path/to/file.py:function, called on rank 0 alone: it may compare samples."""
-    path, _, name = spec.rpartition(":")
-    with explain(f"--eval-reward-fn {spec}, called with prompts, completions, {[*row['columns']]}"):
-        require(Path(path).is_file(), "not path/to/file.py:function")
-        sys.path.insert(0, str(Path(path).parent))
-        module = import_module(Path(path).stem)
-        require(Path(path).samefile(module.__file__), f"its name is that of {module.__file__}")
-        function = getattr(module, name)
-        inspect.signature(function).bind(prompts=[], completions=[], **row["columns"])
+def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
+    """`micro_batches`, by the longer completion of each pair."""
+    longer = [(pair.prompt_ids, max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
+    return micro_batches(longer, torch.arange(len(pairs)), size)
 
-    def judge(rows: list[dict], texts: list[str]) -> list[float]:
-        prompts, rewards = [row["prompt"] for row in rows], []
-        if RANK == 0:
-            columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-            rewards = function(prompts=prompts, completions=texts, **columns)
-            with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
-                for prompt, text, reward in zip(prompts, texts, [*rewards], strict=True):
-                    finite = isinstance(reward, SupportsFloat) and math.isfinite(reward)
-                    require(finite, f"it returned {reward!r} for {text!r} after {prompt!r}")
-        return all_gather([float(reward) for reward in rewards])
 
-    return judge
+def reference_pair_logprobs(
+    args: Args, policy: Any, pairs: list[PreferencePair], batches: tuple[Tensor]
+) -> Tensor:
+    """log pi_ref(y|x) (N, 2) of the pairs to train on, from the policy before its first step.
+
+    They are computed in the batches of the first epoch: step 1 then runs the same micro-batches
+    again, and its h is exactly 0, with no difference of rounding. The last of these batches may be
+    filled up with pairs of the second epoch, which earlier batches hold too. In reverse order the
+    earlier batch writes last, and its numbers stay.
+    """
+    logprobs = torch.zeros(len(pairs), 2, device=policy.device)
+    first_epoch = batches[: math.ceil(len(pairs) / args.batch_size)]
+    for batch in tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
+        batch_pairs = [pairs[i] for i in batch]
+        logprobs[batch] = all_pair_logprobs(policy, batch_pairs, args.micro_batch_size)
+    return logprobs
+
+
+# --- the evaluation ----------------------------------------------------------------------------
+def evaluate(
+    args: Args,
+    policy: Any,
+    ref_model: Any | None,
+    tokenizer: Any,
+    stop_ids: list[int],
+    reward_fn: Callable | None,
+    pairs: list[PreferencePair],
+    ref_logprobs: Tensor,
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics of the held-out pairs and of one completion per prompt, and the samples."""
+    logprobs = all_pair_logprobs(policy, pairs, args.micro_batch_size)
+    lengths = torch.tensor([pair.lengths for pair in pairs], device=policy.device)  # (N, 2)
+    losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths)
+    prompts = [pair.prompt_ids for pair in pairs]
+    completions = sample_completions(args, policy, prompts, stop_ids)
+    sequences = list(zip(prompts, completions, strict=True))
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    metrics = {
+        "eval/loss": losses.double().mean().item(),
+        "eval/pair_accuracy": pair_metrics["reward/accuracy"].double().mean().item(),
+        "eval/margin": pair_metrics["reward/margin"].double().mean().item(),
+        "eval/length_mean": np.mean([len(completion) for completion in completions]),
+    }
+    if args.loss in REFERENCE_LOSSES:
+        reference = ref_model
+        if reference is None:  # it is loaded for this alone
+            reference = load_model(
+                "--model", args.model, AutoModelForCausalLM, args.max_length, policy.device
+            )
+        metrics["eval/kl"] = sampled_kl(args, policy, reference, sequences)
+        del reference
+        if WORLD_SIZE > 1:
+            gc.collect()  # sharded, it and its hooks refer to each other
+    samples = []
+    for pair, text, completion in zip(pairs, texts, completions, strict=True):
+        samples.append({"prompt": pair.text, "completion": text, "length": len(completion)})
+    if reward_fn is not None:
+        rewards = reward_fn(pairs, sequences, texts).tolist()
+        metrics["eval/reward"] = np.mean(rewards)
+        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample["reward"] = reward
+    return metrics, samples
+
+
+def sample_completions(
+    args: Args, policy: Any, prompts: list[list[int]], stop_ids: list[int]
+) -> list[list[int]]:
+    """Token ids of one completion per prompt."""
+    rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
+    complete = partial(generate, policy, max_new_tokens=args.max_new_tokens, stop_ids=stop_ids)
+    completions, batch_size = [], 2 * args.batch_size  # it needs less memory than training
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        completions += complete(batch, temperature=args.temperature, rng=rng)
+    return completions
+
+
+def sampled_kl(args: Args, policy: Any, ref_model: Any, sequences: Sequences) -> float:
+    """KL(pi || pi_ref) in nats per completion, from completions that pi has sampled: the mean of
+    log pi(y|x) - log pi_ref(y|x), which is unbiased (the k1 estimator).
+    """
+    inds = torch.arange(len(sequences))
+    batches = [*micro_batches(sequences, inds, 2 * args.micro_batch_size)]
+    logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
+    ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+    return (logprobs - ref_logprobs).double().sum().item() / len(sequences)
+
+
+# --- the reward --------------------------------------------------------------------------------
+def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Callable]:
+    """Reward functions by name, each from a path/to/file.py:function."""
+    reward_fns = {}
+    for spec in specs:
+        path, _, name = spec.rpartition(":")
+        with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
+            check(Path(path).is_file(), "not path/to/file.py:function")
+            module_spec = spec_from_file_location(Path(path).stem, path)
+            module = module_from_spec(module_spec)
+            sys.path.append(str(Path(path).parent))  # for modules beside it
+            sys.modules.setdefault(module.__name__, module)  # for its dataclasses and processes
+            module_spec.loader.exec_module(module)
+            function = getattr(module, name)
+            inspect.signature(function).bind(prompts=[], completions=[], **columns)
+            check(name not in reward_fns, "two functions of one name")
+        reward_fns[name] = partial(call_reward_fn, name, function)
+    return reward_fns
+
+
+def call_reward_fn(
+    name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
+) -> Tensor:
+    """Rewards (B,) of a completion per prompt. Rank 0 alone calls: it may compare them."""
+    rewards = []
+    if RANK == 0:
+        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        prompt_texts = [prompt.text for prompt in prompts]
+        rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
+            is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
+            check(is_list, f"it returned a {type(rewards).__name__}")
+            for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
+                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
+    return torch.tensor(all_gather([float(reward) for reward in rewards]))
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(flag: str, source: str, kind: Any, longest: int, device: Any) -> torch.nn.Module:
+def load_tokenizer(source: str) -> tuple[Any, list[int]]:
+    """The tokenizer, and the ids that end a completion."""
+    with explain(f"--model {source}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        stop_ids = find_stop_ids(source, tokenizer)
+        check(stop_ids, "neither tokenizer nor generation config has an EOS")
+    return tokenizer, stop_ids
+
+
+def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        wrong = sorted({*info["missing_keys"]} | {*info["unexpected_keys"]})
-        require(not wrong, f"weights missing or of no use to {type(model).__name__}: {wrong}")
-        require(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
-        positions = getattr(model.config, "max_position_embeddings", longest)
-        told = f"the --max flags allow {longest} tokens, but it has only {positions} positions"
-        require(longest <= positions, told)
+        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
+        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
+        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        limit = getattr(model.config, "max_position_embeddings", max_length)
+        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
     return shard(model, device)
 
 
-def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list[dict]:
-    """Rows of `prompt`, its token `ids`, those of `chosen` and `rejected`, and other `columns`."""
-    rows, dropped, cut = [], defaultdict(list), 0
+def load_preference_pairs(
+    args: Args, split: str, tokenizer: Any, stop_ids: list[int]
+) -> list[PreferencePair]:
+    """The pairs of a split; rows that cannot be used are dropped, counted and reported."""
+    pairs, dropped, num_cut = [], defaultdict(list), 0
+    too_long = f"whose prompt leaves no room in --max-length {args.max_length}"
     with explain(f"--dataset {args.dataset}, {split}"):
-        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
-            with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                parts = prompt, *sides = to_preference(args, row)
-                pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
-            why = [pair for pair in pairs if isinstance(pair, str)]
-            if not why:
-                (ids, chosen), (_, rejected) = pairs
-                room = max(0, args.max_length - len(ids))
-                kept = {"chosen": chosen[:room], "rejected": rejected[:room]}
-                if kept["chosen"] == kept["rejected"]:
-                    full = f"whose prompt leaves no room in --max-length {args.max_length}"
-                    why = ["with chosen equal to rejected" if room else full]
-            if why:
-                dropped[why[0]].append(parts)
+        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
+    for index, row in enumerate(dataset):
+        with explain(f"--dataset {args.dataset}, row {index} of {split}"):
+            text, chosen, rejected = to_preference(args, row)
+            try:
+                prompt_ids, chosen_ids = encode_pair(tokenizer, text, chosen, stop_ids)
+                _, rejected_ids = encode_pair(tokenizer, text, rejected, stop_ids)
+                limit = args.max_length - len(prompt_ids)  # of a completion, in tokens
+                if limit <= 0:
+                    raise UnusableRow(too_long)
+                if chosen_ids[:limit] == rejected_ids[:limit]:
+                    raise UnusableRow("with chosen equal to rejected")
+            except UnusableRow as reason:
+                dropped[str(reason)].append((text, chosen, rejected))
                 continue
-            cut += max(len(chosen), len(rejected)) > room
-            used = (args.prompt_column, args.chosen_column, args.rejected_column)
-            columns = {name: value for name, value in row.items() if name not in used}
-            if args.answer_column in columns:
-                columns["answer"] = columns.pop(args.answer_column)
-            kept["lengths"] = [len(side) for side in kept.values()]
-            rows.append({"prompt": prompt, "ids": ids, "columns": columns, **kept})
-        report(split, rows, dropped)
-    if cut:
-        print(f"{split}: {cut} pairs are cut off at --max-length {args.max_length}")
-    return rows
+        num_cut += max(len(chosen_ids), len(rejected_ids)) > limit
+        chosen_ids, rejected_ids = chosen_ids[:limit], rejected_ids[:limit]
+        lengths = [len(chosen_ids), len(rejected_ids)]
+        for column in (args.prompt_column, args.chosen_column, args.rejected_column):
+            row.pop(column, None)
+        if args.answer_column in row:
+            row["answer"] = row.pop(args.answer_column)
+        pairs.append(PreferencePair(text, prompt_ids, chosen_ids, rejected_ids, lengths, row))
+    report_rows(args, split, pairs, dropped)
+    if num_cut:
+        print(f"{split}: {num_cut} pairs are cut off at --max-length {args.max_length}")
+    return pairs
 
 
 def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
-    names = (args.prompt_column, args.chosen_column, args.rejected_column)
-    prompt, chosen, rejected = (row.get(name) or "" for name in names)
-    allowed = {"none": True, "prompt": isinstance(chosen or rejected, list)}  # if no name was typed
-    shared = names[0] not in row and allowed.get(names[0], False)
-    for name in names[1:] if shared else names:
-        require(name in row, f"no column {name} in {sorted(row)} (is it --prompt-column none?)")
-    kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})
-    told = f"prompt and sides must all be strings or all lists of messages, found {kinds}"
-    require(kinds in ([], ["str"], ["list"]), f"{told} (or is it --prompt-column none?)")
+    """Prompt, chosen and rejected of a row: all strings, or all lists of chat messages."""
+    for column in (args.chosen_column, args.rejected_column):
+        check(column in row, f"no column {column} in {sorted(row)}")
+    chosen, rejected = row[args.chosen_column] or "", row[args.rejected_column] or ""
+    hint = "(is it --prompt-column none?)"
+    implicit_prompt = args.prompt_column not in row
+    if not implicit_prompt:
+        prompt = row[args.prompt_column] or ""
+    else:
+        # By default two conversations without a prompt have an implicit one, two strings do not.
+        by_default = args.prompt_column == "prompt" and isinstance(chosen or rejected, list)
+        message = f"no column {args.prompt_column} in {sorted(row)} {hint}"
+        check(by_default or args.prompt_column == "none", message)
+        prompt = ""
+    types = sorted({type(value).__name__ for value in (prompt, chosen, rejected) if value})
+    message = "prompt, chosen and rejected must all be strings or all lists of messages"
+    check(types in ([], ["str"], ["list"]), f"{message}, found {types} {hint}")
     if not chosen or not rejected:
-        return prompt, chosen, rejected
-    if shared and kinds == ["list"]:
-        prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
-        require(prompt == other, "the two conversations must be equal up to their last message")
-    elif shared:
-        # Cut in front of white space, where most tokenizers do not merge.
-        prompt = re.match(r"(.*\S(?=\s))?", os.path.commonprefix([chosen, rejected]), re.DOTALL)[0]
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if args.chat and kinds == ["str"]:
+        return prompt, chosen, rejected  # `encode_pair` calls the row unusable
+    if implicit_prompt:
+        prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
+    if args.chat and isinstance(chosen, str):
         prompt = [{"role": "user", "content": prompt}]
-        chosen, rejected = ([{"role": "assistant", "content": c}] for c in (chosen, rejected))
+        chosen = [{"role": "assistant", "content": chosen}]
+        rejected = [{"role": "assistant", "content": rejected}]
     return prompt, chosen, rejected
 
 
-def report(split: str, rows: list, dropped: dict[str, list]) -> None:
-    """Print how many rows are used, how many are not and why, and the first of each kind."""
-    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
-    for why, some in dropped.items():
-        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
-    require(rows, f"nothing is left: {told}")
-    print(f"{split}: {told}")
+def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The prompt that two whole conversations or texts begin with, and the rest of each."""
+    if isinstance(chosen, list):
+        same = chosen[:-1] == rejected[:-1]
+        check(same, "the two conversations must be equal up to their last message")
+        return chosen[:-1], chosen[-1:], rejected[-1:]
+    # Cut in front of white space, where most tokenizers do not merge.
+    beginning = os.path.commonprefix([chosen, rejected])
+    prompt = re.match(r"(.*\S(?=\s))?", beginning, re.DOTALL)[0]
+    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
 
 
-# --- the run: flags, folder, checkpoint --------------------------------------------------------
-def require(condition: Any, message: str) -> None:
-    """Raise unless the condition holds; within `explain`, which names the flag or the row."""
-    if not condition:
-        raise ValueError(message)
+def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each reason."""
+    num_dropped = sum(len(examples) for examples in dropped.values())
+    message = f"{len(rows)} of {len(rows) + num_dropped} rows"
+    for reason, examples in dropped.items():
+        message += f"; dropped {len(examples)} {reason}, first {examples[0]!r:.200}"
+    with explain(f"--dataset {args.dataset}, {split}"):
+        check(rows, f"nothing is left: {message}")
+    print(f"{split}: {message}")
+
+
+def check_args(args: Args) -> Args:
+    """What can be seen to be wrong before anything is loaded; fills in --loss's defaults."""
+    if args.beta is None:
+        args = replace(args, beta=0.3 if args.loss in REFERENCE_LOSSES else 5.0)
+    if args.gamma is None and args.loss == "simpo":
+        args = replace(args, gamma=0.5)
+    if args.eval_reward_fn is None:  # the gold reward knows the default dataset's reviews alone
+        default = "tiny/reviews/gold.py:sentiment" if args.dataset == Args.dataset else "none"
+        args = replace(args, eval_reward_fn=default)
+    with explain("flags"):
+        check_numbers(args, "save_every max_length beta epochs batch_size micro_batch_size")
+        check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows max_new_tokens")
+        check_numbers(args, "temperature")
+        not_negative = "seed gamma label_smoothing nll_coef warmup_ratio weight_decay"
+        check_numbers(args, not_negative, zero=True)
+        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+        check(args.label_smoothing < 0.5, f"--label-smoothing must not be {args.label_smoothing}")
+        loss = args.loss
+        fits = loss == "sigmoid" or args.label_smoothing == 0
+        check(fits, f"--label-smoothing belongs to --loss sigmoid, not {loss}")
+        fits = loss == "simpo" or args.gamma is None
+        check(fits, f"--gamma belongs to --loss simpo, not {loss}")
+        fits = loss in REFERENCE_LOSSES or not args.online_reference
+        check(fits, f"--online-reference belongs to --loss sigmoid or ipo, not {loss}")
+        fits = loss != "orpo" or args.nll_coef == 0
+        check(fits, f"--nll-coef belongs to --loss sigmoid or ipo or simpo, not {loss}")
+    return args
+
+
+# --- the run: the same in every script; skip it on a first reading -----------------------------
+class InputError(Exception):
+    """What the user can mend, in one line; `python -X dev` shows the traceback too."""
 
 
 @contextmanager
 def explain(what: str) -> Iterator[None]:
-    """What fails in here is the user's input: end with one message instead of a traceback."""
+    """An error in here is the user's to mend: one line says where it is and what is wrong."""
     try:
         yield
     except Exception as error:
         message = str(error.__cause__ or error).strip() or repr(error)
-        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
+        raise InputError(f"{what}: {message.splitlines()[0]}") from error
+
+
+def check(condition: Any, message: str) -> None:
+    """Raise unless the condition holds; `explain` around it names the flag or the row."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
+    """The flags' values are finite and above 0 (with `zero`: or 0), or None."""
+    for flag in flags.split():
+        value = getattr(args, flag)
+        valid = value is None or 0 < value < math.inf or (zero and value == 0)
+        check(valid, f"--{flag.replace('_', '-')} must not be {value}")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -413,108 +636,126 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 
-def check_args(args: Args) -> None:
-    """What can be seen to be wrong before anything is loaded."""
-    may_be_zero = "seed gamma label_smoothing nll_coef warmup_ratio weight_decay".split()
-    belongs = {"label_smoothing": ["sigmoid"], "gamma": ["simpo"], "online_reference": REFERENCED}
-    belongs["nll_coef"] = [*REFERENCED, "simpo"]  # ORPO's loss has it, with a coefficient of 1
-    with explain("flags"):
-        for name, value in vars(args).items():
-            flag, zero = f"--{name.replace('_', '-')}", value == 0 and name in may_be_zero
-            most = {"warmup_ratio": 1, "label_smoothing": 0.5}.get(name, math.inf)
-            known = type(value) not in (int, float) or zero or 0 < value < most
-            require(known, f"{flag} must not be {value}")
-            losses = belongs.get(name, [args.loss])
-            fits = not value or args.loss in losses
-            require(fits, f"{flag} belongs to --loss {' or '.join(losses)}, not {args.loss}")
-
-
-def start_run(args: Args) -> tuple[Path, torch.device]:
-    """The run's folder, made anew or that of --resume, and the device of this rank."""
+def start_run(args: Args) -> tuple[Path, torch.device, Any]:
+    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()
-    if RANK > 0:  # rank 0 alone prints
+    if RANK > 0:  # rank 0 alone prints and writes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]
-    with explain(f"--output-dir {args.output_dir}"):
-        if RANK == 0 and not args.resume:
+    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    if RANK == 0 and not args.resume:
+        with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    if RANK == 0 and args.track:
-        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    how = f"; with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}{how}"))
-    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
-    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
-    for name, (model, optimizer) in trained.items():
-        both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
-        state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
-        file = run_dir / "checkpoint.tmp"
+        start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
+        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+            start_run.lock.acquire(timeout=0)
+    wandb_run = None
+    if RANK == 0 and args.track:
+        with explain("--track"):
+            options = dict(config=vars(args), resume="allow", reinit="create_new")
+            wandb_run = wandb.init(id=run_dir.name, **options)
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"), wandb_run
+
+
+def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step: int) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
+    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
+        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    return norm
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], checkpoint: dict) -> None:
+    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
+    for name, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+        checkpoint[name] = {"model_state_dict": weights, "optim_state_dict": moments}
+    if RANK == 0:
+        checkpoint["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        new_file = run_dir / "checkpoint.tmp"
         with explain(f"{run_dir}: no checkpoint could be written"):
             try:
-                torch.save(state, file)
-                os.replace(file, run_dir / "checkpoint.pt")
+                torch.save(checkpoint, new_file)
+                os.replace(new_file, run_dir / "checkpoint.pt")
             finally:
-                file.unlink(missing_ok=True)
+                new_file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
+def load_checkpoint(
+    args: Args, run_dir: Path, training: dict, checkpoint: dict, total_steps: int
+) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
+    with explain(f"--resume {run_dir}"):
+        saved_args = json.loads((run_dir / "args.json").read_text())
+        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+            same = saved_args.get(flag) == getattr(args, flag, None)
+            check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
         saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
-        for name, (model, optimizer) in trained.items():
-            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
+        check(saved["data"] == checkpoint["data"], "the training rows of --dataset have changed")
+        for name, (model, optimizer) in training.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
+    with explain(f"--resume {run_dir}"):
+        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():
-            os.truncate(run_dir / name, size)
+            if (run_dir / name).is_file() and (run_dir / name).stat().st_size >= size:
+                os.truncate(run_dir / name, size)
+            else:
+                print(f"{run_dir / name} has lost lines since the checkpoint; it is continued")
     return saved
 
 
-def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
-    with explain(f"{run_dir}"):
-        for name, rows in {"metrics": [metrics], "samples": samples}.items():
-            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
-    if wandb.run:
-        wandb.log(metrics, step=step)
+def log(run_dir: Path, wandb_run: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+    if RANK == 0:
+        with explain(f"{run_dir}"):
+            for name, rows in (("metrics", [metrics]), ("samples", samples)):
+                with open(run_dir / f"{name}.jsonl", "a") as file:
+                    file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if wandb_run:
+        wandb_run.log(metrics, step=step)
     if samples:
-        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
-        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
+        evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+        tqdm.write("\n    ".join(lines))
 
 
-def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write model/ for `from_pretrained`."""
-    weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
+    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**ids)
-    with explain(f"{run_dir / 'model'}"):
-        if RANK == 0:
-            for part in (model.generation_config, tokenizer):
-                part.save_pretrained(run_dir / "model")
+    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(**special_ids)
+    if RANK == 0:
+        with explain(f"{run_dir / 'model'}"):
+            model.generation_config.save_pretrained(run_dir / "model")
+            tokenizer.save_pretrained(run_dir / "model")
             model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}", flush=True)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # where a console cannot show a sample
-    main(parse_args())
+    try:
+        main(parse_args())
+    except (InputError, KeyboardInterrupt) as error:
+        if sys.flags.dev_mode:  # python -X dev
+            raise
+        sys.exit(
+            f"error: {error}" if str(error) else "stopped; resume with --resume and its folder"
+        )
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
-        wandb.finish()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

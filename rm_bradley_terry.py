@@ -1,4 +1,4 @@
-r"""Reward modelling (Bradley-Terry): learn from pairs of completions what people prefer.
+r"""Reward modelling (Bradley-Terry): learn from pairs of completions which one people prefer.
 
 Of two completions of a prompt x, y_w was preferred to y_l. Give each a score r(x, y), read at its
 last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and Terry 1952):
@@ -7,7 +7,7 @@ last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
 and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-Deviations from the paper: pairs, not rankings of K completions; no dropout; a warm-up, and a linear
+Deviations from the paper: pairs, not rankings of K completions; no dropout; a warm-up and a linear
 decay; the scores are not shifted, but the mean score of held-out preferred completions is saved as
 `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT: the demonstrations' mean).
 
@@ -27,94 +27,116 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
 import wandb
 from datasets import load_dataset
-from torch import Tensor
+from filelock import FileLock
+from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers import get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, find_stop_ids
 from common.generation import pad_rows, shard
-from common.logprobs import encode_pair, micro_batches
+from common.logprobs import UnusableRow, encode_pair
 
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
 class Args:
-    exp_name: str = "rm_bradley_terry"  # name of the run's folder, with the seed and the time
+    exp_name: str = "rm_bradley_terry"  # name of the run's folder, before the seed and the time
     seed: int = 1  # seed of the data order and of the new head
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to resume; its flags hold unless given again
     save_every: int = 50  # optimiser steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    model: str = "tiny/reviews/policy"  # folder or hub name; its head is used, or a new one added
+    # folder or hub name of the model; its head of scores is used, or a new one is added
+    model: str = "tiny/reviews/policy"
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
-    prompt_column: str = "prompt"  # `none`: the prompt is what chosen and rejected begin with
+    # column of the prompt; `none`: the prompt is what chosen and rejected begin with
+    prompt_column: str = "prompt"
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
-    margin_column: str = "margin"  # column of m, if there is one; `none` to do without
+    # column of the margin m, which is 0 where the data has none; `none` ignores it
+    margin_column: str = "margin"
     chat: bool = False  # turn strings into chat messages of a user and an assistant
-    max_length: int = 128  # of prompt and completion, in tokens; longer pairs are dropped, counted
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; trains in float32
+    max_length: int = 128  # of prompt + completion in tokens; longer pairs are dropped and counted
+    # type of the weights in model/; training is in float32
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
     # --- training and evaluation ---
-    center_coef: float = 0.0  # c, weight of the term that keeps r_w + r_l near 0 (Eisenstein: 0.01)
+    # c, coefficient of the term that keeps r_w + r_l near 0 (Eisenstein: 0.01)
+    center_coef: float = 0.0
     epochs: float = 3.0  # passes over the training pairs
     batch_size: int = 32  # pairs per optimiser step
-    micro_batch_size: int = 32  # pairs per forward pass: memory and speed, not the result
+    micro_batch_size: int = 32  # pairs per forward pass: sets memory and speed, not the result
     learning_rate: float = 1e-3  # AdamW's peak learning rate
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after warm-up
-    warmup_ratio: float = 0.2  # part of the run over which the learning rate rises from 0
+    # how the learning rate changes after its warm-up
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    warmup_ratio: float = 0.2  # fraction of the steps over which the learning rate rises from 0
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: int = 50  # optimiser steps between evaluations; always one at the start and the end
     eval_rows: int = 500  # held-out pairs, at most
-    eval_samples: int = 20  # how many of them go into samples.jsonl with their scores
+    eval_samples: int = 20  # held-out pairs that go into samples.jsonl with their scores
+
+
+class Comparison(NamedTuple):
+    texts: dict  # prompt, chosen and rejected: strings or lists of chat messages
+    chosen_ids: list[int]  # token ids of the prompt and the preferred completion
+    rejected_ids: list[int]  # token ids of the prompt and the other completion
+    margin: float  # m
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, c: float) -> Tensor:
-    """- log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2 of each pair; all (B,), m 0 for none.
+def bradley_terry_loss(r_w: Tensor, r_l: Tensor, margins: Tensor, center_coef: float) -> Tensor:
+    """-log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2 of each pair; tensors are (B,), m may be 0.
 
-    The slope in r_w, without c, is sigmoid(r_w - r_l - m) - 1, and in r_l the opposite: a pair far
-    apart in the right order teaches nothing more. `logsigmoid` is finite where log(sigmoid) is not.
+    For c = 0 the slope is sigmoid(r_w - r_l - m) - 1 in r_w, and the opposite in r_l: it vanishes
+    for pairs far apart in the right order. `logsigmoid` is finite where log(sigmoid) is not.
     """
-    preference = -torch.nn.functional.logsigmoid(chosen - rejected - margin)
-    return preference + c * (chosen + rejected).square()
+    preference_loss = -torch.nn.functional.logsigmoid(r_w - r_l - margins)
+    return preference_loss + center_coef * (r_w + r_l).square()
 
 
 def calibration(margins: Tensor, bins: int = 5) -> tuple[list[dict[str, float]], float]:
-    """Does the completion that is said to win with 80 % win in 80 % of such pairs?
+    """Do completions that are predicted to win with 80 % win in 80 % of such pairs?
 
-    By margins r_w - r_l (N,) the higher score wins with p = sigmoid(|r_w - r_l|). Returns a row for
-    each bin of p in use, and the expected calibration error (Guo et al. 2017, arXiv 1706.04599).
+    The higher score of a pair is predicted to win with p = sigmoid(|r_w - r_l|), from margins
+    r_w - r_l (N,). Returns a row for each bin of p that has pairs, and the expected calibration
+    error (Guo et al. 2017, arXiv 1706.04599).
     """
-    p = margins.double().abs().sigmoid()
-    right = (margins.double().sign() + 1) / 2  # a tie counts half
-    index, table = ((p - 0.5) * 2 * bins).long().clamp(max=bins - 1), []
-    for number in index.unique().tolist():
-        inside = index == number
-        row = {"from": 0.5 + 0.5 * number / bins, "to": 0.5 + 0.5 * (number + 1) / bins}
-        row |= {"pairs": inside.sum().item(), "predicted": p[inside].mean().item()}
-        table.append(row | {"observed": right[inside].mean().item()})
+    predicted = margins.double().abs().sigmoid()  # p
+    observed = (margins.double().sign() + 1) / 2  # 1 where the higher score won; a tie counts half
+    bin_inds = ((predicted - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    table = []
+    for bin_ind in bin_inds.unique().tolist():
+        in_bin = bin_inds == bin_ind
+        row = {
+            "from": 0.5 + 0.5 * bin_ind / bins,
+            "to": 0.5 + 0.5 * (bin_ind + 1) / bins,
+            "pairs": in_bin.sum().item(),
+            "predicted": predicted[in_bin].mean().item(),
+            "observed": observed[in_bin].mean().item(),
+        }
+        table.append(row)
     gaps = [row["pairs"] * abs(row["predicted"] - row["observed"]) for row in table]
     return table, sum(gaps) / len(margins)
 
@@ -122,117 +144,160 @@ def calibration(margins: Tensor, bins: int = 5) -> tuple[list[dict[str, float]],
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
-    check_args(args)
-    run_dir, device = start_run(args)
-    with explain(f"--model {args.model}"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        stop_ids = find_stop_ids(args.model, tokenizer)
-        require(stop_ids, "neither tokenizer nor generation config has an EOS")
-    train_rows = load_preferences(args, args.train_split, tokenizer, stop_ids)
-    eval_rows = load_preferences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    args = check_args(args)
+    run_dir, device, wandb_run = start_run(args)
+
+    # --- data and model ---
+    tokenizer, stop_ids = load_tokenizer(args.model)
+    train_pairs = load_preferences(args, args.train_split, tokenizer, stop_ids)
+    eval_pairs = load_preferences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     model = load_classifier(args, tokenizer, stop_ids, device)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay, fused=True)
-    steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
-    schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
-    trained = {"model": (model, optimizer)}
-    state = {"step": 0, "data": zlib.crc32(repr(train_rows).encode()), "score_mean": 0.0}
-    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
-    size = model.num_parameters()  # with gradient and Adam's state four times
-    print(f"{run_dir}: {size:,} parameters, {4 * size * 4e-9:.3f} GB on {device}")
 
-    def score(rows: list[dict]) -> Tensor:
-        """Loss, r_w and r_l of each pair (3, B); adds up the mean loss's gradient, if enabled."""
-        values = torch.zeros(3, len(rows), device=device)
-        longer = [([], max(row["sequences"], key=len)) for row in rows]
-        for part in micro_batches(longer, torch.arange(len(rows)), args.micro_batch_size):
-            both = [rows[i]["sequences"][side] for side in (0, 1) for i in part]  # in one pass
-            chosen, rejected = last_token_scores(model, both).view(2, len(part))  # (b,) each
-            margins = torch.tensor([rows[i]["margin"] for i in part], device=device)
-            losses = bradley_terry_loss(chosen, rejected, margins, args.center_coef)
-            if torch.is_grad_enabled():
-                (losses.sum() / len(rows)).backward()
-            values[:, part] = torch.stack([losses, chosen, rejected]).detach()
-        return all_reduce_sum(values)
+    # --- optimiser, and where an interrupted run stopped ---
+    optimizer = AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
+    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    training = {"model": (model, optimizer)}
+    checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
+    if args.resume:
+        checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # a checkpoint brings its own
+    print(f"{run_dir}: {model.num_parameters():,} parameters on {device}")
 
+    # --- the loop ---
     if not args.resume:
-        log(run_dir, 0, *evaluate(args, run_dir, eval_rows, score))
-    rng = torch.Generator().manual_seed(args.seed)
-    epochs = math.ceil(steps * args.batch_size / len(train_rows))
-    order = torch.cat([torch.randperm(len(train_rows), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(state["step"], steps), disable=RANK > 0)
+        metrics, samples = evaluate(args, run_dir, model, eval_pairs)
+        log(run_dir, wandb_run, 0, metrics, samples)
+    rng = Generator().manual_seed(args.seed)
+    data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
+    orders = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(orders).split(args.batch_size)
+    progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
     for step in progress:
-        started = time.perf_counter()
-        # 1. draw the pairs of this step, and score both completions of each
-        rows = [train_rows[i] for i in order[step * args.batch_size :][: args.batch_size]]
-        losses, chosen, rejected = score(rows)  # (B,) each; and the gradient
+        # 1. Draw the pairs of this step.
+        start_time = time.perf_counter()
+        pairs = [train_pairs[i] for i in batches[step]]
 
-        # 2. optimise
-        rate = args.learning_rate * schedule.lr_lambdas[0](step)
-        optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-        with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
-            require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+        # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        results = torch.zeros(3, len(pairs), device=device)  # of each pair: loss, r_w, r_l
+        for inds in comparison_micro_batches(pairs, args.micro_batch_size):
+            micro_batch = [pairs[i] for i in inds]
+            r_w, r_l = pair_scores(model, micro_batch)  # (b,) each
+            margins = torch.tensor([pair.margin for pair in micro_batch], device=device)
+            pair_losses = bradley_terry_loss(r_w, r_l, margins, args.center_coef)  # (b,)
+            loss = pair_losses.sum() / len(pairs)
+            loss.backward()
+            results[:, inds] = torch.stack([pair_losses, r_w, r_l]).detach()
+        grad_norm = clip_grad_norm(model, args.max_grad_norm, run_dir, step)
         optimizer.step()
         optimizer.zero_grad()
 
-        # 3. log, evaluate, save
-        tokens = sum(len(ids) for row in rows for ids in row["sequences"])
-        done, samples = step + 1, []
+        # 3. Log, evaluate, save.
+        losses, chosen, rejected = all_reduce_sum(results)  # (B,) each
+        num_tokens = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
         metrics = {
             "objective/loss": losses.mean().item(),
             "reward/accuracy": (chosen > rejected).float().mean().item(),
             "reward/margin": (chosen - rejected).mean().item(),
             "reward/chosen": chosen.mean().item(),
             "reward/rejected": rejected.mean().item(),
-            "reward/grad_norm": norm,
-            "reward/learning_rate": rate,
-            "time/epoch": done * args.batch_size / len(train_rows),
-            "time/tokens_per_second": tokens / (time.perf_counter() - started),
+            "reward/grad_norm": grad_norm,
+            "reward/learning_rate": optimizer.param_groups[0]["lr"],
+            "time/epoch": (step + 1) * args.batch_size / len(train_pairs),
+            "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        if done % args.eval_every == 0 or done == steps:
-            eval_metrics, samples = evaluate(args, run_dir, eval_rows, score)
+        is_last, samples = step + 1 == total_steps, []
+        if is_last or (step + 1) % args.eval_every == 0:
+            eval_metrics, samples = evaluate(args, run_dir, model, eval_pairs)
             metrics |= eval_metrics
-            state["score_mean"] = eval_metrics["eval/score_chosen"]
-        log(run_dir, done, metrics, samples)
+            checkpoint["score_mean"] = metrics["eval/score_chosen"]
+        log(run_dir, wandb_run, step + 1, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if done % args.save_every == 0 or done == steps:
-            save_checkpoint(run_dir, trained, state | {"step": done})
+        if is_last or (step + 1) % args.save_every == 0:
+            save_checkpoint(run_dir, training, checkpoint | {"step": step + 1})
 
-    model.config.score_mean = state["score_mean"]  # what ppo_rlhf.py and grpo.py make 0
-    finish(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    model.config.score_mean = checkpoint["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
+    save_model(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    if wandb_run:
+        wandb_run.finish()
     print(f"next: python ppo_rlhf.py --reward-model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
-@torch.no_grad()
-def evaluate(args: Args, run_dir: Path, rows: list[dict], score: Callable) -> tuple:
+def evaluate(
+    args: Args, run_dir: Path, model: Any, pairs: list[Comparison]
+) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of the held-out pairs; writes calibration.json."""
-    losses, chosen, rejected = score(rows).cpu()
-    table, error = calibration(chosen - rejected)
+    chosen, rejected = score_held_out(model, pairs, args.micro_batch_size).cpu()  # (B,) each
+    margins = torch.tensor([pair.margin for pair in pairs])
+    losses = bradley_terry_loss(chosen, rejected, margins, args.center_coef)
+    table, calibration_error = calibration(chosen - rejected)
     if RANK == 0:
         (run_dir / "calibration.json").write_text(json.dumps(table, indent=2) + "\n")
     metrics = {
         "eval/loss": losses.mean().item(),
         "eval/pair_accuracy": (chosen > rejected).float().mean().item(),
         "eval/margin": (chosen - rejected).mean().item(),
-        "eval/calibration_error": error,
+        "eval/calibration_error": calibration_error,
         "eval/score_chosen": chosen.mean().item(),
         "eval/score_rejected": rejected.mean().item(),
     }
-    scored = zip(rows[: args.eval_samples], chosen.tolist(), rejected.tolist(), strict=False)
-    return metrics, [row["texts"] | dict(score_chosen=a, score_rejected=b) for row, a, b in scored]
+    samples = []
+    for i, pair in enumerate(pairs[: args.eval_samples]):
+        scores = {"score_chosen": chosen[i].item(), "score_rejected": rejected[i].item()}
+        samples.append(pair.texts | scores)
+    return metrics, samples
 
 
-# --- model and data ----------------------------------------------------------------------------
+# --- scores ------------------------------------------------------------------------------------
+def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
+    """Numbers (b,) of pairs in groups of similar length, as many on each rank: the last may be
+    empty. The longer completion of a pair counts: both are padded to one length.
+    """
+    lengths = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
+    longest_first = torch.tensor(lengths).argsort(descending=True, stable=True)
+    for group in longest_first.split(size * WORLD_SIZE):
+        yield group[RANK::WORLD_SIZE]
+
+
+def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
+    """r_w and r_l of b pairs, (2, b), from one forward pass over both completions of each."""
+    chosen = [pair.chosen_ids for pair in pairs]
+    rejected = [pair.rejected_ids for pair in pairs]
+    return last_token_scores(model, chosen + rejected).view(2, len(pairs))
+
+
 def last_token_scores(model: Any, sequences: list[list[int]]) -> Tensor:
-    """Scores (b,) float32: the head's output at the last token of each list of token ids."""
-    # A rank without rows reads a blank one: those of a sharded model run all passes together.
+    """Scores (b,) in float32: the head's output at the last token of each list of token ids."""
+    # A rank without rows scores a dummy: those of a sharded model run all passes together.
     ids, mask = pad_rows(sequences or [[0]], model.device)
     with autocast(model.device):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-    return model.score(last.float()).squeeze(1)[: len(sequences)]  # in bfloat16 near ones are equal
+    scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
+    return scores[: len(sequences)]
+
+
+@torch.no_grad()
+def score_held_out(model: Any, pairs: list[Comparison], micro_batch_size: int) -> Tensor:
+    """r_w and r_l of all pairs, (2, B), without a gradient."""
+    scores = torch.zeros(2, len(pairs), device=model.device)
+    for inds in comparison_micro_batches(pairs, micro_batch_size):
+        scores[:, inds] = pair_scores(model, [pairs[i] for i in inds])
+    return all_reduce_sum(scores)
+
+
+# --- model and data ----------------------------------------------------------------------------
+def load_tokenizer(source: str) -> tuple[Any, list[int]]:
+    """The tokenizer, and the ids that end a completion."""
+    with explain(f"--model {source}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        stop_ids = find_stop_ids(source, tokenizer)
+        check(stop_ids, "neither tokenizer nor generation config has an EOS")
+    return tokenizer, stop_ids
 
 
 def load_classifier(args: Args, tokenizer: Any, stop_ids: list, device: Any) -> torch.nn.Module:
@@ -241,11 +306,12 @@ def load_classifier(args: Args, tokenizer: Any, stop_ids: list, device: Any) -> 
         model, info = AutoModelForSequenceClassification.from_pretrained(
             args.model, dtype=torch.float32, num_labels=1, output_loading_info=True
         )
+        check(hasattr(model, "score"), f"{type(model).__name__} has no linear head `score`")
         missing = sorted({*info["missing_keys"]} - {"score.weight"})
-        found = f"{type(model).__name__} has no linear head `score`, or weights are not in it: "
-        require(hasattr(model, "score") and not missing, f"{found}{missing}")
-        positions = getattr(model.config, "max_position_embeddings", args.max_length)
-        require(args.max_length <= positions, f"--max-length: it has {positions} positions only")
+        check(not missing, f"missing from it: {missing}")
+        limit = getattr(model.config, "max_position_embeddings", args.max_length)
+        message = f"it has {limit} positions, --max-length allows {args.max_length}"
+        check(args.max_length <= limit, message)
     torch.manual_seed(args.seed)
     if "score.weight" in info["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
         torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
@@ -258,82 +324,131 @@ def load_classifier(args: Args, tokenizer: Any, stop_ids: list, device: Any) -> 
     return shard(model, device)
 
 
-def load_preferences(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> list[dict]:
-    """Each pair's `texts`, its `margin`, and two `sequences` of token ids."""
-    rows, dropped = [], {}
+def load_preferences(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list[Comparison]:
+    """The pairs of a split; those that cannot be used are dropped, counted and reported."""
+    pairs, dropped = [], defaultdict(list)
     with explain(f"--dataset {args.dataset}, {split}"):
-        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
-            with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                parts = prompt, *sides = to_preference(args, row)
-                pairs = [encode_pair(tokenizer, prompt, side, stop_ids) for side in sides]
-                margin = ({"margin": 0.0, "none": 0.0} | row).get(args.margin_column)
-                known = isinstance(margin, float | int) and math.isfinite(margin)
-                require(known, f"--margin-column {args.margin_column}: no number, but {margin!r}")
-            why = [pair for pair in pairs if isinstance(pair, str)]
-            sequences = [] if why else [x + y for x, y in pairs]
-            if not why and max(map(len, sequences)) > args.max_length:
-                why = [f"longer than --max-length {args.max_length}"]
-            if not why and sequences[0] == sequences[1]:
-                why = ["with chosen equal to rejected"]
-            texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
-            if why:
-                dropped.setdefault(why[0], []).append(texts)
-            else:
-                rows.append({"texts": texts, "sequences": sequences, "margin": margin})
-        report(split, rows, dropped)
-    return rows
+        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
+    for index, row in enumerate(dataset):
+        with explain(f"--dataset {args.dataset}, row {index} of {split}"):
+            prompt, chosen, rejected = to_preference(args, row)
+            texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            margin = find_margin(args, row)
+            try:
+                x, y_w = encode_pair(tokenizer, prompt, chosen, stop_ids)
+                x, y_l = encode_pair(tokenizer, prompt, rejected, stop_ids)
+                if len(x) + max(len(y_w), len(y_l)) > args.max_length:
+                    raise UnusableRow(f"longer than --max-length {args.max_length}")
+                if y_w == y_l:
+                    raise UnusableRow("with chosen equal to rejected")
+                pairs.append(Comparison(texts, x + y_w, x + y_l, margin))
+            except UnusableRow as reason:
+                dropped[str(reason)].append(texts)
+    report_rows(args, split, pairs, dropped)
+    return pairs
 
 
 def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected of a row; a prompt that is not given is what the two share."""
-    names = (args.prompt_column, args.chosen_column, args.rejected_column)
-    prompt, chosen, rejected = (row.get(name) or "" for name in names)
-    allowed = {"none": True, "prompt": isinstance(chosen or rejected, list)}  # if no name was typed
-    shared = names[0] not in row and allowed.get(names[0], False)
-    for name in names[1:] if shared else names:
-        require(name in row, f"no column {name} in {sorted(row)} (is it --prompt-column none?)")
-    kinds = sorted({type(part).__name__ for part in (prompt, chosen, rejected) if part})
-    told = f"prompt and sides must all be strings or all lists of messages, found {kinds}"
-    require(kinds in ([], ["str"], ["list"]), f"{told} (or is it --prompt-column none?)")
+    """Prompt, chosen and rejected of a row: all strings, or all lists of chat messages."""
+    for column in (args.chosen_column, args.rejected_column):
+        check(column in row, f"no column {column} in {sorted(row)}")
+    chosen, rejected = row[args.chosen_column] or "", row[args.rejected_column] or ""
+    hint = "(is it --prompt-column none?)"
+    implicit_prompt = args.prompt_column not in row
+    if not implicit_prompt:
+        prompt = row[args.prompt_column] or ""
+    else:
+        # By default two conversations without a prompt have an implicit one, two strings do not.
+        by_default = args.prompt_column == "prompt" and isinstance(chosen or rejected, list)
+        message = f"no column {args.prompt_column} in {sorted(row)} {hint}"
+        check(by_default or args.prompt_column == "none", message)
+        prompt = ""
+    types = sorted({type(value).__name__ for value in (prompt, chosen, rejected) if value})
+    message = "prompt, chosen and rejected must all be strings or all lists of messages"
+    check(types in ([], ["str"], ["list"]), f"{message}, found {types} {hint}")
     if not chosen or not rejected:
-        return prompt, chosen, rejected
-    if shared and kinds == ["list"]:
-        prompt, chosen, other, rejected = chosen[:-1], chosen[-1:], rejected[:-1], rejected[-1:]
-        require(prompt == other, "the two conversations must be equal up to their last message")
-    elif shared:
-        # Cut in front of white space, where most tokenizers do not merge.
-        prompt = re.match(r"(.*\S(?=\s))?", os.path.commonprefix([chosen, rejected]), re.DOTALL)[0]
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if args.chat and kinds == ["str"]:
+        return prompt, chosen, rejected  # `encode_pair` calls the row unusable
+    if implicit_prompt:
+        prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
+    if args.chat and isinstance(chosen, str):
         prompt = [{"role": "user", "content": prompt}]
-        chosen, rejected = ([{"role": "assistant", "content": c}] for c in (chosen, rejected))
+        chosen = [{"role": "assistant", "content": chosen}]
+        rejected = [{"role": "assistant", "content": rejected}]
     return prompt, chosen, rejected
 
 
-def report(split: str, rows: list, dropped: dict[str, list]) -> None:
-    """Print how many rows are used, how many are not and why, and the first of each kind."""
-    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
-    for why, some in dropped.items():
-        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
-    require(rows, f"nothing is left: {told}")
-    print(f"{split}: {told}")
+def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The prompt that two whole conversations or texts begin with, and the rest of each."""
+    if isinstance(chosen, list):
+        same = chosen[:-1] == rejected[:-1]
+        check(same, "the two conversations must be equal up to their last message")
+        return chosen[:-1], chosen[-1:], rejected[-1:]
+    # Cut in front of white space, where most tokenizers do not merge.
+    beginning = os.path.commonprefix([chosen, rejected])
+    prompt = re.match(r"(.*\S(?=\s))?", beginning, re.DOTALL)[0]
+    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
 
 
-# --- the run: flags, folder, checkpoint --------------------------------------------------------
-def require(condition: Any, message: str) -> None:
-    """Raise unless the condition holds; within `explain`, which names the flag or the row."""
-    if not condition:
-        raise ValueError(message)
+def find_margin(args: Args, row: dict) -> float:
+    """m of a row: 0 with --margin-column none, or without a column of the default's name."""
+    flag = f"--margin-column {args.margin_column}"
+    if args.margin_column in row:
+        margin = row[args.margin_column]
+        is_number = isinstance(margin, float | int) and math.isfinite(margin)
+        check(is_number, f"{flag}: no number, but {margin!r}")
+        return float(margin)
+    check(args.margin_column in ("margin", "none"), f"{flag}: no such column in {sorted(row)}")
+    return 0.0
+
+
+def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each reason."""
+    num_dropped = sum(len(examples) for examples in dropped.values())
+    message = f"{len(rows)} of {len(rows) + num_dropped} rows"
+    for reason, examples in dropped.items():
+        message += f"; dropped {len(examples)} {reason}, first {examples[0]!r:.200}"
+    with explain(f"--dataset {args.dataset}, {split}"):
+        check(rows, f"nothing is left: {message}")
+    print(f"{split}: {message}")
+
+
+def check_args(args: Args) -> Args:
+    """What can be seen to be wrong before anything is loaded."""
+    with explain("flags"):
+        check_numbers(args, "save_every max_length epochs batch_size micro_batch_size")
+        check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows eval_samples")
+        check_numbers(args, "seed center_coef warmup_ratio weight_decay", zero=True)
+        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+    return args
+
+
+# --- the run: the same in every script; skip it on a first reading -----------------------------
+class InputError(Exception):
+    """What the user can mend, in one line; `python -X dev` shows the traceback too."""
 
 
 @contextmanager
 def explain(what: str) -> Iterator[None]:
-    """What fails in here is the user's input: end with one message instead of a traceback."""
+    """An error in here is the user's to mend: one line says where it is and what is wrong."""
     try:
         yield
     except Exception as error:
         message = str(error.__cause__ or error).strip() or repr(error)
-        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
+        raise InputError(f"{what}: {message.splitlines()[0]}") from error
+
+
+def check(condition: Any, message: str) -> None:
+    """Raise unless the condition holds; `explain` around it names the flag or the row."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
+    """The flags' values are finite and above 0 (with `zero`: or 0), or None."""
+    for flag in flags.split():
+        value = getattr(args, flag)
+        valid = value is None or 0 < value < math.inf or (zero and value == 0)
+        check(valid, f"--{flag.replace('_', '-')} must not be {value}")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -346,103 +461,126 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 
-def check_args(args: Args) -> None:
-    """What can be seen to be wrong before anything is loaded."""
-    may_be_zero = ("seed", "center_coef", "warmup_ratio", "weight_decay")
-    with explain("flags"):
-        for name, value in vars(args).items():
-            zero = value == 0 and name in may_be_zero
-            most = 1 if name == "warmup_ratio" else math.inf
-            known = type(value) not in (int, float) or zero or 0 < value < most
-            require(known, f"--{name.replace('_', '-')} must not be {value}")
-
-
-def start_run(args: Args) -> tuple[Path, torch.device]:
-    """The run's folder, made anew or that of --resume, and the device of this rank."""
+def start_run(args: Args) -> tuple[Path, torch.device, Any]:
+    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()
-    if RANK > 0:  # rank 0 alone prints
+    if RANK > 0:  # rank 0 alone prints and writes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]
-    with explain(f"--output-dir {args.output_dir}"):
-        if RANK == 0 and not args.resume:
+    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    if RANK == 0 and not args.resume:
+        with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    if RANK == 0 and args.track:
-        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    how = f"; with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}{how}"))
-    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
-    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
-    for name, (model, optimizer) in trained.items():
-        both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
-        state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
-        file = run_dir / "checkpoint.tmp"
+        start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
+        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+            start_run.lock.acquire(timeout=0)
+    wandb_run = None
+    if RANK == 0 and args.track:
+        with explain("--track"):
+            options = dict(config=vars(args), resume="allow", reinit="create_new")
+            wandb_run = wandb.init(id=run_dir.name, **options)
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"), wandb_run
+
+
+def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step: int) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
+    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
+        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    return norm
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], checkpoint: dict) -> None:
+    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
+    for name, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+        checkpoint[name] = {"model_state_dict": weights, "optim_state_dict": moments}
+    if RANK == 0:
+        checkpoint["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        new_file = run_dir / "checkpoint.tmp"
         with explain(f"{run_dir}: no checkpoint could be written"):
             try:
-                torch.save(state, file)
-                os.replace(file, run_dir / "checkpoint.pt")
+                torch.save(checkpoint, new_file)
+                os.replace(new_file, run_dir / "checkpoint.pt")
             finally:
-                file.unlink(missing_ok=True)
+                new_file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
+def load_checkpoint(
+    args: Args, run_dir: Path, training: dict, checkpoint: dict, total_steps: int
+) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
+    with explain(f"--resume {run_dir}"):
+        saved_args = json.loads((run_dir / "args.json").read_text())
+        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+            same = saved_args.get(flag) == getattr(args, flag, None)
+            check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
         saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
-        for name, (model, optimizer) in trained.items():
-            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
+        check(saved["data"] == checkpoint["data"], "the training rows of --dataset have changed")
+        for name, (model, optimizer) in training.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
+    with explain(f"--resume {run_dir}"):
+        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():
-            os.truncate(run_dir / name, size)
+            if (run_dir / name).is_file() and (run_dir / name).stat().st_size >= size:
+                os.truncate(run_dir / name, size)
+            else:
+                print(f"{run_dir / name} has lost lines since the checkpoint; it is continued")
     return saved
 
 
-def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
-    with explain(f"{run_dir}"):
-        for name, rows in {"metrics": [metrics], "samples": samples}.items():
-            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
-    if wandb.run:
-        wandb.log(metrics, step=step)
+def log(run_dir: Path, wandb_run: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+    if RANK == 0:
+        with explain(f"{run_dir}"):
+            for name, rows in (("metrics", [metrics]), ("samples", samples)):
+                with open(run_dir / f"{name}.jsonl", "a") as file:
+                    file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if wandb_run:
+        wandb_run.log(metrics, step=step)
     if samples:
-        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
-        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
+        evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+        tqdm.write("\n    ".join(lines))
 
 
-def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write model/ for `from_pretrained`."""
-    weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
+    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**ids)
-    with explain(f"{run_dir / 'model'}"):
-        if RANK == 0:
-            for part in (model.generation_config, tokenizer):
-                part.save_pretrained(run_dir / "model")
+    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(**special_ids)
+    if RANK == 0:
+        with explain(f"{run_dir / 'model'}"):
+            model.generation_config.save_pretrained(run_dir / "model")
+            tokenizer.save_pretrained(run_dir / "model")
             model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}", flush=True)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # where a console cannot show a sample
-    main(parse_args())
+    try:
+        main(parse_args())
+    except (InputError, KeyboardInterrupt) as error:
+        if sys.flags.dev_mode:  # python -X dev
+            raise
+        sys.exit(
+            f"error: {error}" if str(error) else "stopped; resume with --resume and its folder"
+        )
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
-        wandb.finish()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

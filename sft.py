@@ -5,9 +5,9 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
 with N completion tokens in the batch, each completion's EOS among them: stage 1 of InstructGPT
-(arXiv 2203.02155, section 3.5). Deviations from the paper: no dropout (0.2); 4 epochs (16); a
-linear decay after a warm-up (cosine to 10 %, none); the last model is kept (the paper: the one that
-a reward model prefers).
+(arXiv 2203.02155, section 3.5). Deviations from the paper: no dropout (the paper: 0.2); 4 epochs
+(16); a warm-up and a linear decay (a cosine decay to 10 %); the last model is saved (the one that a
+reward model prefers).
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
@@ -16,17 +16,17 @@ a reward model prefers).
     python sft.py --resume runs/sft__1__...                # resume after a crash
 
 A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, compare samples too: in
-the paper they still improved); the gradient norm settles after the warm-up; the samples end by
-themselves, and `eval/truncated_fraction` falls.
+the paper they still improved); the gradient norm settles after the warm-up; samples come to end by
+themselves, so `eval/truncated_fraction` falls.
 """
 
 import json
 import math
 import os
-import signal
 import sys
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,46 +38,53 @@ import torch
 import tyro
 import wandb
 from datasets import load_dataset
+from filelock import FileLock
+from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler
 from transformers import logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
 from common.generation import shard
-from common.logprobs import Pairs, completion_logprobs, encode_pair, micro_batches
-from common.logprobs import rollout_logprobs
+from common.logprobs import Sequences, UnusableRow, completion_logprobs, encode_pair
+from common.logprobs import micro_batches, rollout_logprobs
 
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
 class Args:
-    exp_name: str = "sft"  # name of the run's folder, with the seed and the time
+    exp_name: str = "sft"  # name of the run's folder, before the seed and the time
     seed: int = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to resume; its flags hold unless given again
     save_every: int = 200  # optimiser steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    model: str = "tiny/arithmetic/base"  # folder or hub name of the model and its tokenizer
+    # folder or hub name of the model and its tokenizer
+    model: str = "tiny/arithmetic/base"
     dataset: str = "tiny/arithmetic/sft"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
-    completion_column: str = "completion"  # without it, `messages`: each assistant turn is one
+    completion_column: str = "completion"  # without it, each assistant turn of `messages` is one
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
-    max_length: int = 128  # of prompt and completion, in tokens; longer rows are dropped
+    max_length: int = 128  # of prompt + completion in tokens; longer rows are dropped and counted
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of model/; training is in float32
+    # type of the weights in model/; training is in float32
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
     # --- optimisation and evaluation ---
-    epochs: float = 4.0  # passes over the training rows
+    # passes over the training rows
+    epochs: float = 4.0
     batch_size: int = 32  # rows per optimiser step
-    micro_batch_size: int = 32  # rows per forward pass: memory and speed, never the result
+    micro_batch_size: int = 32  # rows per forward pass: sets memory and speed, not the result
     learning_rate: float = 1e-3  # AdamW's peak learning rate
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after warm-up
-    warmup_ratio: float = 0.03  # part of the run over which the learning rate rises from 0
+    # how the learning rate changes after its warm-up
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    warmup_ratio: float = 0.03  # fraction of the steps over which the learning rate rises from 0
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: int = 200  # steps between evaluations; always one at the start and at the end
@@ -88,179 +95,240 @@ class Args:
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def negative_log_likelihood(logprobs: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """- (1/N) sum of log-probs (B, T), in nats; N is the whole step's, so that parts add up."""
+def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
+    """-(1/N) sum of log-probs (b, T), in nats; N is the whole step's, so micro-batches add up."""
     return -logprobs.sum() / num_tokens
 
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
-    check_args(args)
-    run_dir, device = start_run(args)
-    with explain(f"--model {args.model}"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        stop_ids = find_stop_ids(args.model, tokenizer)
-        require(stop_ids, "neither tokenizer nor generation config has an EOS")
-    train_pairs = load_pairs(args, args.train_split, tokenizer, stop_ids)
-    eval_pairs = load_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    prompts = [prompt for prompt, _ in eval_pairs[: args.eval_samples]]
-    if args.train_on_prompt:  # all tokens count but the first, which has no context
-        train_pairs = [(x[:1], x[1:] + y) for x, y in train_pairs]
-        eval_pairs = [(x[:1], x[1:] + y) for x, y in eval_pairs]
-    longest = max(args.max_length, max(map(len, prompts)) + args.max_new_tokens)
-    model = load_model("--model", args.model, AutoModelForCausalLM, longest, device)
-    adam = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(model.parameters(), **adam)
-    steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    schedule = get_scheduler(args.lr_schedule, optimizer, int(args.warmup_ratio * steps), steps)
-    trained = {"policy": (model, optimizer)}
-    state = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
-    state = load_checkpoint(args, run_dir, trained, state) if args.resume else state
-    size = model.num_parameters()  # with gradient and Adam's state four times
-    print(f"{run_dir}: {size:,} parameters, {4 * size * 4e-9:.3f} GB on {device}")
-    held_out = (args, model, tokenizer, stop_ids, prompts, eval_pairs)
-    if not args.resume:
-        log(run_dir, 0, *evaluate(*held_out))
-    rng = torch.Generator().manual_seed(args.seed)
-    epochs = math.ceil(steps * args.batch_size / len(train_pairs))
-    order = torch.cat([torch.randperm(len(train_pairs), generator=rng) for _ in range(epochs)])
-    progress = tqdm(range(state["step"], steps), disable=RANK > 0)
-    for step in progress:
-        # 1. draw the rows of this step
-        started = time.perf_counter()
-        pairs = [train_pairs[i] for i in order[step * args.batch_size :][: args.batch_size]]
-        num_tokens = sum(len(completion) for _, completion in pairs)  # N, of all ranks
+    args = check_args(args)
+    run_dir, device, wandb_run = start_run(args)
 
-        # 2. optimise: one step, its gradient summed over micro-batches
-        rate = args.learning_rate * schedule.lr_lambdas[0](step)
-        optimizer.param_groups[0].update(lr=rate, weight_decay=args.weight_decay)
-        step_loss = torch.zeros((), dtype=torch.float64, device=device)
-        for rows in micro_batches(pairs, torch.arange(len(pairs)), args.micro_batch_size):
-            loss = negative_log_likelihood(completion_logprobs(model, pairs, rows), num_tokens)
+    # --- data and model ---
+    tokenizer, stop_ids = load_tokenizer(args.model)
+    train_sequences = load_sequences(args, args.train_split, tokenizer, stop_ids)
+    eval_sequences = load_sequences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    eval_prompts = [prompt for prompt, _ in eval_sequences[: args.eval_samples]]
+    if args.train_on_prompt:  # the loss is on all tokens but the first, which has no context
+        train_sequences = [(x[:1], x[1:] + y) for x, y in train_sequences]
+        eval_sequences = [(x[:1], x[1:] + y) for x, y in eval_sequences]
+    longest_prompt = max(len(prompt) for prompt in eval_prompts)
+    max_length = max(args.max_length, longest_prompt + args.max_new_tokens)
+    policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+
+    # --- optimiser, and where an interrupted run stopped ---
+    optimizer = AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
+    total_steps = math.ceil(args.epochs * len(train_sequences) / args.batch_size)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
+    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    training = {"policy": (policy, optimizer)}
+    checkpoint = {"step": 0, "data": zlib.crc32(repr(train_sequences).encode())}
+    if args.resume:
+        checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # a checkpoint brings its own
+    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
+
+    # --- the loop ---
+    if not args.resume:
+        metrics, samples = evaluate(
+            args, policy, tokenizer, stop_ids, sequences=eval_sequences, prompts=eval_prompts
+        )
+        log(run_dir, wandb_run, 0, metrics, samples)
+    rng = Generator().manual_seed(args.seed)
+    data_epochs = math.ceil(total_steps * args.batch_size / len(train_sequences))
+    orders = [torch.randperm(len(train_sequences), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(orders).split(args.batch_size)
+    progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
+    for step in progress:
+        # 1. Draw the rows of this step.
+        start_time = time.perf_counter()
+        sequences = [train_sequences[i] for i in batches[step]]
+        num_tokens = sum(len(completion) for _, completion in sequences)  # N, over all ranks
+
+        # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
+            logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
+            loss = negative_log_likelihood(logprobs, num_tokens)
             loss.backward()
-            step_loss += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-        with explain(f"step {step + 1}: no step was taken; is --learning-rate too high?"):
-            require(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+            loss_sum += loss.detach()
+        grad_norm = clip_grad_norm(policy, args.max_grad_norm, run_dir, step)
         optimizer.step()
         optimizer.zero_grad()
 
-        # 3. log, evaluate, save
-        done, seconds = step + 1, time.perf_counter() - started
+        # 3. Log, evaluate, save.
+        num_tokens_read = sum(len(prompt) + len(completion) for prompt, completion in sequences)
         metrics = {
-            "objective/loss": all_reduce_sum(step_loss).item(),
-            "policy/grad_norm": norm,
-            "policy/learning_rate": rate,
-            "time/epoch": done * args.batch_size / len(train_pairs),
-            "time/tokens_per_second": sum(len(x) + len(y) for x, y in pairs) / seconds,
+            "objective/loss": all_reduce_sum(loss_sum).item(),
+            "policy/grad_norm": grad_norm,
+            "policy/learning_rate": optimizer.param_groups[0]["lr"],
+            "time/epoch": (step + 1) * args.batch_size / len(train_sequences),
+            "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
         }
-        due = done % args.eval_every == 0 or done == steps
-        eval_metrics, samples = evaluate(*held_out) if due else ({}, [])
-        log(run_dir, done, metrics | eval_metrics, samples)
-        progress.set_postfix(loss=metrics["objective/loss"], grad_norm=norm)
-        if done % args.save_every == 0 or done == steps:
-            save_checkpoint(run_dir, trained, state | {"step": done})
+        is_last, samples = step + 1 == total_steps, []
+        if is_last or (step + 1) % args.eval_every == 0:
+            eval_metrics, samples = evaluate(
+                args, policy, tokenizer, stop_ids, sequences=eval_sequences, prompts=eval_prompts
+            )
+            metrics |= eval_metrics
+        log(run_dir, wandb_run, step + 1, metrics, samples)
+        progress.set_postfix(loss=metrics["objective/loss"], grad_norm=grad_norm)
+        if is_last or (step + 1) % args.save_every == 0:
+            save_checkpoint(run_dir, training, checkpoint | {"step": step + 1})
 
-    finish(run_dir, model.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    save_model(run_dir, policy.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
+    if wandb_run:
+        wandb_run.finish()
     print(f"next: python grpo.py --model {run_dir / 'model'}", flush=True)
     return run_dir
 
 
-def evaluate(args: Args, model: Any, tokenizer: Any, stop_ids: list, prompts: list, pairs: Pairs):
-    """Held-out loss of the pairs, and a completion sampled for each of the prompts."""
-    batches = micro_batches(pairs, torch.arange(len(pairs)), args.micro_batch_size)
-    logprobs = rollout_logprobs(model, pairs, batches, temperature=1.0)  # (B, T)
-    num_tokens = sum(len(completion) for _, completion in pairs)
-    rng = torch.Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    sampled = generate(model, prompts, args.max_new_tokens, args.temperature, stop_ids, rng)
-    texts = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, sampled))
+def evaluate(
+    args: Args, policy: Any, tokenizer: Any, stop_ids: list, sequences: Sequences, prompts: list
+) -> tuple[dict[str, float], list[dict]]:
+    """Held-out loss of the sequences, and a completion sampled for each of the prompts."""
+    batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
+    logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+    num_tokens = sum(len(completion) for _, completion in sequences)
+    completions = generate(
+        policy,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        stop_ids=stop_ids,
+        rng=Generator().manual_seed(args.seed),  # every evaluation draws the same numbers
+    )
     metrics = {
         "eval/loss": negative_log_likelihood(logprobs, num_tokens).item(),
-        "eval/length_mean": np.mean([len(ids) for ids in sampled]),
-        "eval/truncated_fraction": np.mean([ids[-1] not in stop_ids for ids in sampled]),
+        "eval/length_mean": np.mean([len(ids) for ids in completions]),
+        "eval/truncated_fraction": np.mean([ids[-1] not in stop_ids for ids in completions]),
     }
-    return metrics, [{"prompt": x, "completion": y} for x, y in zip(*texts, strict=True)]
+    prompt_texts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    samples = [{"prompt": prompt_texts[i], "completion": texts[i]} for i in range(len(texts))]
+    return metrics, samples
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(flag: str, source: str, kind: Any, longest: int, device: Any) -> torch.nn.Module:
+def load_tokenizer(source: str) -> tuple[Any, list[int]]:
+    """The tokenizer, and the ids that end a completion."""
+    with explain(f"--model {source}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        stop_ids = find_stop_ids(source, tokenizer)
+        check(stop_ids, "neither tokenizer nor generation config has an EOS")
+    return tokenizer, stop_ids
+
+
+def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        wrong = sorted({*info["missing_keys"]} | {*info["unexpected_keys"]})
-        require(not wrong, f"weights missing or of no use to {type(model).__name__}: {wrong}")
-        require(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
-        positions = getattr(model.config, "max_position_embeddings", longest)
-        told = f"the --max flags allow {longest} tokens, but it has only {positions} positions"
-        require(longest <= positions, told)
+        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
+        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
+        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        limit = getattr(model.config, "max_position_embeddings", max_length)
+        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
     return shard(model, device)
 
 
-def load_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> Pairs:
-    """Token ids of prompts and completions."""
-    pairs, dropped = [], {}
+def load_sequences(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> Sequences:
+    """Token ids of prompts and completions; rows that cannot be used are dropped and counted."""
+    sequences, dropped = [], defaultdict(list)
     with explain(f"--dataset {args.dataset}, {split}"):
-        for index, row in enumerate(load_dataset(args.dataset, args.dataset_config, split=split)):
-            with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-                for prompt, completion in to_pairs(args, row) or [(str(row), "")]:
-                    pair = encode_pair(tokenizer, prompt, completion, stop_ids)
-                    if not isinstance(pair, str) and len(pair[0] + pair[1]) > args.max_length:
-                        pair = f"longer than --max-length {args.max_length}"
-                    if isinstance(pair, str):
-                        shown = (str(prompt)[-60:], str(completion)[:60])
-                        dropped.setdefault(pair, []).append(shown)
-                    else:
-                        pairs.append(pair)
-        report(split, pairs, dropped)
-    return pairs
+        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
+    for index, row in enumerate(dataset):
+        with explain(f"--dataset {args.dataset}, row {index} of {split}"):
+            pairs = to_pairs(args, row)
+            if not pairs:
+                dropped["with an empty prompt or completion"].append(row)
+            for prompt, completion in pairs:
+                try:
+                    x, y = encode_pair(tokenizer, prompt, completion, stop_ids)
+                    if len(x) + len(y) > args.max_length:
+                        raise UnusableRow(f"longer than --max-length {args.max_length}")
+                    sequences.append((x, y))
+                except UnusableRow as reason:
+                    dropped[str(reason)].append((str(prompt)[-60:], str(completion)[:60]))
+    report_rows(args, split, sequences, dropped)
+    return sequences
 
 
 def to_pairs(args: Args, row: dict) -> list[tuple[Any, Any]]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
     if "messages" in row and args.completion_column not in row:
-        turns = row["messages"] or []
-        answer = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns]
-        pairs = [(turns[:i], turns[i : i + 1]) for i in range(1, len(turns)) if answer[i]]
-        return pairs[-1:] if args.train_on_prompt else pairs  # the last one has all tokens
-    for name in (args.prompt_column, args.completion_column):
-        require(name in row, f"there is no column {name}, only {sorted(row)}")
+        turns, pairs = row["messages"] or [], []
+        for i in range(1, len(turns)):
+            if isinstance(turns[i], dict) and turns[i].get("role") == "assistant":
+                pairs.append((turns[:i], [turns[i]]))
+        # The last pair holds all turns: it is enough where prompts are learned too.
+        return pairs[-1:] if args.train_on_prompt else pairs
+    for column in (args.prompt_column, args.completion_column):
+        check(column in row, f"there is no column {column}, only {sorted(row)}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
     if not prompt or not completion:
         return []
-    kinds = [type(part).__name__ for part in (prompt, completion)]
-    require(len({*kinds}) == 1, "the prompt is a {} and the completion a {}".format(*kinds))
+    prompt_type, completion_type = type(prompt).__name__, type(completion).__name__
+    message = f"the prompt is a {prompt_type} and the completion a {completion_type}"
+    check(prompt_type == completion_type, message)
     if args.chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
         completion = [{"role": "assistant", "content": completion}]
     return [(prompt, completion)]
 
 
-def report(split: str, rows: list, dropped: dict[str, list]) -> None:
-    """Print how many rows are used, how many are not and why, and the first of each kind."""
-    told = f"{len(rows)} of {len(rows) + sum(map(len, dropped.values()))} rows"
-    for why, some in dropped.items():
-        told += f"; dropped {len(some)} {why}, first {some[0]!r:.200}"
-    require(rows, f"nothing is left: {told}")
-    print(f"{split}: {told}")
+def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) -> None:
+    """Print how many rows are used, how many are not and why, and the first of each reason."""
+    num_dropped = sum(len(examples) for examples in dropped.values())
+    message = f"{len(rows)} of {len(rows) + num_dropped} rows"
+    for reason, examples in dropped.items():
+        message += f"; dropped {len(examples)} {reason}, first {examples[0]!r:.200}"
+    with explain(f"--dataset {args.dataset}, {split}"):
+        check(rows, f"nothing is left: {message}")
+    print(f"{split}: {message}")
 
 
-# --- the run: flags, folder, checkpoint --------------------------------------------------------
-def require(condition: Any, message: str) -> None:
-    """Raise unless the condition holds; within `explain`, which names the flag or the row."""
-    if not condition:
-        raise ValueError(message)
+def check_args(args: Args) -> Args:
+    """What can be seen to be wrong before anything is loaded."""
+    with explain("flags"):
+        check_numbers(args, "save_every max_length epochs batch_size micro_batch_size")
+        check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows eval_samples")
+        check_numbers(args, "max_new_tokens")
+        check_numbers(args, "seed warmup_ratio weight_decay temperature", zero=True)
+        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+    return args
+
+
+# --- the run: the same in every script; skip it on a first reading -----------------------------
+class InputError(Exception):
+    """What the user can mend, in one line; `python -X dev` shows the traceback too."""
 
 
 @contextmanager
 def explain(what: str) -> Iterator[None]:
-    """What fails in here is the user's input: end with one message instead of a traceback."""
+    """An error in here is the user's to mend: one line says where it is and what is wrong."""
     try:
         yield
     except Exception as error:
         message = str(error.__cause__ or error).strip() or repr(error)
-        raise SystemExit(f"error: {what}: {message.splitlines()[0]}") from None
+        raise InputError(f"{what}: {message.splitlines()[0]}") from error
+
+
+def check(condition: Any, message: str) -> None:
+    """Raise unless the condition holds; `explain` around it names the flag or the row."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
+    """The flags' values are finite and above 0 (with `zero`: or 0), or None."""
+    for flag in flags.split():
+        value = getattr(args, flag)
+        valid = value is None or 0 < value < math.inf or (zero and value == 0)
+        check(valid, f"--{flag.replace('_', '-')} must not be {value}")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -273,102 +341,126 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 
-def check_args(args: Args) -> None:
-    """What can be seen to be wrong before anything is loaded."""
-    with explain("flags"):
-        for name, value in vars(args).items():
-            zero = value == 0 and name in ("seed", "warmup_ratio", "weight_decay", "temperature")
-            most = 1 if name == "warmup_ratio" else math.inf
-            known = type(value) not in (int, float) or zero or 0 < value < most
-            require(known, f"--{name.replace('_', '-')} must not be {value}")
-
-
-def start_run(args: Args) -> tuple[Path, torch.device]:
-    """The run's folder, made anew or that of --resume, and the device of this rank."""
+def start_run(args: Args) -> tuple[Path, torch.device, Any]:
+    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()
-    if RANK > 0:  # rank 0 alone prints
+    if RANK > 0:  # rank 0 alone prints and writes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]
-    with explain(f"--output-dir {args.output_dir}"):
-        if RANK == 0 and not args.resume:
+    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    if RANK == 0 and not args.resume:
+        with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    if RANK == 0 and args.track:
-        wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    how = f"; with checkpoint.pt, resume: python {sys.argv[0]} --resume {run_dir}"
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(f"stopped; saved: {os.listdir(run_dir)}{how}"))
-    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def save_checkpoint(run_dir: Path, trained: dict[str, tuple], state: dict) -> None:
-    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
-    for name, (model, optimizer) in trained.items():
-        both = dcp.get_state_dict(model, optimizer, options=WHOLE)  # all ranks
-        state[name] = dict(zip(("model_state_dict", "optim_state_dict"), both, strict=True))
     if RANK == 0:
-        state["logs"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
-        file = run_dir / "checkpoint.tmp"
+        start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
+        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+            start_run.lock.acquire(timeout=0)
+    wandb_run = None
+    if RANK == 0 and args.track:
+        with explain("--track"):
+            options = dict(config=vars(args), resume="allow", reinit="create_new")
+            wandb_run = wandb.init(id=run_dir.name, **options)
+    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"), wandb_run
+
+
+def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step: int) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
+    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
+        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    return norm
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], checkpoint: dict) -> None:
+    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
+    for name, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+        checkpoint[name] = {"model_state_dict": weights, "optim_state_dict": moments}
+    if RANK == 0:
+        checkpoint["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        new_file = run_dir / "checkpoint.tmp"
         with explain(f"{run_dir}: no checkpoint could be written"):
             try:
-                torch.save(state, file)
-                os.replace(file, run_dir / "checkpoint.pt")
+                torch.save(checkpoint, new_file)
+                os.replace(new_file, run_dir / "checkpoint.pt")
             finally:
-                file.unlink(missing_ok=True)
+                new_file.unlink(missing_ok=True)
 
 
-def load_checkpoint(args: Args, run_dir: Path, trained: dict[str, tuple], state: dict) -> dict:
+def load_checkpoint(
+    args: Args, run_dir: Path, training: dict, checkpoint: dict, total_steps: int
+) -> dict:
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
+    with explain(f"--resume {run_dir}"):
+        saved_args = json.loads((run_dir / "args.json").read_text())
+        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+            same = saved_args.get(flag) == getattr(args, flag, None)
+            check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
         saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-        require(saved["data"] == state["data"], "the training rows of --dataset are not the same")
-        for name, (model, optimizer) in trained.items():
-            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=WHOLE)
+        check(saved["data"] == checkpoint["data"], "the training rows of --dataset have changed")
+        for name, (model, optimizer) in training.items():
+            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
+    with explain(f"--resume {run_dir}"):
+        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():
-            os.truncate(run_dir / name, size)
+            if (run_dir / name).is_file() and (run_dir / name).stat().st_size >= size:
+                os.truncate(run_dir / name, size)
+            else:
+                print(f"{run_dir / name} has lost lines since the checkpoint; it is continued")
     return saved
 
 
-def log(run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl, samples.jsonl and, under --track, wandb; prints evaluations."""
-    with explain(f"{run_dir}"):
-        for name, rows in {"metrics": [metrics], "samples": samples}.items():
-            with open(run_dir / f"{name}.jsonl" if RANK == 0 else os.devnull, "a") as file:
-                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
-    if wandb.run:
-        wandb.log(metrics, step=step)
+def log(run_dir: Path, wandb_run: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+    if RANK == 0:
+        with explain(f"{run_dir}"):
+            for name, rows in (("metrics", [metrics]), ("samples", samples)):
+                with open(run_dir / f"{name}.jsonl", "a") as file:
+                    file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if wandb_run:
+        wandb_run.log(metrics, step=step)
     if samples:
-        found = ", ".join(f"{key[5:]} {x:.3f}" for key, x in metrics.items() if key[:5] == "eval/")
-        tqdm.write("\n    ".join([f"step {step}: held-out {found}", *map(str, samples[:2])]))
+        evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+        tqdm.write("\n    ".join(lines))
 
 
-def finish(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write model/ for `from_pretrained`."""
-    weights = dcp.get_model_state_dict(model, options=WHOLE)  # all ranks
+    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**ids)
-    with explain(f"{run_dir / 'model'}"):
-        if RANK == 0:
-            for part in (model.generation_config, tokenizer):
-                part.save_pretrained(run_dir / "model")
+    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(**special_ids)
+    if RANK == 0:
+        with explain(f"{run_dir / 'model'}"):
+            model.generation_config.save_pretrained(run_dir / "model")
+            tokenizer.save_pretrained(run_dir / "model")
             model.save_pretrained(run_dir / "model", state_dict=weights)
     print(f"model: {run_dir / 'model'}", flush=True)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # where a console cannot show a sample
-    main(parse_args())
+    try:
+        main(parse_args())
+    except (InputError, KeyboardInterrupt) as error:
+        if sys.flags.dev_mode:  # python -X dev
+            raise
+        sys.exit(
+            f"error: {error}" if str(error) else "stopped; resume with --resume and its folder"
+        )
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
-        wandb.finish()
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)

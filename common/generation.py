@@ -1,12 +1,12 @@
-"""Sample completions from a policy, and what comes before that: tokens of texts, sharded models.
+"""Sample completions from a policy; then what this needs: a cache, several processes, tokens.
 
-The distribution sampled from is softmax(logits / temperature) over the whole vocabulary: no top-k,
-no penalty, nothing from the checkpoint's generation config. `common/logprobs.py` computes its
-log-probs, so a policy gradient is on-policy. Under torchrun each rank samples a part of the rows.
+Tokens are drawn from softmax(logits / temperature) over the whole vocabulary: no top-k, no penalty,
+nothing from the checkpoint's generation config. `logprobs.py` has that distribution's log-probs.
 """
 
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,8 +18,216 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # number of this process, set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+
+
+# --- sampling ----------------------------------------------------------------------------------
+@torch.no_grad()
+def generate(
+    model: Any, prompts: list, *, max_new_tokens: int, temperature: float, stop_ids: list, rng: Any
+) -> list[list[int]]:
+    """Sample a completion (token ids) for each prompt (token ids).
+
+    A completion ends with the first of `stop_ids` (may be empty) that is drawn, and includes it, or
+    after `max_new_tokens`. Temperature 0 is greedy. The model is a causal one of transformers; one
+    whose cache changes its logits is a ValueError. Under torchrun each rank samples a part, and all
+    ranks return all completions. Random numbers for all are drawn at once, by a CPU generator in
+    the same state on each rank: so a completion depends neither on other prompts nor on the ranks.
+    """
+    if model.training or temperature < 0 or not all(prompts):
+        raise ValueError("generate: training mode, a temperature below 0, or an empty prompt")
+    uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
+    mine = range(len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE)
+    batches, completions = defaultdict(list), {}
+    with unsharded(model):
+        if mine and not hasattr(model, "can_pad_left"):
+            model.can_pad_left = can_pad_left(model)
+        for i in mine:  # all in one batch, or a batch for each length
+            batches[0 if model.can_pad_left else len(prompts[i])].append(i)
+        with autocast(model.device):
+            for batch in batches.values():
+                batch_prompts = [prompts[i] for i in batch]
+                numbers = uniform[batch].to(model.device)
+                decoded = decode(model, batch_prompts, numbers, temperature, stop_ids)
+                completions.update(zip(batch, decoded, strict=True))
+    return all_gather([completions[i] for i in mine])
+
+
+def decode(
+    model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list
+) -> list[list[int]]:
+    """`generate` on one rank, with its random numbers (B, max_new_tokens)."""
+    max_new_tokens = uniform.shape[1]
+    decoder = CachedDecoder(model, prompts, max_new_tokens, left_padded=model.can_pad_left)
+    logits = decoder.prompt_logits()  # (B, V)
+    stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
+    sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
+    rows = torch.arange(len(prompts), device=model.device)  # the row of `sampled` of each sequence
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    for t in range(max_new_tokens):
+        tokens = sample_tokens(logits, temperature, uniform[rows, t])
+        sampled[rows, t] = tokens.masked_fill(ended, -1)
+        ended |= torch.isin(tokens, stop)
+        running = (~ended).nonzero().squeeze(1)
+        if len(running) == 0 or t + 1 == max_new_tokens:
+            break
+        # Sequences that have ended leave the batch: at once, or, since each batch size needs a CUDA
+        # graph of its own, when they are half of it.
+        most = len(rows) // 2 if decoder.static else len(rows) - 1
+        if decoder.left_padded and len(running) <= most:
+            rows, tokens, ended = rows[running], tokens[running], ended[running]
+            decoder.select(running)
+        logits = decoder.next_logits(tokens)
+    return [[token for token in row if token >= 0] for row in sampled.tolist()]
+
+
+def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
+    """Tokens (B,) from softmax(logits (B, V) / temperature) by uniform (B,), float64 in [0, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return tokens.squeeze(1).clamp(max=logits.shape[-1] - 1)
+
+
+# --- the key/value cache -----------------------------------------------------------------------
+class CachedDecoder:
+    """A model and its cache: reads B prompts, then one more token of each sequence per call.
+
+    Most models' prompts are `left_padded`, equal neighbours are read once, sequences can be dropped
+    later. For the others all prompts have one length and stay. On a GPU launching the kernels of a
+    step takes longer than running them: a CUDA graph launches all, on tensors of a `static` cache.
+    """
+
+    def __init__(self, model: Any, prompts: list, max_new_tokens: int, left_padded: bool):
+        self.model, self.max_new_tokens = model, max_new_tokens
+        self.left_padded, self.static = left_padded, False
+        self.cache = {}  # the model's argument for its cache, by name
+        ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
+        self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,)
+        if left_padded:
+            layer_types = {type(layer) for layer in DynamicCache(config=model.config).layers}
+            if any(layer.__module__ != DynamicLayer.__module__ for layer in layer_types):
+                raise ValueError("a cache of the model's own may count padding in its blocks")
+            # A sliding window is not captured: Python decides how it moves.
+            self.static = layer_types == {DynamicLayer} and use_static_cache(ids.device)
+            both = torch.cat([ids, mask.long()], dim=1)
+            both, self.prompt_of = both.unique_consecutive(dim=0, return_inverse=True)
+            ids, mask = both.chunk(2, dim=1)
+        if self.static:
+            cache_length = ids.shape[1] + max_new_tokens
+            self.cache["past_key_values"] = SameTypeStaticCache(model.config, cache_length)
+        self.tokens, self.mask = ids, mask.long()
+        # Counted over real tokens, so that a padded prompt has the positions that it has alone.
+        self.positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def prompt_logits(self) -> Tensor:
+        """Logits (B, V) of the first token of each completion."""
+        logits = self.step()
+        self.tokens, self.positions = self.tokens[:, -1:], self.positions[:, -1:]
+        if self.static:  # covers the columns to come, so that it never changes
+            self.mask = torch.nn.functional.pad(self.mask, (0, self.max_new_tokens), value=1)
+        self.select(self.prompt_of)
+        return logits[self.prompt_of]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order; the same one may occur several times."""
+        if self.left_padded:
+            for cache in self.cache.values():
+                cache.reorder_cache(rows)
+        self.tokens = self.tokens[rows]
+        self.positions = self.positions[rows]
+        self.mask = self.mask[rows]
+        self.num_calls = 0
+        self.replay = None
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token (B,) of each sequence."""
+        self.tokens.copy_(tokens[:, None])
+        self.positions += 1
+        self.num_calls += 1
+        if not self.static:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        elif self.num_calls == 2:  # in the first call libraries set themselves up
+            try:
+                self.replay = capture(self.step)
+            except RuntimeError as error:
+                warnings.warn(f"generate: slow, without a CUDA graph: {error}", stacklevel=2)
+        return self.replay() if self.replay else self.step()
+
+    def step(self) -> Tensor:
+        """The model's forward pass over `self.tokens`; logits (B, V) at the last one."""
+        inputs = {"input_ids": self.tokens, **self.cache}
+        if self.left_padded:  # without padding the model counts positions itself
+            inputs |= {"attention_mask": self.mask, "position_ids": self.positions}
+        output = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        self.cache = {}
+        for name in ("past_key_values", "cache_params"):  # attention caches, state-space caches
+            if output.get(name) is not None:
+                self.cache[name] = output[name]
+        return output.logits[:, -1]
+
+
+def can_pad_left(model: torch.nn.Module) -> bool:
+    """Whether a `CachedDecoder` may pad and drop the model's sequences; tried on short prompts."""
+    ids = torch.tensor([[1, 2, 3, 4, 5]], device=model.device)
+    expected = model(input_ids=ids, use_cache=False).logits[0, -1].softmax(dim=0)
+    exact = model.dtype == torch.float32 and not use_bfloat16(model.device)
+    tolerance = 1e-4 if exact else 0.1
+    for left_padded in (True, False):
+        prompts = [[1, 2, 3], [4, 4, 4]]
+        if left_padded:  # a longer prompt comes first, and is dropped when all have been read
+            prompts = [[5] * 7, *prompts]
+        with suppress(Exception):  # a cache of another form fails in its own way
+            decoder = CachedDecoder(model, prompts, 2, left_padded)
+            decoder.prompt_logits()
+            decoder.select(torch.arange(len(prompts), device=model.device)[-2:])
+            decoder.next_logits(ids[0, 3].expand(2))
+            logits = decoder.next_logits(ids[0, 4].expand(2))
+            error = (logits[0].softmax(dim=0) - expected).norm()
+            if error <= tolerance * expected.norm():
+                return left_padded
+    raise ValueError(f"generate: {type(model).__name__} gives other logits with a cache")
+
+
+class SameTypeStaticCache(StaticCache):
+    """Under autocast rotated keys are float32 and values bfloat16; a StaticCache holds one type."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple:
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
+def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """CUDA-only: record the kernels of `step` without running them; returns what replays them."""
+    graph = torch.cuda.CUDAGraph()
+    # Records those of this thread; NCCL has threads of its own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def use_static_cache(device: torch.device) -> bool:
+    """CUDA-only: where steps can be captured. Elsewhere a cache that grows is the faster one."""
+    return device.type == "cuda"
+
+
+# --- precision, and several processes ----------------------------------------------------------
+def use_bfloat16(device: torch.device) -> bool:
+    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32."""
+    return device.type == "cuda"
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 matrix products where `use_bfloat16`; log-softmax, losses and scores are float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
 
 
 def all_gather(part: list) -> list:
@@ -37,54 +245,33 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
-def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Token ids (B, L) of rows of different lengths, and a bool mask of the real ones.
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model to the device; under torchrun FSDP shards it, layer by layer.
 
-    The mask comes from the lengths: padding may have any id, and a real EOS is never padding.
+    Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
-    side = "left" if left else "right"
-    ids = pad_sequence([torch.LongTensor(row) for row in rows], batch_first=True, padding_side=side)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([*map(len, rows)])[:, None]
-    return ids.to(device), (mask.flip(1) if left else mask).to(device)
-
-
-def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Sorted ids that end a completion: the tokenizer's EOS, all of the generation config's (if the
-    folder or hub name `source` has one), and what the chat template writes after an assistant's
-    turn: a base model's EOS is often another one than its template's.
-    """
-    stop_ids = [tokenizer.eos_token_id]
-    with suppress(OSError):  # many checkpoints have none
-        more = GenerationConfig.from_pretrained(source).eos_token_id
-        stop_ids += more if isinstance(more, list) else [more]
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "@@"}]
-        after = tokenizer.apply_chat_template(turns, tokenize=False).partition("@@")[2]
-        ids = tokenizer(after, add_special_tokens=False).input_ids
-        added = tokenizer.added_tokens_decoder
-        stop_ids += [token for token in ids if token in added and added[token].special][:1]
-    return sorted({token for token in stop_ids if token is not None})
-
-
-def use_bfloat16(device: torch.device) -> bool:
-    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32."""
-    return device.type == "cuda"
-
-
-def use_static_cache(device: torch.device) -> bool:
-    """CUDA-only: where steps can be captured. Elsewhere a cache that grows is the faster one."""
-    return device.type == "cuda"
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 matrix products where `use_bfloat16`; log-softmax, losses and scores are float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
+    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
+    model.get_input_embeddings().padding_idx = None
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    layers = model._no_split_modules or ()
+    units = [part for part in reversed([*model.modules()]) if type(part).__name__ in layers]
+    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
+    for unit in units:
+        # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
+        bfloat16 = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)
+        precision = MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
+        fully_shard(unit, mp_policy=precision, reshard_after_forward=True)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
+    return model.to(device)
 
 
 @contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
-    """A sharded model with whole weights, gathered once, and without FSDP's hooks: ranks finish
-    after different numbers of tokens, so none may wait for another between two tokens.
+    """A sharded model with whole weights, gathered once, and without FSDP's hooks.
+
+    Ranks finish after different numbers of tokens, so none may wait for another between two tokens.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
@@ -92,200 +279,43 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
         unit.unshard()
         unit._forward_pre_hooks, unit._forward_hooks = {}, {}
     yield
-    for unit, (before, after) in zip(units, hooks, strict=True):
-        unit._forward_pre_hooks, unit._forward_hooks = before, after
+    for unit, (pre_hooks, forward_hooks) in zip(units, hooks, strict=True):
+        unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, forward_hooks
         unit.reshard()
 
 
-def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
-    """Tokens (B,) from softmax(logits (B, V) / temperature) by uniform (B,), float64 in [0, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    return tokens.squeeze(1).clamp(max=logits.shape[-1] - 1)
+# --- tokens of texts ---------------------------------------------------------------------------
+def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L) of rows of different lengths, and a bool mask of the real ones.
 
-
-class OneTypeCache(StaticCache):
-    """Under autocast rotated keys are float32 and values bfloat16; a StaticCache holds one type."""
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple:
-        return super().update(keys.to(values.dtype), values, *args, **kwargs)
-
-
-def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """CUDA-only: record the kernels of `step`, running none; returns what replays them at once."""
-    graph = torch.cuda.CUDAGraph()
-    # Records those of this thread; NCCL has threads of its own.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
-    return lambda: graph.replay() or output  # replay() returns None
-
-
-class Reader:
-    """A model and its cache: reads B prompts, then one more token of each row per call.
-
-    Most models' rows are `free`: padded on the left, read once where neighbours are equal, dropped
-    when they have ended. Others read prompts of one length and keep all rows. On a GPU launching a
-    step's kernels takes longer than running them: a CUDA graph launches all, on tensors that stay.
+    The mask comes from lengths: padding may have any id, and a real EOS is never padding.
     """
-
-    def __init__(self, model: torch.nn.Module, prompts: list, max_new_tokens: int, free: bool):
-        ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
-        self.model, self.free, self.static, self.cache = model, free, False, {}
-        rows = torch.arange(len(ids), device=model.device)
-        if free:
-            both = torch.cat([ids, mask.long()], dim=1)
-            both, rows = both.unique_consecutive(dim=0, return_inverse=True)
-            ids, mask = both.chunk(2, dim=1)
-            kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
-            # Windows that slide are not captured: how they move is decided in Python.
-            self.static = kinds == {DynamicLayer} and use_static_cache(model.device)
-            if any(kind.__module__ != DynamicLayer.__module__ for kind in kinds):
-                raise ValueError("a cache of the model's own may count padding in its blocks")
-        if self.static:
-            cache = OneTypeCache(config=model.config, max_cache_len=ids.shape[1] + max_new_tokens)
-            self.cache = dict(past_key_values=cache)
-        # Counted over real tokens, so that a padded prompt sees the positions it has when alone.
-        self.tokens, self.mask = ids, mask.long()
-        self.positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
-        self.logits = self.step()[rows]  # (B, V)
-        self.tokens, self.positions = ids[:, -1:], self.positions[:, -1:]
-        if self.static:  # covers the columns to come, so that it never changes
-            self.mask = torch.nn.functional.pad(self.mask, (0, max_new_tokens), value=1)
-        self.keep(rows)
-
-    def keep(self, rows: Tensor) -> None:
-        """Let row i be what row `rows[i]` was."""
-        for cache in self.cache.values() if self.free else ():
-            cache.reorder_cache(rows)
-        inputs = (self.tokens, self.positions, self.mask)
-        self.tokens, self.positions, self.mask = (x[rows] for x in inputs)
-        self.calls, self.run = 0, None
-
-    def step(self) -> Tensor:
-        inputs = dict(self.cache, input_ids=self.tokens)
-        if self.free:  # else the model counts for itself
-            inputs |= dict(attention_mask=self.mask, position_ids=self.positions)
-        output = self.model(**inputs, use_cache=True, logits_to_keep=1)
-        names = ("past_key_values", "cache_params")  # as models call it
-        self.cache = {name: output[name] for name in names if output.get(name) is not None}
-        return output.logits[:, -1]
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token (B,) of each row."""
-        self.tokens.copy_(tokens[:, None])
-        self.positions += 1
-        self.calls += 1
-        if not self.static:
-            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        elif self.calls == 2:  # in the first, libraries set themselves up
-            try:
-                self.run = capture(self.step)
-            except RuntimeError as error:
-                warnings.warn(f"generate: slow, without a CUDA graph: {error}", stacklevel=2)
-        return (self.run or self.step)()
+    side = "left" if left else "right"
+    ids = pad_sequence([torch.LongTensor(row) for row in rows], batch_first=True, padding_side=side)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    return ids.to(device), (mask.flip(1) if left else mask).to(device)
 
 
-def rows_are_free(model: torch.nn.Module) -> bool:
-    """Whether a `Reader` may pad and drop the model's rows; tried out on three short prompts."""
-    prompts, tokens = [[5] * 7, [1, 2, 3], [4, 4, 4]], torch.arange(1, 6, device=model.device)
-    expected = model(input_ids=tokens[None], use_cache=False).logits[0, -1].softmax(dim=0)
-    bound = 0.1 if use_bfloat16(model.device) or model.dtype != torch.float32 else 1e-4
-    for free in (True, False):
-        with suppress(Exception):  # a cache of another form fails in its own way
-            reader = Reader(model, prompts[not free :], 2, free)
-            reader.keep(tokens[:2] - 1 + free)
-            reader(tokens[3].expand(2))
-            found = reader(tokens[4].expand(2))[0].softmax(dim=0)
-            if (found - expected).norm() <= bound * expected.norm():
-                return free
-    raise ValueError(f"generate: {type(model).__name__} gives other logits with a cache")
-
-
-def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> list:
-    """`generate` on one rank, with its random numbers (B, max_new_tokens). Rows that have ended
-    leave the batch: at once, or where each number of rows needs a graph, when they are half of it.
+def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Sorted ids that end a completion: the tokenizer's EOS, those of the generation config of
+    `source` (folder or hub name), and what the chat template writes after an assistant's turn: a
+    base model's EOS is often another one.
     """
-    reader = Reader(model, prompts, uniform.shape[1], model.free_rows)
-    stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
-    sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a row's end
-    rows = torch.arange(len(prompts), device=model.device)  # which of `sampled` each row writes
-    finished = torch.zeros_like(rows, dtype=torch.bool)  # in the order of `rows`
-    logits, reader.logits = reader.logits, None  # not kept beyond its step
-    for t in range(uniform.shape[1]):
-        tokens = sample_tokens(logits, temperature, uniform[rows, t])
-        sampled[rows, t] = tokens.masked_fill(finished, -1)
-        finished |= torch.isin(tokens, stop)
-        unfinished = (~finished).nonzero().squeeze(1)
-        if len(unfinished) == 0 or t + 1 == uniform.shape[1]:
-            break
-        if reader.free and len(unfinished) <= (len(rows) // 2 if reader.static else len(rows) - 1):
-            rows, tokens, finished = (x[unfinished] for x in (rows, tokens, finished))
-            reader.keep(unfinished)
-        logits = reader(tokens)
-    return [[token for token in row if token >= 0] for row in sampled.tolist()]
+    stop_ids = [tokenizer.eos_token_id]
+    with suppress(OSError):  # many checkpoints have no generation config
+        config_ids = GenerationConfig.from_pretrained(source).eos_token_id
+        stop_ids += config_ids if isinstance(config_ids, list) else [config_ids]
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "@@"}]
+        end = tokenizer.apply_chat_template(turns, tokenize=False).partition("@@")[2]
+        ids = tokenizer(end, add_special_tokens=False).input_ids
+        added = tokenizer.added_tokens_decoder
+        stop_ids += [i for i in ids if i in added and added[i].special][:1]
+    return sorted({stop_id for stop_id in stop_ids if stop_id is not None})
 
 
-@torch.no_grad()
-def generate(
-    model: Any, prompts: list, max_new_tokens: int, temperature: float, stop_ids: list, rng: Any
-) -> list[list[int]]:
-    """Sample a completion (token ids) for each prompt (token ids), with a key/value cache.
-
-    A completion ends with the first of `stop_ids` (may be empty) that is drawn, and includes it, or
-    after `max_new_tokens`. Random numbers are drawn for all tokens that all rows may have, from a
-    generator on the CPU in the same state on each rank: so a completion depends neither on the
-    other rows nor on the number of ranks. Temperature 0 is greedy. The model is a causal one of
-    transformers, sharded or not; one whose cache changes its logits is a ValueError.
-    """
-    if model.training or temperature < 0 or not all(prompts):
-        raise ValueError("generate: training mode, a temperature below 0, or an empty prompt")
-    uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
-    mine = range(len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE)
-    completions = {}
-    with unsharded(model):
-        if mine and not hasattr(model, "free_rows"):
-            model.free_rows = rows_are_free(model)
-        with autocast(model.device):
-            for length in {len(prompts[row]) * (not model.free_rows) for row in mine}:
-                rows = [row for row in mine if model.free_rows or len(prompts[row]) == length]
-                some, numbers = [prompts[row] for row in rows], uniform[rows].to(model.device)
-                made = decode(model, some, numbers, temperature, stop_ids)
-                completions |= zip(rows, made, strict=True)
-    return all_gather([completions[row] for row in mine])
-
-
-def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model to the device; under torchrun FSDP shards it, layer by layer."""
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
-    model.get_input_embeddings().padding_idx = None
-    names = model._no_split_modules or ()
-    units = [part for part in reversed([*model.modules()]) if type(part).__name__ in names]
-    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
-    for unit in units if WORLD_SIZE > 1 else []:
-        low = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)  # no head of scores
-        dtypes = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduce_dtype=torch.float32)
-        fully_shard(unit, mp_policy=dtypes, reshard_after_forward=True)
-        unit.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
-        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
-    return model.to(device)
-
-
-def content(message: Any) -> str:
-    """The text of a chat message; parts are joined, since most templates expect a string."""
-    if not isinstance(message, dict) or not message.get("role"):
-        raise ValueError(f"every chat message needs a role and a content, found {message!r:.200}")
-    parts = message.get("content") or ""
-    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
-    if any(part["type"] != "text" for part in parts):
-        raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
-    return "".join(part["text"] for part in parts)
-
-
-def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
+def encode(tokenizer: Any, text: str | list[dict], **template_options: Any) -> list[int]:
     """Token ids of a string as it is, or of chat messages through the chat template."""
     if isinstance(text, str):
         ids = tokenizer(text).input_ids
@@ -293,12 +323,25 @@ def encode(tokenizer: Any, text: str | list[dict], **options: Any) -> list[int]:
             ids = ids[:-1]  # appended by the tokenizer: as a prompt it would have ended already
     else:
         turns = [turn | {"content": content(turn)} for turn in text]
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False, **options)
-        last = ([turn for turn in turns if turn["role"] not in ("assistant", "tool")] or turns)[-1]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False, **template_options)
+        asked = [turn for turn in turns if turn["role"] not in ("assistant", "tool")]
+        last = (asked or turns)[-1]
         if last["content"].strip() not in rendered:
-            told = f"the chat template of {tokenizer.name_or_path} leaves out what the role"
-            raise ValueError(f"{told} {last['role']!r} says")
+            name = tokenizer.name_or_path
+            raise ValueError(f"the chat template of {name} leaves out what {last['role']!r} says")
         ids = tokenizer(rendered, add_special_tokens=False).input_ids
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS, one added by the tokenizer")
     return ids
+
+
+def content(message: Any) -> str:
+    """The text of a chat message; parts are joined, since most templates expect a string."""
+    if not isinstance(message, dict) or not message.get("role"):
+        raise ValueError(f"every chat message needs a role and a content, found {message!r:.200}")
+    parts = message.get("content") or ""
+    if isinstance(parts, str):
+        return parts
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
+    return "".join(part["text"] for part in parts)

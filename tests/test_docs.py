@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import SCRIPTS
+from scripts import SCRIPTS, short_flags
 
 sys.path.insert(0, str(Path("docs/experiments").resolve()))
 from tables import BLOCK, load_tables, markdown
@@ -15,7 +15,9 @@ from tables import BLOCK, load_tables, markdown
 PAGES = [Path("README.md"), Path("tiny/README.md"), *Path("docs").glob("*.md")]
 GROUPS = "reward|objective|policy|value|completions|eval|time"
 SOURCES = {
-    path: path.read_text() for pattern in ("*.py", "*/*.py") for path in Path().glob(pattern)
+    path: path.read_text()
+    for pattern in ("*.py", "*/*.py", "*/*/*.py")
+    for path in Path().glob(pattern)
 }
 PROGRAM = "".join(text for path, text in SOURCES.items() if path.parts[0] != "tests")
 FLAGS = {
@@ -74,17 +76,10 @@ def test_flags_functions_tests_and_files_on_a_page_exist(page):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_logged_metric_is_on_the_page(name, tmp_path):
-    small = {
-        "sft": dict(epochs=0.01, eval_rows=4, eval_samples=2),
-        "rm_bradley_terry": dict(epochs=0.01, eval_rows=4, eval_samples=2),
-        "reinforce": dict(total_rollouts=1, prompts_per_rollout=2, eval_split="test[:4]"),
-        "ppo_rlhf": dict(total_rollouts=1, prompts_per_rollout=4, eval_rows=4),
-        "grpo": dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, eval_rows=4),
-        "dpo": dict(epochs=0.01, eval_rows=4),
-        "kto": dict(epochs=0.01, eval_rows=4),
-    }
+    small = dict(epochs=0.01, total_rollouts=1, prompts_per_rollout=4, group_size=2)
+    small |= dict(num_minibatches=1, eval_split="test[:4]", eval_samples=2)
     script = SCRIPTS[name]
-    run_dir = script.main(script.Args(output_dir=str(tmp_path), **small[name]))
+    run_dir = script.main(script.Args(output_dir=str(tmp_path), **short_flags(name, **small)))
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     logged = {metric for line in lines for metric in json.loads(line)} - {"step"}
     page = Path(f"docs/{name}.md").read_text()
@@ -112,17 +107,19 @@ def test_module_docstring_names_only_flags_that_exist(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_has_help(name, capsys):
-    """On one line: tyro shows the comment behind the field, and a section's where there is none."""
-    source = SOURCES[Path(f"{name}.py")]
-    (args,) = [n for n in ast.parse(source).body if getattr(n, "name", "") == "Args"]
+    """Behind the field, or on the line above; a section's first flag shows the section's name."""
+    lines = SOURCES[Path(f"{name}.py")].splitlines()
+    (args,) = [n for n in ast.parse("\n".join(lines)).body if getattr(n, "name", "") == "Args"]
     with pytest.raises(SystemExit):
         SCRIPTS[name].parse_args(["--help"])
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for field in args.body:
-        line = source.splitlines()[field.lineno - 1]
-        assert field.lineno == field.end_lineno and "  # " in line, line
-        words = line.rpartition("  # ")[2].split()
-        assert " ".join(words[:3]) in shown, f"{name}.py: {field.target.id} has no help"
+        line, above = lines[field.lineno - 1], lines[field.lineno - 2]
+        help_text = line.rpartition("  # ")[2] if "  # " in line else above.strip(" #")
+        assert " ".join(help_text.split()[:3]) in shown, f"{name}.py: {field.target.id} has no help"
+    for section in [line.strip(" #") for line in lines if line.startswith("    # --- ")]:
+        in_args = args.lineno < lines.index(f"    # {section}") < args.end_lineno
+        assert not in_args or section in shown, f"{name}.py --help lacks {section}"
 
 
 def test_the_readme_counts_the_scripts_lines_and_links_the_loop():
@@ -132,13 +129,14 @@ def test_the_readme_counts_the_scripts_lines_and_links_the_loop():
         assert int(counted) == len(SOURCES[Path(f"{name}.py")].splitlines())
     (first, last) = map(int, re.search(r"grpo\.py#L(\d+)-L(\d+)", text).groups())
     lines = SOURCES[Path("grpo.py")].splitlines()
-    assert lines[first - 1] == "    for step in progress:"
-    assert lines[last].strip() == "# 6. log, evaluate, save"
-    # Each line of the excerpt stands in the loop, in its order, but for what follows a comment.
-    loop = [line.strip() for line in lines[first - 1 : last]]
-    excerpt = text.partition("```python\n")[2].partition("```")[0].splitlines()
-    found = [loop.index(line.strip()) for line in excerpt]
-    assert found == sorted(found)
+    assert lines[first - 1].startswith("    for step in progress:")
+    assert lines[last].strip() == "# 6. Log, evaluate, save."
+    # Each line of the excerpt stands in the loop, in its order; `...` leaves arguments out.
+    loop = re.sub(r"\s", "", "".join(lines[first - 1 : last]))
+    for line in text.partition("```python\n")[2].partition("```")[0].splitlines():
+        code = re.sub(r"\s|\.\.\.\)", "", line)
+        assert code in loop, line
+        loop = loop.partition(code)[2]
 
 
 def test_tables_on_the_pages_are_those_of_the_results():

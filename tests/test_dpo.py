@@ -1,6 +1,7 @@
 """dpo.py: the losses, the log-probabilities of pairs, the reference, its data and a real run."""
 
 import itertools
+import json
 import math
 import time
 from decimal import Decimal
@@ -28,14 +29,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 from common import logprobs as common_logprobs
-from dpo import Args, all_logprobs, pair_logprobs, preference_loss
+from dpo import (
+    Args,
+    PreferencePair,
+    all_pair_logprobs,
+    check_args,
+    micro_batches_of_pairs,
+    pair_logprobs,
+    pair_losses,
+)
+from tiny.reviews.gold import sentiment
 
 # What the tests count on is named here, so that a default may be tuned. The peak learning rate is
 # large, so that log-ratios are not all near 0.
 SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
 SMALL |= dict(beta=0.5, eval_rows=4, eval_every=100, max_new_tokens=4)
 # Each loss alone, and with all that belongs to it.
-ALONE = [dict(loss=loss) for loss in ("sigmoid", "ipo", "simpo", "orpo")]
+ALONE = [dict(loss="sigmoid"), dict(loss="ipo"), dict(loss="simpo", gamma=0), dict(loss="orpo")]
 REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
 REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
 FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
@@ -45,6 +55,11 @@ OBJECTIVES = pytest.mark.parametrize("flags", ALONE + WHOLE[:-1])
 
 def rows_of(split, count):
     return read(f"tiny/reviews/preferences/{split}.jsonl")[:count]
+
+
+def resolved_args(**flags):
+    """The flags with the defaults of their --loss, as `main` has them."""
+    return check_args(Args(**flags))
 
 
 def run(tmp_path, train=20, **flags):
@@ -70,10 +85,10 @@ def spy_on(monkeypatch, name):
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
 
 
-def plain_sides(model, row):
+def plain_sides(model, pair):
     """log pi of the two completions, (2,)."""
-    sides = (row["chosen"], row["rejected"])
-    return torch.stack([sum(plain_logprobs(model, row["ids"], side)) for side in sides])
+    sides = (pair.chosen_ids, pair.rejected_ids)
+    return torch.stack([sum(plain_logprobs(model, pair.prompt_ids, side)) for side in sides])
 
 
 def plain_pair(args, policy, reference, row):
@@ -94,7 +109,10 @@ def plain_pair(args, policy, reference, row):
         odds = [good.exp() / (1 - good.exp()), bad.exp() / (1 - bad.exp())]
         loss = -good + args.beta * torch.log(1 + odds[1] / odds[0])
     else:  # -log sigmoid(x) = log(1 + e^-x)
-        x, eps = args.beta * (good - bad) - args.gamma, args.label_smoothing
+        x = args.beta * (good - bad)
+        if args.loss == "simpo":
+            x = x - args.gamma
+        eps = args.label_smoothing
         loss = (1 - eps) * torch.log1p(torch.exp(-x)) + eps * torch.log1p(torch.exp(x))
     loss = loss - args.nll_coef * logprobs[0] / len(sides[0])
     return loss, {
@@ -115,22 +133,49 @@ def mean(pairs, name):
 # --- the losses ---------------------------------------------------------------------------------
 
 
-def dpo_loss(chosen, rejected, beta, eps):
+def sigmoid_losses(chosen, rejected, beta, eps):
     """The losses of log-ratios that are those of an all-zero reference."""
     logprobs = torch.stack([chosen, rejected], dim=1)
     lengths = torch.tensor([3, 7]).expand(len(chosen), 2)  # which do not count
-    args = Args(beta=beta, label_smoothing=eps)
-    return preference_loss(args, logprobs, torch.zeros_like(logprobs), lengths)[0]
+    args = resolved_args(beta=beta, label_smoothing=eps)
+    losses, _ = pair_losses(args, logprobs, torch.zeros_like(logprobs), lengths)
+    return losses
 
 
-def mean_loss(chosen, rejected, beta, loss, **flags):
+def mean_losses(chosen, rejected, beta, loss, **flags):
     """The same for the losses of means per token."""
-    logprobs, lengths = torch.stack([4 * chosen, 2 * rejected], dim=1), torch.tensor([[4, 2]])
-    args = Args(beta=beta, loss=loss, **flags)
-    return preference_loss(args, logprobs, torch.zeros_like(logprobs), lengths)[0]
+    logprobs = torch.stack([4 * chosen, 2 * rejected], dim=1)
+    lengths = torch.tensor([[4, 2]])
+    args = resolved_args(beta=beta, loss=loss, **flags)
+    losses, _ = pair_losses(args, logprobs, torch.zeros_like(logprobs), lengths)
+    return losses
 
 
 LN3 = math.log(3)
+
+
+def test_each_loss_function_by_hand_on_two_pairs():
+    # Differences of chosen and rejected: 2 ln 3 and - ln 3.
+    scores = torch.tensor([[LN3 - 1, -LN3 - 1], [-1 - LN3, -1]], dtype=torch.float64)
+    # beta h = ln 3 and -ln 3 / 2: sigmoid = 3/4 and 1 / (1 + sqrt 3)
+    losses = dpo.dpo_loss(scores, 0.5)
+    assert losses.tolist() == pytest.approx([math.log(4 / 3), math.log(1 + math.sqrt(3))])
+    losses = dpo.dpo_loss(scores, 1, label_smoothing=0.25)  # sigmoid = 9/10 and 1/4
+    expected = [0.75 * math.log(10 / 9) + 0.25 * math.log(10), 0.75 * math.log(4)]
+    expected[1] += 0.25 * math.log(4 / 3)
+    assert losses.tolist() == pytest.approx(expected)
+    # (h - 1 / (2 beta))^2 with beta = 1/4
+    losses = dpo.ipo_loss(scores, 0.25)
+    assert losses.tolist() == pytest.approx([(2 * LN3 - 2) ** 2, (LN3 + 2) ** 2])
+    # beta (m_w - m_l) - gamma = 0 and -3 ln 3: sigmoid = 1/2 and 1/28
+    losses = dpo.simpo_loss(scores, 1, gamma=2 * LN3)
+    assert losses.tolist() == pytest.approx([math.log(2), math.log(28)])
+    # P = 2/3 and 1/2 with odds 2 and 1, sigmoid(log 2/1) = 2/3; P = 1/5 and 4/5 with odds 1/4
+    # and 4, sigmoid(log 1/16) = 1/17
+    means = torch.tensor([[2 / 3, 1 / 2], [1 / 5, 4 / 5]], dtype=torch.float64).log()
+    losses = dpo.orpo_loss(means, 2)
+    expected = [math.log(3 / 2) + 2 * math.log(3 / 2), math.log(5) + 2 * math.log(17)]
+    assert losses.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +200,7 @@ LN3 = math.log(3)
 )
 def test_dpo_loss_and_gradient_by_hand(chosen, rejected, beta, eps, loss, slope):
     ratios = torch.tensor([[chosen, 0.0], [rejected, 0.0]], requires_grad=True)
-    losses = dpo_loss(*ratios, beta, eps)
+    losses = sigmoid_losses(*ratios, beta, eps)
     assert losses.tolist() == pytest.approx([loss, math.log(2)])  # each pair for itself
     losses[0].backward()
     assert ratios.grad[:, 0].tolist() == pytest.approx([slope, -slope], abs=1e-7)
@@ -174,7 +219,7 @@ def test_dpo_loss_and_gradient_by_hand(chosen, rejected, beta, eps, loss, slope)
 )
 def test_ipo_loss_and_gradient_by_hand(chosen, rejected, beta, loss, slope):
     ratios = torch.tensor([[chosen], [rejected]], requires_grad=True)
-    losses = mean_loss(*ratios, beta, "ipo")
+    losses = mean_losses(*ratios, beta, "ipo")
     assert losses.tolist() == [loss]
     losses.backward()
     assert ratios.grad.squeeze(1).tolist() == [slope, -slope]
@@ -184,13 +229,13 @@ def test_extreme_differences_are_finite_and_exact():
     ratios = torch.tensor([[1e4, -1e4], [-1e4, 1e4]], requires_grad=True)
     # beta h = 1e4 and -1e4: -log sigmoid = log(1 + e^-10000) = 0, and 10000 + 0 on the other side,
     # with the slopes beta (1 - 0.75) and beta (0 - 0.75)
-    losses = dpo_loss(*ratios, 0.5, 0.25)
+    losses = sigmoid_losses(*ratios, 0.5, 0.25)
     assert losses.tolist() == [0.25 * 1e4, 0.75 * 1e4]
     losses.sum().backward()
     assert ratios.grad.tolist() == [[0.125, -0.375], [-0.125, 0.375]]
-    assert dpo_loss(*ratios, 0.5, 0.0).tolist() == [0, 1e4]
+    assert sigmoid_losses(*ratios, 0.5, 0.0).tolist() == [0, 1e4]
     ratios.grad = None
-    losses = mean_loss(*ratios, 0.5, "ipo")  # 2 (h - 1) = 2 (2e4 - 1) and 2 (-2e4 - 1)
+    losses = mean_losses(*ratios, 0.5, "ipo")  # 2 (h - 1) = 2 (2e4 - 1) and 2 (-2e4 - 1)
     assert losses.tolist() == pytest.approx([19999**2, 20001**2])
     losses.sum().backward()
     assert ratios.grad.tolist() == [[39998, -40002], [-39998, 40002]]
@@ -209,7 +254,7 @@ def test_extreme_differences_are_finite_and_exact():
 )
 def test_simpo_loss_and_gradient_by_hand(chosen, rejected, beta, gamma, loss, slope):
     means = torch.tensor([[chosen], [rejected]], dtype=torch.float64, requires_grad=True)
-    losses = mean_loss(*means, beta, "simpo", gamma=gamma)
+    losses = mean_losses(*means, beta, "simpo", gamma=gamma)
     assert losses.tolist() == pytest.approx([loss])
     losses.backward()
     assert means.grad.squeeze(1).tolist() == pytest.approx([slope, -slope])
@@ -228,10 +273,22 @@ def test_simpo_loss_and_gradient_by_hand(chosen, rejected, beta, gamma, loss, sl
 )
 def test_orpo_loss_and_gradient_by_hand(p_chosen, p_rejected, beta, loss, slopes):
     means = torch.tensor([[p_chosen], [p_rejected]], dtype=torch.float64).log().requires_grad_()
-    losses = mean_loss(*means, beta, "orpo")
+    losses = mean_losses(*means, beta, "orpo")
     assert losses.tolist() == pytest.approx([loss])
     losses.backward()
     assert means.grad.squeeze(1).tolist() == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize("flags", [dict(loss="simpo", gamma=0.3), dict(loss="orpo")])
+def test_an_impossible_rejected_completion_gives_a_finite_loss_and_gradient(flags):
+    logprobs = torch.tensor([[-3.0, -math.inf]], requires_grad=True)
+    lengths = torch.tensor([[2, 3]])
+    args = resolved_args(**flags)
+    loss, _ = pair_losses(args, logprobs, torch.zeros_like(logprobs), lengths)
+    # The comparison is won for certain: what is left is ORPO's NLL per token.
+    assert loss.tolist() == [1.5 if args.loss == "orpo" else 0]
+    loss.backward()
+    assert logprobs.grad.tolist() == [[-0.5 if args.loss == "orpo" else 0, 0]]
 
 
 def log_odds(mean):
@@ -247,7 +304,7 @@ def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, ot
     (a, slope_a), (b, slope_b) = log_odds(mean), log_odds(other)
     for sides, x in (([mean, other], a - b), ([other, mean], b - a)):
         means = torch.tensor(sides).view(2, 1).requires_grad_()
-        loss = mean_loss(*means, 1.0, "orpo")
+        loss = mean_losses(*means, 1.0, "orpo")
         loss.backward()
         sigmoid = 1 / (1 + math.exp(x))  # of -x
         assert loss.item() == pytest.approx(-sides[0] - math.log(1 - sigmoid), rel=1e-5)
@@ -261,7 +318,7 @@ def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, ot
 @pytest.mark.parametrize("rejected", [0.0, 1e-7, -1e-8, -1e-38, -1.0, -1e4])
 def test_orpo_is_finite_at_its_limits(chosen, rejected):
     means = torch.tensor([[chosen], [rejected]], requires_grad=True)
-    loss = mean_loss(*means, 0.1, "orpo")
+    loss = mean_losses(*means, 0.1, "orpo")
     loss.backward()
     good, bad = means.grad.squeeze(1).tolist()
     assert math.isfinite(loss.item()) and loss.item() > -1e-6
@@ -276,13 +333,13 @@ def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
     # The swap turns h into -h, which is the same as eps into 1 - eps:
     #   L(-h, eps) = -(1 - eps) log sigmoid(-beta h) - eps log sigmoid(beta h) = L(h, 1 - eps),
     # which is, with log sigmoid(x) - log sigmoid(-x) = x, L(h, eps) + (1 - 2 eps) beta h.
-    args = Args(beta=0.3, label_smoothing=eps)
+    args = resolved_args(beta=0.3, label_smoothing=eps)
     logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0], [-5.0, -5.0]], dtype=torch.float64)
     refs = torch.tensor([[-5.0, -2.0], [-9.0, -7.0], [-1.0, -1.0]], dtype=torch.float64)
     h = torch.tensor([(-3 + 5) - (-8 + 2), 0 - 3, 0], dtype=torch.float64)
     lengths = torch.ones(3, 2)
-    loss, metrics = preference_loss(args, logprobs, refs, lengths)
-    swapped_loss, swapped = preference_loss(args, logprobs.flip(1), refs.flip(1), lengths)
+    loss, metrics = pair_losses(args, logprobs, refs, lengths)
+    swapped_loss, swapped = pair_losses(args, logprobs.flip(1), refs.flip(1), lengths)
     torch.testing.assert_close(swapped_loss, loss + (1 - 2 * eps) * 0.3 * h)
     assert torch.equal(swapped["reward/margin"], -metrics["reward/margin"])
     assert torch.equal(swapped["reward/chosen"], metrics["reward/rejected"])
@@ -295,22 +352,23 @@ def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
 def test_small_beta_pushes_every_pair_alike(eps):
     # beta (sigmoid(beta h) - (1 - eps)) / beta -> 1/2 - 1 + eps, whatever h
     chosen = torch.tensor([-20.0, 0.0, 3.0, 40.0], requires_grad=True)
-    dpo_loss(chosen, torch.zeros(4), 1e-6, eps).sum().backward()
+    sigmoid_losses(chosen, torch.zeros(4), 1e-6, eps).sum().backward()
     assert (chosen.grad / 1e-6).tolist() == pytest.approx([-(0.5 - eps)] * 4, rel=1e-4)
 
 
 @OBJECTIVES
 def test_preference_loss_and_metrics_equal_plain_loops(flags):
-    args = Args(beta=0.7, **flags)
+    args = resolved_args(beta=0.7, **flags)
     logprobs = [[-3.25, -8.5], [-9.0, -4.0], [-5.5, -1.5], [-6.0, -6.0]]
     refs = [[-5.0, -2.0], [-9.5, -7.0], [-2.5, -4.25], [-3.0, -3.0]]
-    if args.loss in ("simpo", "orpo"):
-        refs = [[0, 0]] * 4
     lengths = [[3, 7], [9, 2], [1, 4], [2, 2]]
     policy, reference = torch.tensor(logprobs), torch.tensor(refs, dtype=torch.float32)
+    if args.loss in ("simpo", "orpo"):
+        reference.fill_(math.nan)  # which is not read
+        refs = [[0, 0]] * 4
     policy.requires_grad_(True)
     reference.requires_grad_(True)
-    loss, metrics = preference_loss(args, policy, reference, torch.tensor(lengths))
+    losses, metrics = pair_losses(args, policy, reference, torch.tensor(lengths))
     for i in range(4):
         good, bad = (logprobs[i][side] - refs[i][side] for side in (0, 1))
         if args.loss != "sigmoid":
@@ -322,11 +380,12 @@ def test_preference_loss_and_metrics_equal_plain_loops(flags):
             ratio = odds[0] / odds[1]
             expected = -good - 0.7 * math.log(ratio / (1 + ratio))
         else:
-            certainty = 1 / (1 + math.exp(args.gamma - 0.7 * (good - bad)))
+            gamma = args.gamma if args.loss == "simpo" else 0
+            certainty = 1 / (1 + math.exp(gamma - 0.7 * (good - bad)))
             expected = -(1 - args.label_smoothing) * math.log(certainty)
             expected -= args.label_smoothing * math.log(1 - certainty)
         expected += args.nll_coef * -logprobs[i][0] / lengths[i][0]
-        assert loss[i].item() == pytest.approx(expected, rel=1e-5)
+        assert losses[i].item() == pytest.approx(expected, rel=1e-5)
         wanted = {
             "reward/chosen": 0.7 * good,
             "reward/rejected": 0.7 * bad,
@@ -336,7 +395,8 @@ def test_preference_loss_and_metrics_equal_plain_loops(flags):
             "policy/logprob_rejected": logprobs[i][1],
         }
         assert {name: values[i].item() for name, values in metrics.items()} == pytest.approx(wanted)
-    assert loss.shape == (4,) and loss.requires_grad
+    assert losses.shape == (4,)
+    assert losses.requires_grad
     assert all(v.shape == (4,) and not v.requires_grad for v in metrics.values())
 
 
@@ -345,9 +405,8 @@ def test_gradient_equals_finite_differences(flags):
     refs = torch.tensor([[-5.0, -2.0], [-9.5, -7.0]], dtype=torch.float64)
     logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0]], dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([[3, 7], [9, 2]])
-    assert torch.autograd.gradcheck(
-        lambda x: preference_loss(Args(beta=0.7, **flags), x, refs, lengths)[0], logprobs
-    )
+    args = resolved_args(beta=0.7, **flags)
+    assert torch.autograd.gradcheck(lambda x: pair_losses(args, x, refs, lengths)[0], logprobs)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
@@ -365,9 +424,11 @@ def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
 
     def gradient(logits):
         logits = logits.clone().requires_grad_(True)
-        args, ones = Args(beta=beta, loss=loss), torch.ones_like(pairs)
-        values, _ = preference_loss(args, logits.log_softmax(dim=0)[pairs], reference[pairs], ones)
-        (wins * values).sum().backward()
+        args = resolved_args(beta=beta, loss=loss)
+        lengths = torch.ones_like(pairs)
+        logprobs = logits.log_softmax(dim=0)[pairs]
+        losses, _ = pair_losses(args, logprobs, reference[pairs], lengths)
+        (wins * losses).sum().backward()
         return logits.grad.abs().max().item()
 
     assert gradient(reference + rewards / beta) < 1e-12
@@ -398,13 +459,13 @@ def test_sides_end_with_exactly_one_stop_id(tmp_path):
     pairs = preferences(tmp_path, rows)
     assert len(pairs) == 50
     for row, pair in zip(rows, pairs, strict=True):
-        assert pair["ids"] == ids("<bos> " + row["prompt"])
-        assert pair["chosen"] == ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert pair["rejected"] == ids(row["rejected"] + " <eos>")
-        assert pair["lengths"] == [len(pair["chosen"]), len(pair["rejected"])]
+        assert pair.prompt_ids == ids("<bos> " + row["prompt"])
+        assert pair.chosen_ids == ids(row["chosen"].split("<eos>")[0] + " <eos>")
+        assert pair.rejected_ids == ids(row["rejected"] + " <eos>")
+        assert pair.lengths == [len(pair.chosen_ids), len(pair.rejected_ids)]
     # Any stop id ends a side.
     (pair,) = preferences(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])
-    assert pair["chosen"] == ids(rows[0]["chosen"].split(".")[0] + ".")
+    assert pair.chosen_ids == ids(rows[0]["chosen"].split(".")[0] + ".")
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -449,7 +510,7 @@ def test_long_sides_are_cut_off_and_unusable_pairs_dropped_and_both_are_counted(
         rows.append({"prompt": short, "chosen": good, "rejected": "s it"})
         rows.append({"prompt": short, "chosen": "s it", "rejected": good})
     pairs = preferences(tmp_path, rows, **flags)
-    assert [(pair["ids"], pair["chosen"], pair["rejected"]) for pair in pairs] == [
+    assert [(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) for pair in pairs] == [
         (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
         for prompt, _, _, chosen, rejected in table[:7]
     ]
@@ -460,7 +521,7 @@ def test_long_sides_are_cut_off_and_unusable_pairs_dropped_and_both_are_counted(
         f"; dropped 2 whose prompt leaves no room in --max-length {flags['max_length']}, f"
         in printed
     )
-    merged = "; dropped 2 that change the prompt's tokens (begin the completion with the white"
+    merged = "; dropped 2 that change the prompt's tokens (begin the completion with the"
     assert (merged in printed) == (not chat)
     assert printed.endswith(f"train: 5 pairs are cut off at --max-length {flags['max_length']}\n")
 
@@ -481,21 +542,23 @@ def test_prompts_and_columns_of_a_pair(tmp_path, row, flags, chat):
     row = row | {"solution": "5", "note": 3}
     flags = flags | dict(answer_column="solution", chat=chat, chat_template=chat and CHAT)
     (pair,) = preferences(tmp_path, [row], **flags)
-    assert pair.pop("ids") == ids("<bos> on wednesday" + (" <eos> . the :" if chat else ""))
-    sides = [pair.pop(name) for name in ("chosen", "rejected", "lengths")]
-    assert sides == [ids("a film <eos>"), ids("it <eos>"), [3, 2]]
-    prompt = [message("user", "on wednesday")] if chat else "on wednesday"
-    columns = {"answer": "5", "note": 3}
-    assert pair == {"prompt": prompt, "columns": columns}
+    assert pair == PreferencePair(
+        text=[message("user", "on wednesday")] if chat else "on wednesday",
+        prompt_ids=ids("<bos> on wednesday" + (" <eos> . the :" if chat else "")),
+        chosen_ids=ids("a film <eos>"),
+        rejected_ids=ids("it <eos>"),
+        lengths=[3, 2],
+        columns={"answer": "5", "note": 3},
+    )
 
 
 # --- the log-probabilities of pairs -------------------------------------------------------------
 
 # Prompts and sides of many lengths, so that every row but the longest is padded.
 PAIRS = [
-    dict(ids=[1], chosen=[5, 2], rejected=[7, 7, 9, 2]),
-    dict(ids=[1, 7, 3, 4, 8, 7], chosen=[9, 8, 3, 4, 6, 2], rejected=[2]),
-    dict(ids=[7, 3], chosen=[4], rejected=[3, 9, 7]),
+    PreferencePair("", [1], [5, 2], [7, 7, 9, 2], [2, 4], {}),
+    PreferencePair("", [1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2], [2], [6, 1], {}),
+    PreferencePair("", [7, 3], [4], [3, 9, 7], [1, 3], {}),
 ]
 
 
@@ -503,12 +566,14 @@ PAIRS = [
 def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes(architecture):
     model, plain = tiny_model(architecture), tiny_model(architecture)
     expected = torch.stack([plain_sides(plain, pair) for pair in PAIRS])
-    ((rows, found),) = pair_logprobs(Args(), model, PAIRS)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected[rows], atol=1e-4, rtol=1e-4)
+    (inds,) = micro_batches_of_pairs(PAIRS, 32)
+    assert inds.tolist() == [1, 0, 2]
+    logprobs = pair_logprobs(model, PAIRS, inds)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected[inds], atol=1e-4, rtol=1e-4)
     # A weight of its own for each completion, so that none stands for another.
     weights = torch.tensor([[1.0, -0.5], [-2.0, 0.3], [0.7, 1.5]])
-    (weights[rows] * found).sum().backward()
+    (weights[inds] * logprobs).sum().backward()
     (weights * expected).sum().backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         error, size = (p.grad - q.grad).norm(), q.grad.norm()
@@ -517,25 +582,29 @@ def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes(architect
 
 def test_both_sides_share_one_forward_pass():
     model = tiny_model("llama")
-    list(pair_logprobs(Args(), model, PAIRS))  # the first call also checks the head
-    rows = []
+    (inds,) = micro_batches_of_pairs(PAIRS, 32)
+    pair_logprobs(model, PAIRS, inds)  # the first call also checks the head
+    shapes = []
     model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    list(pair_logprobs(Args(), model, PAIRS))
-    assert rows == [(6, 12)]  # the longest is a prompt of 6 tokens with a side of 6
+    pair_logprobs(model, PAIRS, inds)
+    assert shapes == [(6, 12)]  # the longest is a prompt of 6 tokens with a side of 6
 
 
 def test_a_rank_without_pairs_runs_the_same_passes(monkeypatch):
-    model, found = tiny_model("llama"), []
+    model, micro_batches = tiny_model("llama"), []
     monkeypatch.setattr(common_logprobs, "WORLD_SIZE", 2)
     for rank in (0, 1):
         monkeypatch.setattr(common_logprobs, "RANK", rank)
-        found.append(list(pair_logprobs(Args(micro_batch_size=1), model, PAIRS)))
-    assert [[rows.tolist() for rows, _ in of_rank] for of_rank in found] == [[[1], [2]], [[0], []]]
-    nothing = found[1][1][1]
-    assert nothing.shape == (0, 2)
-    nothing.sum().backward()
+        micro_batches.append(list(micro_batches_of_pairs(PAIRS, 1)))
+    inds_of_ranks = [[inds.tolist() for inds in of_rank] for of_rank in micro_batches]
+    assert inds_of_ranks == [[[1], [2]], [[0], []]]
+    logprobs = [[pair_logprobs(model, PAIRS, i) for i in of_rank] for of_rank in micro_batches]
+    assert [[len(values) for values in of_rank] for of_rank in logprobs] == [[1, 1], [1, 0]]
+    empty = logprobs[1][1]
+    assert empty.shape == (0, 2)
+    empty.sum().backward()
     assert not any(weight.grad.any() for weight in model.parameters())
 
 
@@ -544,13 +613,17 @@ def test_log_probs_of_all_rows_need_no_graph():
     model.base_model.register_forward_hook(
         lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
     )
-    found = all_logprobs(Args(micro_batch_size=2), model, PAIRS)
-    assert graphs and not any(graphs), "a graph costs memory"
+    logprobs = all_pair_logprobs(model, PAIRS, 2)
+    assert graphs
+    assert not any(graphs), "a graph costs memory"
     expected = torch.stack([plain_sides(model, pair) for pair in PAIRS])
-    torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logprobs, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
 # --- a run --------------------------------------------------------------------------------------
+
+
+CLOCK = "time/tokens_per_second"  # what differs between two runs that are the same
 
 
 @OBJECTIVES
@@ -560,13 +633,13 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     steps = watch_steps(monkeypatch)
     flags = dict(epochs=0.8, micro_batch_size=3, max_length=24, seed=5, **flags)
     run_dir = run(tmp_path, **flags)
-    args, rows = Args(**{**SMALL, **flags}), rows_of("train", 20)
+    args, rows = resolved_args(**{**SMALL, **flags}), rows_of("train", 20)
     lengths = [len((row["prompt"] + row["chosen"]).split()) for row in rows]
     assert max(lengths) > 24 > min(lengths), "some must be cut off"
     reference, policy = plain_model(), plain_model()
     assert len(steps) == 2
     for number, logged in enumerate(metrics_of(run_dir)[1:]):
-        weights, found, _ = steps[number]
+        weights, gradient, _ = steps[number]
         torch.nn.utils.vector_to_parameters(
             torch.nn.utils.parameters_to_vector(weights), policy.parameters()
         )
@@ -581,11 +654,11 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         for name in names | ({"reward/accuracy"} if number else set()):
             expected = mean(pairs, name)
             assert logged[name] == pytest.approx(expected, rel=1e-4, abs=2e-5), name
-        gradient = [p.grad for p in policy.parameters()]
-        norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
+        expected = [p.grad for p in policy.parameters()]
+        norm = math.sqrt(sum(g.double().square().sum() for g in expected))
         assert logged["policy/grad_norm"] == pytest.approx(norm, rel=1e-3)
-        apart = sum((a - b).square().sum() for a, b in zip(found, gradient, strict=True)).sqrt()
-        assert apart < 1e-3 * norm
+        squares = [(a - b).square().sum() for a, b in zip(gradient, expected, strict=True)]
+        assert sum(squares).sqrt() < 1e-3 * norm
     assert abs(logged["reward/margin"]) > 0.004  # the second step has left the reference
 
 
@@ -603,7 +676,7 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
     # Prompts are completed in groups of 2 x 4, and scored in groups of 2 x 3.
     flags = dict(batch_size=4, micro_batch_size=3, eval_rows=10, max_new_tokens=24, **flags)
     run_dir = run(tmp_path, **flags)
-    args = Args(**{**SMALL, **flags})
+    args = resolved_args(**{**SMALL, **flags})
     last = metrics_of(run_dir)[-1]
     policy, reference = plain_model(run_dir / "model"), plain_model()
     rows = rows_of("test", 10)
@@ -638,8 +711,8 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
 
 def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
     def samples(**flags):
-        found = read(run(tmp_path, max_new_tokens=12, **STILL, **flags) / "samples.jsonl")
-        return [s["completion"] for s in found]
+        run_dir = run(tmp_path, max_new_tokens=12, **STILL, **flags)
+        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
 
     first = samples()
     assert first[:4] == first[4:]
@@ -651,9 +724,9 @@ def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_pa
         assert completion == tokenizer.decode(greedy, skip_special_tokens=True)
 
 
-def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
-    (tmp_path / "rule.py").write_text(
-        "def judge(prompts, completions, answer, note):\n"
+def test_a_reward_function_gets_the_other_columns_and_rates_the_samples(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def rate(prompts, completions, answer, note):\n"
         "    assert [p.split()[-1] for p in prompts] == note\n"
         "    return [a if a == 1 else a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
     )
@@ -661,7 +734,9 @@ def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
         dict(zip("xyz", row.values(), strict=True), solution=i / 2, note=row["prompt"].split()[-1])
         for i, row in enumerate(rows_of("test", 10))
     ]
-    flags = dict(answer_column="solution", eval_reward_fn=f"{tmp_path}/rule.py:judge", eval_rows=10)
+    flags = dict(
+        answer_column="solution", eval_reward_fn=f"{tmp_path}/reward.py:rate", eval_rows=10
+    )
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), **flags, **COLUMNS, batch_size=2)
     samples = read(run_dir / "samples.jsonl")[-10:]
     rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
@@ -672,12 +747,42 @@ def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
     assert last["eval/accuracy"] == 0.8  # of about 0, 0.5, 1, ... all but the first two
 
 
-def test_without_a_rule_there_is_no_reward(tmp_path):
-    run_dir = run(tmp_path, eval_reward_fn=None)
+DEFAULT_DATA = dict(dataset=Args.dataset, train_split="train[:20]", eval_split="test[:4]")
+
+
+@pytest.mark.parametrize("flags", [dict(), DEFAULT_DATA | dict(eval_reward_fn="none")])
+def test_without_a_reward_function_there_is_no_reward(tmp_path, flags):
+    run_dir = run(tmp_path, **flags)
     for row in metrics_of(run_dir):
         names = {name for name in row if name.startswith("eval/")}
         assert names == {f"eval/{k}" for k in "loss pair_accuracy margin kl length_mean".split()}
     assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
+
+
+def test_samples_of_the_default_dataset_are_rated_by_its_gold_reward(tmp_path):
+    run_dir = run(tmp_path, max_new_tokens=24, **DEFAULT_DATA)
+    samples = read(run_dir / "samples.jsonl")[-4:]
+    prompts = [sample["prompt"] for sample in samples]
+    rewards = sentiment(prompts, [sample["completion"] for sample in samples])
+    assert [sample["reward"] for sample in samples] == pytest.approx(rewards)
+    assert metrics_of(run_dir)[-1]["eval/reward"] == pytest.approx(sum(rewards) / 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "beta", "gamma"),
+    [("sigmoid", 0.3, None), ("ipo", 0.3, None), ("simpo", 5, 0.5), ("orpo", 5, None)],
+)
+def test_args_json_holds_the_beta_and_gamma_that_the_loss_has_by_default(
+    tmp_path, loss, beta, gamma
+):
+    by_default = run(tmp_path, loss=loss, beta=None)
+    saved = json.loads((by_default / "args.json").read_text())
+    assert (saved["beta"], saved["gamma"]) == (beta, gamma)
+    # They are those that the run has trained with.
+    given = run(tmp_path, loss=loss, beta=beta, gamma=gamma)
+    for row, other in zip(metrics_of(by_default), metrics_of(given), strict=True):
+        assert row | {CLOCK: 0} == other | {CLOCK: 0}
+    assert saved == json.loads((given / "args.json").read_text())
 
 
 def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
@@ -756,7 +861,7 @@ def assert_same_training(run_dir, other_dir):
     their way apart, or less; 1e-3 of it is allowed.
     """
     for row, other in zip(metrics_of(run_dir), metrics_of(other_dir), strict=True):
-        for name in (row.keys() | other.keys()) - {"time/tokens_per_second"}:
+        for name in (row.keys() | other.keys()) - {CLOCK}:
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
     assert abs(row["reward/margin"]) > 0.004, "nothing was learned"
     start = load_file(f"{POLICY}/model.safetensors")
@@ -774,8 +879,10 @@ def test_precomputed_and_online_reference_train_the_same_model(tmp_path, flags):
 
 @pytest.mark.parametrize("flags", FREE)
 def test_simpo_and_orpo_neither_load_nor_ask_a_reference(tmp_path, monkeypatch, flags):
-    passes, losses = (spy_on(monkeypatch, f) for f in ("completion_logprobs", "preference_loss"))
-    scored, loaded = spy_on(monkeypatch, "rollout_logprobs"), []
+    passes = spy_on(monkeypatch, "completion_logprobs")
+    losses = spy_on(monkeypatch, "pair_losses")
+    scored = spy_on(monkeypatch, "rollout_logprobs")
+    loaded = []
     load = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
         AutoModelForCausalLM,
@@ -808,9 +915,9 @@ def test_simpo_and_orpo_resume_to_the_same_bits(tmp_path, monkeypatch, flags):
     (stopped,) = (tmp_path / "runs").glob("stopped__*")
     assert len(metrics_of(stopped)) == 3
     dpo.main(dpo.parse_args(["--resume", str(stopped)]))
-    clock = "time/tokens_per_second"
-    rows = [[row | {clock: 0} for row in metrics_of(run_dir)] for run_dir in (whole, stopped)]
-    assert rows[0] == rows[1] and len(rows[0]) == 6
+    rows = [[row | {CLOCK: 0} for row in metrics_of(run_dir)] for run_dir in (whole, stopped)]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 6
     assert read(whole / "samples.jsonl") == read(stopped / "samples.jsonl")
     weights, others = weights_of(whole), weights_of(stopped)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
@@ -830,76 +937,74 @@ def test_the_online_reference_never_moves(tmp_path, monkeypatch):
 def test_the_kept_reference_is_that_of_the_untouched_checkpoint_where_it_is_needed(
     tmp_path, monkeypatch, epochs, met, passes
 ):
-    calls, losses = (spy_on(monkeypatch, name) for name in ("all_logprobs", "preference_loss"))
-    passes_of, scan = [], dpo.pair_logprobs
+    calls = spy_on(monkeypatch, "all_pair_logprobs")
+    losses = spy_on(monkeypatch, "pair_losses")
+    forward_passes, original = [], dpo.pair_logprobs
 
-    def watch(args, model, rows):
-        for some, values in scan(args, model, rows):
-            passes_of.append((len(losses), [rows[i] for i in some]))
-            yield some, values
+    def watch(model, pairs, inds):
+        forward_passes.append((len(losses), [pairs[i] for i in inds]))
+        return original(model, pairs, inds)
 
     monkeypatch.setattr(dpo, "pair_logprobs", watch)
     run(tmp_path, epochs=epochs)
     # Of training pairs, then of 4 held-out ones; the others are of the two evaluations.
-    assert [len(args[2]) for args, _ in calls] == [8] * passes + [4] * 3
-    known = {id(row) for args, _ in calls[:passes] for row in args[2]}
-    assert len(known) == met
-    rows_of_loss = dict(passes_of)  # the last pass before each loss
-    model, kept = plain_model(), {}
-    for number, (args, _) in enumerate(losses):
-        logprobs, refs = args[1:3]
-        rows = rows_of_loss[number] if logprobs.requires_grad else calls[-1][0][2]
-        for row, found in zip(rows, refs.tolist(), strict=True):
-            assert kept.setdefault(id(row), found) == found, "computed once"
+    assert [len(pairs) for (_, pairs, _), _ in calls] == [8] * passes + [4] * 3
+    assert len({id(pair) for (_, pairs, _), _ in calls[:passes] for pair in pairs}) == met
+    pairs_of_loss = dict(forward_passes)  # the last pass before each loss
+    (_, eval_pairs, _), _ = calls[-1]
+    model, reference = plain_model(), {}
+    for number, ((_, logprobs, ref_logprobs, _), _) in enumerate(losses):
+        pairs = pairs_of_loss[number] if logprobs.requires_grad else eval_pairs
+        for pair, values in zip(pairs, ref_logprobs.tolist(), strict=True):
+            assert reference.setdefault(id(pair), values) == values, "computed once"
             with torch.no_grad():
-                assert found == pytest.approx(plain_sides(model, row).tolist(), abs=1e-3)
-    assert len(kept) == met + 4
+                assert values == pytest.approx(plain_sides(model, pair).tolist(), abs=1e-3)
+    assert len(reference) == met + 4
 
 
-def test_a_pair_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_found_first(
+def test_a_pair_that_is_met_again_in_the_first_epochs_last_batch_keeps_its_first_log_probs(
     tmp_path, monkeypatch
 ):
-    calls = spy_on(monkeypatch, "all_logprobs")
-    losses = spy_on(monkeypatch, "preference_loss")
+    calls = spy_on(monkeypatch, "all_pair_logprobs")
+    losses = spy_on(monkeypatch, "pair_losses")
     loaded = spy_on(monkeypatch, "load_preference_pairs")
     # Noise instead of log-probs: each reading of a pair has numbers of its own.
-    noise = torch.Generator().manual_seed(0)
-    scan = dpo.pair_logprobs
-    monkeypatch.setattr(
-        dpo,
-        "pair_logprobs",
-        lambda *args: ((some, x + torch.rand(x.shape, generator=noise)) for some, x in scan(*args)),
-    )
+    noise, original = torch.Generator().manual_seed(0), dpo.pair_logprobs
+
+    def noisy(model, pairs, inds):
+        logprobs = original(model, pairs, inds)
+        return logprobs + torch.rand(logprobs.shape, generator=noise)
+
+    monkeypatch.setattr(dpo, "pair_logprobs", noisy)
     # The third batch has 4 of 20 pairs, and of the second epoch 4 that are not among these.
     assert len(set(batch_rows(2, 8, 20, seed=3))) == 8
     run(tmp_path, epochs=1, seed=3)
     # By the batch that was read, in the order of training, whatever that of the readings.
-    readings = {tuple(map(id, rows)): values.tolist() for (_, _, rows), values in calls[:3]}
-    found, train_rows = {}, loaded[0][1]
+    readings = {tuple(map(id, pairs)): values.tolist() for (_, pairs, _), values in calls[:3]}
+    readings_of_pair, train_pairs = {}, loaded[0][1]
     for number in range(3):
-        rows = tuple(id(train_rows[i]) for i in batch_rows(number, 8, 20, seed=3))
-        for row, value in zip(rows, readings[rows], strict=True):
-            found.setdefault(row, []).append(value)
-    assert sorted(map(len, found.values())) == [1] * 16 + [2] * 4
-    first = sorted(value[0] for value in found.values())
-    used = [value for args, _ in losses[1:-1] for value in args[2].tolist()]
+        batch = tuple(id(train_pairs[i]) for i in batch_rows(number, 8, 20, seed=3))
+        for pair, values in zip(batch, readings[batch], strict=True):
+            readings_of_pair.setdefault(pair, []).append(values)
+    assert sorted(map(len, readings_of_pair.values())) == [1] * 16 + [2] * 4
+    first = sorted(values[0] for values in readings_of_pair.values())
+    used = [values for args, _ in losses[1:-1] for values in args[2].tolist()]
     assert len(used) == 24  # 4 of the pairs twice
-    assert sorted(map(list, {tuple(value) for value in used})) == first
+    assert sorted(map(list, {tuple(values) for values in used})) == first
 
 
 @pytest.mark.parametrize("flags", WHOLE)
 def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
     tmp_path, monkeypatch, flags
 ):
-    loaded, passes = (
-        spy_on(monkeypatch, f) for f in ("load_preference_pairs", "completion_logprobs")
-    )
+    loaded = spy_on(monkeypatch, "load_preference_pairs")
+    passes = spy_on(monkeypatch, "completion_logprobs")
     runs = []
     for size in (8, 1, 3):
         runs.append(run(tmp_path, epochs=1, micro_batch_size=size, **flags))
         assert max(len(values) for _, values in passes) == 2 * size
         passes.clear()
-    lengths = {len(pair["ids"] + pair["chosen"]) for pair in loaded[0][1]}
+    lengths = {len(pair.prompt_ids + pair.chosen_ids) for pair in loaded[0][1]}
     assert len(lengths) > 5, "the test needs ragged lengths"
     for other in runs[1:]:
         assert_same_training(runs[0], other)

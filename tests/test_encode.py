@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.generation import encode, find_stop_ids
-from common.logprobs import encode_pair
+from common.logprobs import UnusableRow, encode_pair
 
 EACH = pytest.mark.parametrize("name", SCRIPTS)
 # Knows two roles, as many templates do, and leaves out the text of any other.
@@ -38,16 +38,16 @@ def message(role, content):
     return {"role": role, "content": content}
 
 
-def parts(*texts):
+def text_parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
 def load(name, model, tmp_path, prompt, chosen, rejected=None):
-    """What a script makes of a row; all that is not asked for has its default."""
+    """The rows that a script makes of a usable row and of this one, with its default flags."""
     row = dict(prompt=prompt, completion=chosen, chosen=chosen, rejected=rejected, answer="3")
     row["label"] = True
     # One form in a file: of a column with strings and lists `datasets` makes something else.
-    form = parts if "[{'type'" in str(row) or "'content': []" in str(row) else str
+    form = text_parts if "[{'type'" in str(row) or "'content': []" in str(row) else str
     good = dict(prompt=[message("user", form("1+2"))], rejected=[message("assistant", form("4"))])
     good["chosen"] = good["completion"] = [message("assistant", form("3"))]
     (tmp_path / "data").mkdir(exist_ok=True)
@@ -56,30 +56,35 @@ def load(name, model, tmp_path, prompt, chosen, rejected=None):
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(lines))
     script, tokenizer = SCRIPTS[name], AutoTokenizer.from_pretrained(model)
     args = script.Args(dataset=str(tmp_path / "data"), model=model)
-    if name in ("ppo_rlhf", "grpo"):
+    if name in ("reinforce", "ppo_rlhf", "grpo"):
         return script.load_prompts(args, "train", tokenizer)
-    if name == "reinforce":
-        return script.load_rows(args, "train", tokenizer)
-    loaders = dict(sft="load_pairs", rm_bradley_terry="load_preferences", kto="load_labelled")
-    loader = getattr(script, loaders.get(name, "load_preference_pairs"))
-    return loader(args, "train", tokenizer, [2])
+    loaders = {
+        "sft": "load_sequences",
+        "rm_bradley_terry": "load_preferences",
+        "dpo": "load_preference_pairs",
+        "kto": "load_labelled",
+    }
+    load_rows = getattr(script, loaders[name])
+    return load_rows(args, "train", tokenizer, [2])
 
 
 # --- chat messages --------------------------------------------------------------------------------
 
 
 def test_text_parts_are_joined(tokenizer):
-    whole = encode(tokenizer, [message("user", "1+2"), message("assistant", "3")])
-    assert tokenizer.decode(whole) == "1+2=3<eos>"
-    joined = [message("user", parts("1", "+2")), message("assistant", parts("3"))]
-    assert encode(tokenizer, joined) == whole
+    ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "3")])
+    assert tokenizer.decode(ids) == "1+2=3<eos>"
+    in_parts = [message("user", text_parts("1", "+2")), message("assistant", text_parts("3"))]
+    assert encode(tokenizer, in_parts) == ids
 
 
 @EACH
 def test_other_parts_are_refused_by_row(name, model, tmp_path):
-    prompt = [message("user", [{"type": "image", "url": "x.png"}, *parts("1+2")])]
-    sides = [[message("assistant", parts(text))] for text in "34"]
-    with pytest.raises(SystemExit, match=r"row 1 of train: only parts of type `text`.*'image'"):
+    prompt = [message("user", [{"type": "image", "url": "x.png"}, *text_parts("1+2")])]
+    sides = [[message("assistant", text_parts(text))] for text in "34"]
+    with pytest.raises(
+        SCRIPTS[name].InputError, match=r"row 1 of train: only parts of type `text`.*'image'"
+    ):
         load(name, model, tmp_path, prompt, *sides)
 
 
@@ -87,15 +92,15 @@ def test_other_parts_are_refused_by_row(name, model, tmp_path):
 @pytest.mark.parametrize("roles", [("human", "gpt"), ("human", "assistant")])
 def test_a_role_that_the_template_leaves_out(name, model, roles, tmp_path):
     sides = [[message(roles[1], text)] for text in "34"]
-    told = f"row 1 of train: the chat template of {model} leaves out what the role 'human' says"
-    with pytest.raises(SystemExit, match=told):
+    error = f"row 1 of train: the chat template of {model} leaves out what 'human' says"
+    with pytest.raises(SCRIPTS[name].InputError, match=error):
         load(name, model, tmp_path, [message(roles[0], "5+6")], *sides)
 
 
 @pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "kto"])
 def test_an_answer_that_the_template_leaves_out(name, model, tmp_path):
     sides = [[message("gpt", text)] for text in "34"]
-    with pytest.raises(SystemExit, match="leaves out what the role 'gpt' says"):
+    with pytest.raises(SCRIPTS[name].InputError, match="leaves out what 'gpt' says"):
         load(name, model, tmp_path, [message("user", "5+6")], *sides)
 
 
@@ -105,18 +110,19 @@ def test_a_template_may_trim(text, tokenizer):
     assert tokenizer.decode(ids) == "5+6="
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "reinforce"])  # drops none
-@pytest.mark.parametrize("empty", ["", " \n", [], parts("", " "), None])
+@EACH
+@pytest.mark.parametrize("empty", ["", " \n", [], text_parts("", " "), None])
 def test_an_empty_message_is_dropped_and_counted(name, empty, model, tmp_path, capsys):
-    form = parts if isinstance(empty, list) else str
+    form = text_parts if isinstance(empty, list) else str
     prompt, good = [message("user", form("5+6"))], [message("assistant", form("11"))]
-    if name in ("ppo_rlhf", "grpo"):
+    if name in ("reinforce", "ppo_rlhf", "grpo"):
         rows = load(name, model, tmp_path, [message("user", empty)], good, good)
     else:
         rows = load(name, model, tmp_path, prompt, [message("assistant", empty)], good)
     assert len(rows) == 1
     printed = capsys.readouterr().out
-    assert "1 of 2 rows; dropped 1 " in printed and "empty" in printed
+    assert "1 of 2 rows; dropped 1 " in printed
+    assert "empty" in printed
 
 
 def test_an_empty_answer_within_a_conversation_is_dropped(model, tmp_path, capsys):
@@ -124,7 +130,7 @@ def test_an_empty_answer_within_a_conversation_is_dropped(model, tmp_path, capsy
     turns.append(message("assistant", "11"))
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     sft, tokenizer = SCRIPTS["sft"], AutoTokenizer.from_pretrained(model)
-    ((prompt, completion),) = sft.load_pairs(
+    ((prompt, completion),) = sft.load_sequences(
         sft.Args(dataset=str(tmp_path)), "train", tokenizer, [2]
     )
     assert tokenizer.decode(prompt + completion).endswith("5+6=11<eos>")
@@ -161,18 +167,21 @@ def test_prompts_do_not_end_with_an_appended_eos(name, appending, tmp_path):
     appending.save_pretrained(model)
     assert AutoTokenizer.from_pretrained(model)("1").input_ids[-1] == 2
     *_, row = load(name, model, tmp_path, "5+6=", "#11", "#12")
+    completions = []
     if name == "sft":
-        ids, completion = row
-        assert completion.count(2) == 1
+        prompt_ids, *completions = row
     elif name == "rm_bradley_terry":
-        ids = row["sequences"][0][:5]
-        assert [ids.count(2) for ids in row["sequences"]] == [1, 1]
+        prompt_ids = row.chosen_ids[:5]
+        completions = [row.chosen_ids, row.rejected_ids]  # with their prompts
+    elif name == "dpo":
+        prompt_ids = row.prompt_ids
+        completions = [row.chosen_ids, row.rejected_ids]
     elif name == "kto":
-        ids, completion = row["own"]
-        assert completion.count(2) == 1
+        prompt_ids, *completions = row.sequence
     else:
-        ids = row["ids"]
-    assert appending.decode(ids) == "<bos>5+6="
+        prompt_ids = row.ids
+    assert [ids.count(2) for ids in completions] == [1] * len(completions)
+    assert appending.decode(prompt_ids) == "<bos>5+6="
 
 
 @pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "kto"])
@@ -182,6 +191,12 @@ def test_a_completion_of_several_messages_is_dropped_and_counted(name, model, tm
     rows = load(name, model, tmp_path, [message("user", "5+6")], several, several[2:])
     assert len(rows) == 1
     assert "1 of 2 rows; dropped 1 with a completion of several messages" in capsys.readouterr().out
+
+
+def test_a_completion_of_two_messages_is_refused(tokenizer):
+    two = [message("assistant", "#"), message("assistant", "11")]
+    with pytest.raises(UnusableRow, match="several messages"):
+        encode_pair(tokenizer, [message("user", "5+6")], two, [2])
 
 
 def test_a_template_may_leave_out_an_assistants_thoughts(tokenizer):

@@ -11,7 +11,7 @@ from models import APART, FREE, REFUSED, VOCAB, family_model, tiny_config, tiny_
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
 import common.generation
-from common.generation import OneTypeCache, find_stop_ids, generate, pad_rows, sample_tokens
+from common.generation import SameTypeStaticCache, find_stop_ids, generate, pad_rows, sample_tokens
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -28,7 +28,14 @@ def ragged_rows(lengths=(7, 2, 5, 1), seed=3):
 
 
 def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), seed=0):
-    return generate(model, rows, max_new_tokens, temperature, list(stop_ids), seeded(seed))
+    return generate(
+        model,
+        rows,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        stop_ids=list(stop_ids),
+        rng=seeded(seed),
+    )
 
 
 def greedy_of_transformers(model, rows, stop_ids):
@@ -146,7 +153,9 @@ def test_sliding_window_attention_equals_transformers():
 
 
 @pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
-@pytest.mark.parametrize("architecture, kind", [("llama", OneTypeCache), ("gemma2", DynamicCache)])
+@pytest.mark.parametrize(
+    "architecture, kind", [("llama", SameTypeStaticCache), ("gemma2", DynamicCache)]
+)
 def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kind, monkeypatch):
     """How they move is decided in Python, which a captured step would not run again."""
     model, seen = tiny_model(architecture), []
@@ -210,12 +219,12 @@ def plain_greedy(name):
 @pytest.mark.parametrize("name", FREE + APART)
 def test_greedy_equals_plain_forward_passes_in_every_family(name, cache_kind, monkeypatch):
     model, made = plain_greedy(name)
-    monkeypatch.delattr(model, "free_rows", raising=False)
+    monkeypatch.delattr(model, "can_pad_left", raising=False)
     for stop_ids in ([], [made[0][2]], [made[3][1], made[5][0]]):
         found = sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
         assert found == [cut(tokens, stop_ids) for tokens in made]
     # Bloom cannot use a static cache.
-    assert model.free_rows == (name in FREE and (name, cache_kind) != ("Bloom", "static"))
+    assert model.can_pad_left == (name in FREE and (name, cache_kind) != ("Bloom", "static"))
 
 
 def test_rows_that_are_not_free_are_read_by_length_and_stay(monkeypatch):
@@ -415,14 +424,18 @@ def test_ranks_sample_together_what_one_process_samples(processes, monkeypatch):
     model, rows = tiny_model("llama"), ragged_rows((7, 2, 5, 1, 4, 3))
     stop_ids = [a_stop_id(sample(model, rows))]
     generator = seeded(0)
-    expected = generate(model, rows, 12, 1.0, stop_ids, generator)
+    expected = generate(
+        model, rows, max_new_tokens=12, temperature=1.0, stop_ids=stop_ids, rng=generator
+    )
     monkeypatch.setattr(common.generation, "WORLD_SIZE", processes)
     monkeypatch.setattr(common.generation, "all_gather", lambda part: part)
     made = []
     for rank in range(processes):
         monkeypatch.setattr(common.generation, "RANK", rank)
         of_rank = seeded(0)
-        made += generate(model, rows, 12, 1.0, stop_ids, of_rank)
+        made += generate(
+            model, rows, max_new_tokens=12, temperature=1.0, stop_ids=stop_ids, rng=of_rank
+        )
         assert torch.equal(of_rank.get_state(), generator.get_state())
     assert made == expected
 
@@ -553,7 +566,7 @@ def test_static_steps_run_on_the_same_memory(cache_kind, monkeypatch):
 
 def test_inputs_are_left_as_they_were(counting):
     rows, stop_ids = [[7, 8], [3]], [10]
-    generate(counting, rows, 4, 0.0, stop_ids, seeded(0))
+    generate(counting, rows, max_new_tokens=4, temperature=0.0, stop_ids=stop_ids, rng=seeded(0))
     assert (rows, stop_ids) == ([[7, 8], [3]], [10])
 
 
@@ -562,9 +575,12 @@ def test_no_prompts_give_no_completions(processes, counting, monkeypatch):
     """No forward pass is made, and the next draw is the one that it would have been."""
     monkeypatch.setattr(common.generation, "WORLD_SIZE", processes)
     monkeypatch.setattr(common.generation, "all_gather", lambda part: part)
-    del counting.free_rows
+    del counting.can_pad_left
     generator = seeded(0)
-    assert generate(counting, [], 12, 1.0, [3], generator) == []
+    assert (
+        generate(counting, [], max_new_tokens=12, temperature=1.0, stop_ids=[3], rng=generator)
+        == []
+    )
     assert counting.batch_sizes == []
     assert torch.equal(generator.get_state(), seeded(0).get_state())
 
@@ -645,19 +661,20 @@ def test_pad_rows_of_nothing(rows, shape, left):
 
 
 def test_the_cache_is_freed_without_the_garbage_collector(monkeypatch):
-    made, keep = [], common.generation.Reader.keep
+    made, keep = [], common.generation.CachedDecoder.select
 
     def spy(self, rows):
         made.extend(weakref.ref(cache) for cache in self.cache.values())
         return keep(self, rows)
 
-    monkeypatch.setattr(common.generation.Reader, "keep", spy)
+    monkeypatch.setattr(common.generation.CachedDecoder, "select", spy)
     monkeypatch.setattr(common.generation, "use_static_cache", lambda device: False)
     model = tiny_model("llama")
+    options = dict(max_new_tokens=4, temperature=1.0, stop_ids=[])
     gc.collect()
     gc.disable()
     try:
-        generate(model, [[1, 2], [3]], 4, 1.0, [], torch.Generator().manual_seed(0))
+        generate(model, [[1, 2], [3]], **options, rng=torch.Generator().manual_seed(0))
         assert made and not any(reference() for reference in made)
     finally:
         gc.enable()

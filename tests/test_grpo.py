@@ -15,13 +15,13 @@ from transformers import LlamaForSequenceClassification as Classifier
 
 import common.logprobs
 import grpo
+from tiny.arithmetic.reward import last_number
 from grpo import (
     gdpo_advantages,
     Args,
     group_advantages,
     grpo_loss,
     k3_kl,
-    last_number,
     reward_model_scores,
     token_weights,
 )
@@ -60,7 +60,7 @@ def spy_on(monkeypatch, name):
     calls, original = [], getattr(grpo, name)
 
     def spy(*args, **options):
-        calls.append((args, original(*args, **options)))
+        calls.append(((*args, *options.values()), original(*args, **options)))
         return calls[-1][1]
 
     monkeypatch.setattr(grpo, name, spy)
@@ -124,7 +124,7 @@ def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
     torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
     # Deviation of (0, 1): sqrt(1/2). So a = (-x, x) and (-2x, 2x); their mean is 0, and their
     # variance (1 + 1 + 4 + 4) x^2 / 3.
-    found = gdpo_advantages(rewards, [1.0, 1.0], 2)
+    found = gdpo_advantages(torch.stack(rewards), torch.ones(2), 2)
     x = 0.5 / (math.sqrt(0.5) + 1e-4)
     scale = math.sqrt(10 / 3) * x + 1e-4
     torch.testing.assert_close(found, torch.tensor([-x, x, -2 * x, 2 * x]) / scale)
@@ -142,7 +142,7 @@ def test_gdpo_equals_plain_loops():
                 advantage = values[i].item() - mean(group)
                 total[-1] += weight * advantage / (stdev(group) + 1e-4)
     expected = [(a - mean(total)) / (stdev(total) + 1e-4) for a in total]
-    found = gdpo_advantages(rewards, weights, 4)
+    found = gdpo_advantages(torch.stack(rewards), torch.tensor(weights), 4)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -165,13 +165,13 @@ def test_gdpo_in_a_run(tmp_path, monkeypatch):
         "def brevity(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n"
     )
     flags = dict(total_rollouts=1, prompts_per_rollout=4, num_minibatches=1, eval_rows=4)
-    rules = dict(reward_fn=["last_number", f"{tmp_path / 'brevity_of_gdpo.py'}:brevity"])
+    rules = dict(reward_fn=[grpo.LAST_NUMBER, f"{tmp_path / 'brevity_of_gdpo.py'}:brevity"])
     rules["importance_sampling_level"] = "sequence"
     rules |= dict(reward_weights=[1.0, 0.5], multi_objective_aggregation="normalize_then_sum")
     monkeypatch.setattr(sys, "path", [*sys.path])
     grpo.main(grpo.Args(output_dir=str(tmp_path / "runs"), **flags, **rules))
     (((right, brevity), weights, advantages),) = gdpo
-    assert weights == [1.0, 0.5]
+    assert weights.tolist() == [1.0, 0.5]
     assert set(right.tolist()) == {0, 1} and brevity.max() < 0
     assert sorted(trained) == pytest.approx(sorted(advantages.tolist()))
 
@@ -414,7 +414,7 @@ def test_a_reward_model_scores_a_run(tmp_path):
     model = tiny_classifier(pad_token_id=0)
     model.save_pretrained(tmp_path / "rm")
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "rm")
-    run_dir = run(tmp_path, reward_model=str(tmp_path / "rm"), eval_reward_fn="last_number")
+    run_dir = run(tmp_path, reward_model=str(tmp_path / "rm"), eval_reward_fn=grpo.LAST_NUMBER)
     first, last = metrics_of(run_dir)
     assert last["reward/reward_model"] == last["reward/mean"]
     assert "reward/last_number" not in last
@@ -428,7 +428,7 @@ def test_several_rewards_with_weights_and_columns(tmp_path):
         "    assert all(p.endswith('=') for p in prompts) and set(columns) == {'answer'}\n"
         "    return [-len(c) for c in completions]\n"
     )
-    flags = dict(reward_fn=["last_number", f"{rules}:brevity"], reward_weights=[2.0, 0.5])
+    flags = dict(reward_fn=[grpo.LAST_NUMBER, f"{rules}:brevity"], reward_weights=[2.0, 0.5])
     first, last = metrics_of(run(tmp_path, **flags))
     expected = 2 * last["reward/last_number"] + 0.5 * last["reward/brevity"]
     assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
@@ -484,13 +484,13 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     ],
 )
 def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
-    rows, original = [], common.logprobs._logprobs
+    rows, original = [], common.logprobs._completion_logprobs
 
     def spy(model, pairs, picked, *settings):
         rows.append(len(picked))
         return original(model, pairs, picked, *settings)
 
-    monkeypatch.setattr(common.logprobs, "_logprobs", spy)
+    monkeypatch.setattr(common.logprobs, "_completion_logprobs", spy)
     run(tmp_path, **flags)
     assert sum(rows) == passes * 16
 
@@ -520,7 +520,7 @@ def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, m
         spy_on(monkeypatch, "rollout_logprobs"),
         spy_on(monkeypatch, "group_advantages"),
     )
-    judged = spy_on(monkeypatch, "apply_rule")
+    judged = spy_on(monkeypatch, "call_reward_fn")
     flags = dict(kl_placement="reward", beta=0.5, total_rollouts=2, learning_rate=3e-3)
     run_dir = run(tmp_path, micro_batch_size=16, **flags)
     # The second rollout: by then policy and reference differ. Old and reference take turns.
@@ -612,7 +612,7 @@ def test_a_prompt_as_long_as_allowed_is_kept():
 
     def lengths(limit):
         rows = grpo.load_prompts(Args(dataset=source, max_prompt_length=limit), "test", tokenizer)
-        return [len(row["ids"]) for row in rows]
+        return [len(row.ids) for row in rows]
 
     every = lengths(64)
     limit = sorted(set(every))[-2]  # the second longest
@@ -648,7 +648,7 @@ def test_what_was_logged_and_saved(tmp_path):
 
 
 def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_path, monkeypatch):
-    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "apply_rule")
+    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "call_reward_fn")
     losses, scored = spy_on_loss(monkeypatch), spy_on(monkeypatch, "completion_logprobs")
     norms, clip = [], torch.nn.utils.clip_grad_norm_
 
@@ -661,7 +661,7 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, max_new_tokens=8)
     flags |= dict(prompts_per_rollout=7, beta=0.1, mask_truncated=True, temperature=1.3)
     _, row = metrics_of(run(tmp_path, **flags))
-    (_, _, _, _, stop_ids, _), completions = sampled[1]  # after that of the first evaluation
+    (_, _, _, stop_ids, _, _), completions = sampled[1]  # after that of the first evaluation
     lengths = [len(completion) for completion in completions]
     assert row["completions/length_mean"] == pytest.approx(mean(lengths))
     assert (row["completions/length_min"], row["completions/length_max"]) == (min(lengths), 8)
@@ -729,7 +729,7 @@ def test_a_reward_function_of_trl_in_the_lines_on_the_page(tmp_path, monkeypatch
         "    said = [completion[0]['content'] for completion in completions]\n"
         "    return [float(text.endswith(right)) for text, right in zip(said, answer)]\n"
     )
-    row = {"columns": {"answer": "3"}, "prompt": "1+2="}
-    name, judge = grpo.load_rule("--reward-fn", f"{tmp_path / 'my_rewards.py'}:accuracy", row)
-    assert name == "accuracy"
-    assert judge([row, row], [], ["#3", "#4"]).tolist() == [1, 0]
+    row = grpo.Prompt("1+2=", [], {"answer": "3"})
+    spec = f"{tmp_path / 'my_rewards.py'}:accuracy"
+    reward_fns = grpo.load_reward_fns("--reward-fn", [spec], row.columns)
+    assert reward_fns["accuracy"]([row, row], [], ["#3", "#4"]).tolist() == [1, 0]

@@ -50,11 +50,11 @@ def run(tmp_path, train=20, **flags):
 
 
 def spy_on(monkeypatch, name):
-    """The arguments and the result of each call of a function of kto.py."""
+    """The positional arguments and the result of each call of a function of kto.py."""
     calls, original = [], getattr(kto, name)
 
-    def spy(*args):
-        result = original(*args)
+    def spy(*args, **options):
+        result = original(*args, **options)
         calls.append((args, result))
         return result
 
@@ -65,11 +65,11 @@ def spy_on(monkeypatch, name):
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
 
 
-def plain_logratio(policy, reference, pair):
+def plain_logratio(policy, reference, sequence):
     """r(x, y) of a prompt's and a completion's token ids."""
     with torch.no_grad():
-        ref = sum(plain_logprobs(reference, *pair))
-    return sum(plain_logprobs(policy, *pair)) - ref
+        ref_logprob = sum(plain_logprobs(reference, *sequence))
+    return sum(plain_logprobs(policy, *sequence)) - ref_logprob
 
 
 def by_hand(logratios, mismatched, labels, beta, desirable_weight=1.0, undesirable_weight=1.0):
@@ -130,12 +130,13 @@ def test_loss_of_a_step_is_that_of_the_paper_in_plain_loops():
         logratios = [rng.gauss(0, 4) for _ in range(count)]
         mismatched = [rng.gauss(0, 2) for _ in range(rng.randint(1, 7))]
         labels = [rng.random() < 0.5 for _ in range(count)]
-        coefs = [rng.choice([0.1, 0.5, 2.0]), rng.uniform(0.3, 3), rng.uniform(0.3, 3)]
-        expected, z0 = by_hand(logratios, mismatched, labels, *coefs)
-        found = reference_point(torch.tensor(mismatched, dtype=torch.float64))
-        assert found.item() == pytest.approx(z0, abs=1e-12)
-        values = torch.tensor(logratios, dtype=torch.float64)
-        losses = kto_loss(values, found, torch.tensor(labels), *coefs)
+        beta = rng.choice([0.1, 0.5, 2.0])
+        weights = [rng.uniform(0.3, 3), rng.uniform(0.3, 3)]
+        expected, expected_z0 = by_hand(logratios, mismatched, labels, beta, *weights)
+        z0 = reference_point(torch.tensor(mismatched, dtype=torch.float64))
+        assert z0.item() == pytest.approx(expected_z0, abs=1e-12)
+        logratios = torch.tensor(logratios, dtype=torch.float64)
+        losses = kto_loss(logratios, z0, torch.tensor(labels), beta, *weights)
         assert losses.shape == (count,)
         assert losses.tolist() == pytest.approx(expected, rel=1e-6), case
 
@@ -173,11 +174,11 @@ def test_a_good_completion_above_z0_is_worth_what_a_bad_one_as_far_below_it_is()
     logratios, z0 = torch.tensor([-2.0, 0.5, 3.0]), torch.tensor(1.25)
     good, bad = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
     mirrored = 2 * z0 - logratios
-    found = kto_loss(logratios, z0, good, 0.7, 1.5, 9.0)
-    torch.testing.assert_close(found, kto_loss(mirrored, z0, bad, 0.7, 9.0, 1.5))
+    losses = kto_loss(logratios, z0, good, 0.7, 1.5, 9.0)
+    torch.testing.assert_close(losses, kto_loss(mirrored, z0, bad, 0.7, 9.0, 1.5))
     # The two values of one completion add up to the weight.
-    other = kto_loss(logratios, z0, bad, 0.7, 9.0, 1.5)
-    assert (found + other).tolist() == pytest.approx([1.5] * 3)
+    bad_losses = kto_loss(logratios, z0, bad, 0.7, 9.0, 1.5)
+    assert (losses + bad_losses).tolist() == pytest.approx([1.5] * 3)
 
 
 def test_labels_that_contradict_each_other_are_weighed_by_enumeration():
@@ -197,19 +198,23 @@ def test_labels_that_contradict_each_other_are_weighed_by_enumeration():
 
 
 def test_metrics_equal_plain_loops_and_have_none_of_a_kind_that_is_absent():
-    logratios, z0, coefs = [2.0, -1.0, 0.5, 4.0, -3.0], 0.75, (0.5, 1.2, 0.7)
+    logratios, z0 = [2.0, -1.0, 0.5, 4.0, -3.0], 0.75
+    beta, weights = 0.5, (1.2, 0.7)
     for labels in ([True, False, False, True, True], [True] * 5, [False] * 5):
-        found = kto_metrics(torch.tensor(logratios), torch.tensor(z0), torch.tensor(labels), *coefs)
-        losses, _ = by_hand(logratios, [z0], labels, *coefs)
+        tensors = [torch.tensor(values) for values in (logratios, z0, labels)]
+        metrics = kto_metrics(*tensors, beta, *weights)
+        losses, _ = by_hand(logratios, [z0], labels, beta, *weights)
         expected = {"objective/loss": sum(losses) / 5, "objective/kl": z0}
         for name, kind in (("desirable", True), ("undesirable", False)):
-            of_kind = [0.5 * r for r, label in zip(logratios, labels, strict=True) if label == kind]
-            if of_kind:
-                expected[f"reward/{name}"] = sum(of_kind) / len(of_kind)
+            rewards = [
+                beta * r for r, label in zip(logratios, labels, strict=True) if label == kind
+            ]
+            if rewards:
+                expected[f"reward/{name}"] = sum(rewards) / len(rewards)
         if len(set(labels)) == 2:
             margin = expected["reward/desirable"] - expected["reward/undesirable"]
             expected["reward/margin"] = margin
-        assert found == pytest.approx(expected)
+        assert metrics == pytest.approx(expected)
 
 
 # --- rows to tokens -----------------------------------------------------------------------------
@@ -228,17 +233,18 @@ def message(role, content):
 
 def test_completions_end_with_exactly_one_stop_id(tmp_path):
     rows = rows_of("test", 50)
-    given = rows[1]["completion"]
+    completions = [row["completion"] for row in rows]
     rows[1]["completion"] += " <eos> the film"  # it ended before
-    found = labelled(tmp_path, rows)
-    assert len(found) == 50
-    for row, made in zip(rows, found, strict=True):
-        text = given if row is rows[1] else row["completion"]
-        assert made["own"] == (ids("<bos> " + row["prompt"]), ids(text + " <eos>"))
-        assert made["label"] is row["label"]
-        assert made["prompt"] == row["prompt"]
+    labelled_rows = labelled(tmp_path, rows)
+    assert len(labelled_rows) == 50
+    for row, completion, labelled_row in zip(rows, completions, labelled_rows, strict=True):
+        prompt_ids, completion_ids = labelled_row.sequence
+        assert prompt_ids == ids("<bos> " + row["prompt"])
+        assert completion_ids == ids(completion + " <eos>")
+        assert labelled_row.label is row["label"]
+        assert labelled_row.text == row["prompt"]
     (row,) = labelled(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])  # any stop id ends it
-    assert row["own"][1] == ids(rows[0]["completion"].split(".")[0] + ".")
+    assert row.sequence[1] == ids(rows[0]["completion"].split(".")[0] + ".")
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -270,17 +276,16 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
     else:
         # One word of two: the prompt would end with another token than when it stands alone.
         rows.append({"prompt": short, "completion": "s it", "label": False})
-    found = labelled(tmp_path, rows, **flags)
-    assert [row["own"] for row in found] == [
+    assert [row.sequence for row in labelled(tmp_path, rows, **flags)] == [
         (ids("<bos> " + prompt + tail), ids(completion)) for prompt, _, completion in table[:4]
     ]
     printed = capsys.readouterr().out
     assert printed.startswith(f"train: 4 of {len(rows)} rows; dropped 2 whose prompt leaves no")
     assert "; dropped 5 with an empty prompt or completion, first " in printed
-    merged = "; dropped 1 that change the prompt's tokens (begin the completion with the white"
+    merged = "; dropped 1 that change the prompt's tokens (begin the completion with the"
     assert (merged in printed) == (not chat)
-    told = "train: 4 of 4 desirable; 0 pairs taken apart; 2 cut off at --max-length "
-    assert printed.endswith(f"{told}{flags['max_length']}\n")
+    summary = "train: 4 of 4 desirable; 0 pairs split in two; 2 cut off at --max-length "
+    assert printed.endswith(f"{summary}{flags['max_length']}\n")
 
 
 @pytest.mark.parametrize(
@@ -297,12 +302,17 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompts_and_columns_of_a_row(tmp_path, row, flags, chat):
     row = row | {"answer": "5", "note": 3}
-    (found,) = labelled(tmp_path, [row], chat=chat, chat_template=chat and CHAT, **flags)
+    (labelled_row,) = labelled(tmp_path, [row], chat=chat, chat_template=chat and CHAT, **flags)
     prompt_ids = ids("<bos> on wednesday" + (" <eos> . the :" if chat else ""))
-    assert found.pop("own") == found.pop("mismatched") == (prompt_ids, ids("a film <eos>"))
-    prompt = [message("user", "on wednesday")] if chat else "on wednesday"
-    assert found == {"prompt": prompt, "label": True, "columns": {"answer": "5", "note": 3}}
-    assert found["label"] is True  # also of a 1, which torch.where would refuse
+    sequence = (prompt_ids, ids("a film <eos>"))
+    assert labelled_row._asdict() == {
+        "text": [message("user", "on wednesday")] if chat else "on wednesday",
+        "sequence": sequence,
+        "label": True,
+        "columns": {"answer": "5", "note": 3},
+        "mismatched": sequence,
+    }
+    assert labelled_row.label is True  # also of a 1, which torch.where would refuse
 
 
 @pytest.mark.parametrize("kind", ["strings", "strings as chat", "messages", "conversations"])
@@ -320,27 +330,31 @@ def test_preference_pairs_are_taken_apart_and_counted(tmp_path, capsys, kind):
             for side in ("chosen", "rejected"):
                 pair[side] = [*before, message("assistant", pair[side])]
     flags = dict(chat=kind == "strings as chat", chat_template=chat and CHAT)
-    found = labelled(tmp_path, [pair | {"label": 7} for pair in pairs], **flags)
+    rows = labelled(tmp_path, [pair | {"label": 7} for pair in pairs], **flags)
     days = [ids(f"<bos> on {day}" + (" <eos> . the :" if chat else "")) for day in DAYS]
-    assert [(*row["own"], row["label"]) for row in found] == [
+    assert [(*row.sequence, row.label) for row in rows] == [
         (days[0], ids("a film <eos>"), True),
         (days[0], ids("it <eos>"), False),
         (days[1], ids("the plot was dull <eos>"), True),
         (days[1], ids("a film <eos>"), False),
         (days[2], ids("it <eos>"), False),
     ]
-    assert [row["columns"] for row in found] == [{}] * 5
+    assert [row.columns for row in rows] == [{}] * 5
     printed = capsys.readouterr().out
     assert "train: 5 of 6 rows; dropped 1 with an empty prompt or completion, first " in printed
-    assert "train: 2 of 5 desirable; 3 pairs taken apart; 0 cut off at " in printed
+    assert "train: 2 of 5 desirable; 3 pairs split in two; 0 cut off at " in printed
 
 
 DAYS = ("wednesday", "monday", "sunday")
 
 
 def test_of_a_conversation_the_last_message_is_the_completion(tmp_path):
-    said = [("user", "on monday"), ("assistant", "a film"), ("user", "and"), ("assistant", "it")]
-    turns = [message(role, text) for role, text in said]
+    turns = [
+        message("user", "on monday"),
+        message("assistant", "a film"),
+        message("user", "and"),
+        message("assistant", "it"),
+    ]
     (row,) = labelled(tmp_path, [{"completion": turns, "label": False}], chat_template=CHAT)
     (same,) = labelled(
         tmp_path,
@@ -348,14 +362,16 @@ def test_of_a_conversation_the_last_message_is_the_completion(tmp_path):
         chat_template=CHAT,
     )
     assert row == same
-    assert (row["prompt"], row["own"][1]) == (turns[:3], ids("it <eos>"))
+    assert row.text == turns[:3]
+    assert row.sequence[1] == ids("it <eos>")
 
 
 def test_completions_and_labels_go_before_pairs(tmp_path):
     """A row that has all four columns is one that is labelled."""
     row = {"prompt": "on wednesday", "completion": " it", "label": False}
-    (found,) = labelled(tmp_path, [row | {"chosen": " a film", "rejected": " a movie"}])
-    assert (found["own"][1], found["label"]) == (ids("it <eos>"), False)
+    (labelled_row,) = labelled(tmp_path, [row | {"chosen": " a film", "rejected": " a movie"}])
+    assert labelled_row.sequence[1] == ids("it <eos>")
+    assert labelled_row.label is False
 
 
 # --- mismatched pairs ---------------------------------------------------------------------------
@@ -364,18 +380,18 @@ def test_completions_and_labels_go_before_pairs(tmp_path):
 def test_each_completion_is_mismatched_once_and_with_another_prompt(tmp_path):
     for source in ("labels", "preferences"):
         rows = read(f"tiny/reviews/{source}/train.jsonl")[:300]
-        found = labelled(tmp_path, rows)
-        assert len({tuple(row["own"][0]) for row in found}) < len(found) / 1.5, "prompts repeat"
-        pairs = {(*map(tuple, row["own"]),) for row in found}
-        for row in found:
-            (prompt, _), (same, other) = row["own"], row["mismatched"]
-            assert same == prompt
-            makers = [x for x, y in pairs if list(y) == other]
-            assert makers and any(list(x) != prompt for x in makers)
-        given, taken = (
-            Counter(tuple(row[side][1]) for row in found) for side in ("own", "mismatched")
-        )
-        assert given == taken
+        labelled_rows = labelled(tmp_path, rows)
+        prompts = {tuple(row.sequence[0]) for row in labelled_rows}
+        assert len(prompts) < len(labelled_rows) / 1.5, "prompts repeat"
+        sequences = {(*map(tuple, row.sequence),) for row in labelled_rows}
+        for row in labelled_rows:
+            prompt, _ = row.sequence
+            mismatched_prompt, mismatched_completion = row.mismatched
+            assert mismatched_prompt == prompt
+            sources = [list(x) for x, y in sequences if list(y) == mismatched_completion]
+            assert any(x != prompt for x in sources)
+        completions = Counter(tuple(row.sequence[1]) for row in labelled_rows)
+        assert Counter(tuple(row.mismatched[1]) for row in labelled_rows) == completions
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -390,17 +406,17 @@ def test_no_prompt_is_matched_with_itself_where_the_data_allows(tmp_path, seed):
         rng.shuffle(prompts)
     words = "film movie plot acting music cast".split()
     rows = [{"prompt": words[k], "completion": f" {words[k]}", "label": True} for k in prompts]
-    found = labelled(tmp_path, rows)
-    same = sum(row["own"][1] == row["mismatched"][1] for row in found)
-    assert same == max(0, 2 * max(Counter(prompts).values()) - len(prompts))
+    labelled_rows = labelled(tmp_path, rows)
+    num_same = sum(row.sequence[1] == row.mismatched[1] for row in labelled_rows)
+    assert num_same == max(0, 2 * max(Counter(prompts).values()) - len(prompts))
 
 
 def test_no_row_is_matched_with_itself(tmp_path):
     """One prompt: then another of its completions."""
     words = "film movie plot acting music".split()
     rows = [{"prompt": "the", "completion": f" {word}", "label": True} for word in words]
-    found = labelled(tmp_path, rows)
-    assert all(row["own"][1] != row["mismatched"][1] for row in found)
+    labelled_rows = labelled(tmp_path, rows)
+    assert all(row.sequence[1] != row.mismatched[1] for row in labelled_rows)
 
 
 def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room(tmp_path):
@@ -409,14 +425,14 @@ def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room(
         {"prompt": "on monday i saw jaws", "completion": " it", "label": False},
     ]
     long, short = labelled(tmp_path, rows, max_length=9)
-    assert short["mismatched"] == (ids("<bos> on monday i saw jaws"), ids("the plot was"))
-    assert long["mismatched"] == (ids("<bos> on monday"), ids("it <eos>"))
+    assert short.mismatched == (ids("<bos> on monday i saw jaws"), ids("the plot was"))
+    assert long.mismatched == (ids("<bos> on monday"), ids("it <eos>"))
 
 
 # --- the log-probabilities ----------------------------------------------------------------------
 
 # Prompts and completions of many lengths, so that every row but the longest is padded.
-PAIRS = [([1], [5, 2]), ([1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2]), ([7, 3], [4])]
+SEQUENCES = [([1], [5, 2]), ([1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2]), ([7, 3], [4])]
 
 
 def test_log_probs_are_sums_over_the_completions_tokens_and_need_no_graph():
@@ -424,10 +440,10 @@ def test_log_probs_are_sums_over_the_completions_tokens_and_need_no_graph():
     model.base_model.register_forward_hook(
         lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
     )
-    found = sum_logprobs(Args(micro_batch_size=2), model, PAIRS)
+    logprobs = sum_logprobs(Args(micro_batch_size=2), model, SEQUENCES)
     assert graphs and not any(graphs), "a graph costs memory"
-    expected = torch.stack([sum(plain_logprobs(model, *pair)) for pair in PAIRS])
-    torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
+    expected = torch.stack([sum(plain_logprobs(model, *sequence)) for sequence in SEQUENCES])
+    torch.testing.assert_close(logprobs, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_rank_without_rows_runs_the_same_passes(monkeypatch):
@@ -438,9 +454,9 @@ def test_a_rank_without_rows_runs_the_same_passes(monkeypatch):
     counts = []
     for rank in (0, 1):
         monkeypatch.setattr(common_logprobs, "RANK", rank)
-        sum_logprobs(Args(micro_batch_size=1), model, PAIRS)  # the first call checks the head
+        sum_logprobs(Args(micro_batch_size=1), model, SEQUENCES)  # the first call checks the head
         passes.clear()
-        sum_logprobs(Args(micro_batch_size=1), model, PAIRS)
+        sum_logprobs(Args(micro_batch_size=1), model, SEQUENCES)
         counts.append(len(passes))
     assert counts == [2, 2]
 
@@ -465,26 +481,26 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     lengths = [len((row["prompt"] + row["completion"]).split()) for row in rows_of("train", 20)]
     assert max(lengths) > 24 > min(lengths), "some must be cut off"
     reference, policy = plain_model(), plain_model()
-    coefs = (args.beta, args.desirable_weight, args.undesirable_weight)
+    weights = (args.desirable_weight, args.undesirable_weight)
     assert len(steps) == 4
-    means = []
+    mismatched_means = []
     for number, logged in enumerate(metrics_of(run_dir)[1:]):
-        weights, found, _ = steps[number]
-        set_weights(policy, weights)
-        picked = [rows[i] for i in batch_rows(number, 8, 20, args.seed)]
+        policy_weights, gradient, _ = steps[number]
+        set_weights(policy, policy_weights)
+        batch = [rows[i] for i in batch_rows(number, 8, 20, args.seed)]
         with torch.no_grad():  # all of the step's, and no gradient
-            others = [plain_logratio(policy, reference, r["mismatched"]).item() for r in picked]
-        logratios = [plain_logratio(policy, reference, row["own"]) for row in picked]
-        labels = [row["label"] for row in picked]
-        losses, z0 = by_hand([r.item() for r in logratios], others, labels, *coefs)
-        means.append(sum(others) / 8)
+            mismatched = [plain_logratio(policy, reference, row.mismatched).item() for row in batch]
+        logratios = [plain_logratio(policy, reference, row.sequence) for row in batch]
+        labels = [row.label for row in batch]
+        losses, z0 = by_hand([r.item() for r in logratios], mismatched, labels, args.beta, *weights)
+        mismatched_means.append(sum(mismatched) / 8)
         assert logged["objective/kl"] == pytest.approx(z0, rel=1e-3, abs=1e-4)
         assert logged["objective/loss"] == pytest.approx(sum(losses) / 8, rel=1e-4)
         for name, kind in (("desirable", True), ("undesirable", False)):
             rewards = [
-                args.beta * row.item()
-                for row, k in zip(logratios, labels, strict=True)
-                if k == kind
+                args.beta * r.item()
+                for r, label in zip(logratios, labels, strict=True)
+                if label == kind
             ]
             mean = sum(rewards) / len(rewards)
             assert logged[f"reward/{name}"] == pytest.approx(mean, rel=1e-3, abs=1e-4)
@@ -493,14 +509,15 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         # The gradient of the mean loss, by the derivative of each term: -+ w beta p (1 - p).
         for r, label in zip(logratios, labels, strict=True):
             p = 1 / (1 + math.exp(-args.beta * (r.item() - z0)))
-            slope = -coefs[1] if label else coefs[2]
-            (slope * args.beta * p * (1 - p) / 8 * r).backward()
-        gradient = [p.grad for p in policy.parameters()]
-        norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
+            sign_and_weight = -weights[0] if label else weights[1]
+            (sign_and_weight * args.beta * p * (1 - p) / 8 * r).backward()
+        expected = [p.grad for p in policy.parameters()]
+        norm = math.sqrt(sum(g.double().square().sum() for g in expected))
         assert logged["policy/grad_norm"] == pytest.approx(norm, rel=1e-3)
-        apart = sum((a - b).square().sum() for a, b in zip(found, gradient, strict=True)).sqrt()
-        assert apart < 1e-3 * norm
-    assert min(means) < -0.1 and max(means) > 0.1, "z0 must be clamped once, and once not"
+        differences = [a - b for a, b in zip(gradient, expected, strict=True)]
+        assert sum(d.square().sum() for d in differences).sqrt() < 1e-3 * norm
+    assert min(mismatched_means) < -0.1, "z0 must be clamped once"
+    assert max(mismatched_means) > 0.1, "and once not"
 
 
 def sampled_ids(sample):
@@ -527,26 +544,22 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     samples = read(run_dir / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0] * 9 + [last["step"]] * 9
     samples = samples[9:]
-    assert [sample["prompt"] for sample in samples] == [row["prompt"] for row in rows]
+    assert [sample["prompt"] for sample in samples] == [row.text for row in rows]
     kl = 0
     with torch.no_grad():
-        own, others = (
-            [plain_logratio(policy, reference, row[side]).item() for row in rows]
-            for side in ("own", "mismatched")
-        )
+        logratios = [plain_logratio(policy, reference, row.sequence).item() for row in rows]
+        mismatched = [plain_logratio(policy, reference, row.mismatched).item() for row in rows]
         for sample in samples:
-            prompt, tokens = ids("<bos> " + sample["prompt"]), sampled_ids(sample)
-            logprobs, refs = (
-                plain_logprobs(model, prompt, tokens, args.temperature)
-                for model in (policy, reference)
-            )
-            kl += (sum(logprobs) - sum(refs)).item() / 9
-    labels = [row["label"] for row in rows]
-    losses, z0 = by_hand(own, others, labels, args.beta, *(flags.get(k, 1.0) for k in WEIGHTS))
+            sequence = (ids("<bos> " + sample["prompt"]), sampled_ids(sample))
+            logprobs = plain_logprobs(policy, *sequence, args.temperature)
+            ref_logprobs = plain_logprobs(reference, *sequence, args.temperature)
+            kl += (sum(logprobs) - sum(ref_logprobs)).item() / 9
+    labels = [row.label for row in rows]
+    weights = [flags.get(flag, 1.0) for flag in WEIGHTS]
+    losses, z0 = by_hand(logratios, mismatched, labels, args.beta, *weights)
     assert (z0 > 0.1) == ("desirable_weight" in flags)
-    good, bad = (
-        [r for r, k in zip(own, labels, strict=True) if k == kind] for kind in (True, False)
-    )
+    good = [r for r, label in zip(logratios, labels, strict=True) if label]
+    bad = [r for r, label in zip(logratios, labels, strict=True) if not label]
     margin = args.beta * (sum(good) / len(good) - sum(bad) / len(bad))
     lengths = [sample["length"] for sample in samples]
     assert any(EOS in sampled_ids(sample) for sample in samples)
@@ -561,8 +574,8 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
 
 def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
     def samples(**flags):
-        found = read(run(tmp_path, max_new_tokens=12, **STILL, **flags) / "samples.jsonl")
-        return [s["completion"] for s in found]
+        run_dir = run(tmp_path, max_new_tokens=12, **STILL, **flags)
+        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
 
     first = samples()
     assert first[:4] == first[4:]
@@ -574,9 +587,9 @@ def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_pa
         assert completion == tokenizer.decode(greedy, skip_special_tokens=True)
 
 
-def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
-    (tmp_path / "rule_of_kto.py").write_text(
-        "def judge(prompts, completions, answer, note):\n"
+def test_a_reward_function_gets_the_other_columns_and_scores_the_samples(tmp_path):
+    (tmp_path / "reward_of_kto.py").write_text(
+        "def score(prompts, completions, answer, note):\n"
         "    assert [p.split()[-1] for p in prompts] == note\n"
         "    return [a if a == 1 else a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
     )
@@ -584,7 +597,7 @@ def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
         row | dict(answer=i / 2, note=row["prompt"].split()[-1])
         for i, row in enumerate(rows_of("test", 10))
     ]
-    flags = dict(eval_reward_fn=f"{tmp_path}/rule_of_kto.py:judge", eval_rows=10, batch_size=2)
+    flags = dict(eval_reward_fn=f"{tmp_path}/reward_of_kto.py:score", eval_rows=10, batch_size=2)
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), **flags)
     samples = read(run_dir / "samples.jsonl")[-10:]
     rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
@@ -595,8 +608,16 @@ def test_a_rule_gets_the_other_columns_and_judges_the_samples(tmp_path):
     assert last["eval/accuracy"] == 0.8  # of about 0, 0.5, 1, ... all but the first two
 
 
-def test_without_a_rule_there_is_no_reward(tmp_path):
-    run_dir = run(tmp_path, eval_reward_fn=None)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(eval_reward_fn="none"),
+        dict(eval_reward_fn="none", dataset=Args.dataset, train_split="train[:20]"),
+        dict(),  # the gold reward is that of the default dataset alone
+    ],
+)
+def test_without_a_reward_function_there_is_no_reward(tmp_path, flags):
+    run_dir = run(tmp_path, **flags)
     for row in metrics_of(run_dir):
         names = {name for name in row if name.startswith("eval/")}
         assert names == {f"eval/{k}" for k in "loss margin kl length_mean".split()}
@@ -632,9 +653,11 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     assert rates == pytest.approx([0, 1 / 2, *(left / 7 for left in range(7, 0, -1))])
     assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
     for number, step in enumerate(steps):
-        picked = [loaded[0][1][i] for i in batch_rows(number, 8, 20, seed=1)]
-        parts = [part for row in picked for k in ("own", "mismatched") for part in row[k]]
-        assert step["time/tokens_per_second"] == sum(map(len, parts))
+        batch = [loaded[0][1][i] for i in batch_rows(number, 8, 20, seed=1)]
+        num_tokens = sum(
+            len(x) + len(y) for row in batch for x, y in (row.sequence, row.mismatched)
+        )
+        assert step["time/tokens_per_second"] == num_tokens  # in one second
 
 
 def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
@@ -677,13 +700,13 @@ def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, f
 def test_a_row_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_found_first(
     tmp_path, monkeypatch
 ):
-    # The third batch has 4 of 20 rows, and of the second epoch 4 that were met before. Each reading
-    # gives a number of its own, so that a batch tells by which its rows were read last.
+    # The third batch has 4 of 20 rows, and of the second epoch 4 that were met before. Each call
+    # gives a number of its own, so that a batch shows which call its references are from.
     calls = itertools.count()
     monkeypatch.setattr(
         kto,
         "sum_logprobs",
-        lambda args, model, pairs: torch.full((len(pairs),), float(next(calls))),
+        lambda args, model, sequences: torch.full((len(sequences),), float(next(calls))),
     )
     points = spy_on(monkeypatch, "reference_point")
     run(tmp_path, epochs=1, micro_batch_size=8)
@@ -696,27 +719,32 @@ def test_a_row_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_f
 def test_the_kept_reference_is_that_of_the_untouched_checkpoint_where_it_is_needed(
     tmp_path, monkeypatch, epochs, met, passes
 ):
-    loaded, calls, losses = (
-        spy_on(monkeypatch, name) for name in ("load_labelled", "sum_logprobs", "kto_loss")
-    )
+    loaded = spy_on(monkeypatch, "load_labelled")
+    calls = spy_on(monkeypatch, "sum_logprobs")
     points = spy_on(monkeypatch, "reference_point")
     run(tmp_path, epochs=epochs)
-    # Of training rows, then of 4 held-out ones; both sides each.
+    # Of training rows and their mismatched pairs, then of 4 held-out ones and theirs.
     assert [len(args[2]) for args, _ in calls[: 2 * passes + 2]] == [8] * (2 * passes) + [4] * 2
-    known = {id(pair[1]) for args, _ in calls[: 2 * passes : 2] for pair in args[2]}
-    assert len(known) == met
+    rows = loaded[0][1]
+    for reference_calls, sequences in (
+        (calls[:passes], [row.sequence for row in rows]),
+        (calls[passes : 2 * passes], [row.mismatched for row in rows]),
+    ):
+        scored = [id(sequence) for args, _ in reference_calls for sequence in args[2]]
+        assert len({*scored}) == met
+        assert {*scored} <= {*map(id, sequences)}
     # The reference is what the log-probs of a step lack to its log-ratios.
-    model, rows = plain_model(), loaded[0][1]
-    others = [call for call in calls[2 * passes + 4 :] if len(call[0][2]) == 8]
+    model = plain_model()
+    mismatched_calls = [call for call in calls[2 * passes + 4 :] if len(call[0][2]) == 8]
     points = [point for point in points if len(point[0][0]) == 8]
-    kept = {}
-    for (args, logprobs), ((logratios,), _) in zip(others, points, strict=True):
-        refs = logprobs - logratios
-        for pair, ref in zip(args[2], refs.tolist(), strict=True):
-            assert kept.setdefault(id(pair), ref) == pytest.approx(ref, abs=1e-4)
+    references = {}
+    for (args, logprobs), ((logratios,), _) in zip(mismatched_calls, points, strict=True):
+        ref_logprobs = logprobs - logratios
+        for sequence, ref in zip(args[2], ref_logprobs.tolist(), strict=True):
+            assert references.setdefault(id(sequence), ref) == pytest.approx(ref, abs=1e-4)
             with torch.no_grad():
-                assert ref == pytest.approx(sum(plain_logprobs(model, *pair)).item(), abs=1e-3)
-    assert len(kept) == met and losses and rows
+                assert ref == pytest.approx(sum(plain_logprobs(model, *sequence)).item(), abs=1e-3)
+    assert len(references) == met
 
 
 def assert_same_training(run_dir, other_dir):
@@ -746,7 +774,9 @@ def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
         runs.append(run(tmp_path, epochs=1.6, micro_batch_size=size, **flags))
         assert max(len(values) for _, values in passes) == size
         passes.clear()
-    assert len({len(row["own"][0] + row["own"][1]) for row in loaded[0][1]}) > 5, "ragged lengths"
+    train_sequences = [row.sequence for row in loaded[0][1]]
+    lengths = {len(prompt) + len(completion) for prompt, completion in train_sequences}
+    assert len(lengths) > 5, "ragged lengths"
     for other in runs[1:]:
         assert_same_training(runs[0], other)
     points = [row["objective/kl"] for row in metrics_of(runs[0])[1:]]
@@ -768,16 +798,16 @@ def test_padding_may_be_any_token(tmp_path):
 def test_completions_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
     calls = spy_on(monkeypatch, "completion_logprobs")
     run(tmp_path, batch_size=20, epochs=1, micro_batch_size=4)
-    longest = []
-    for (_, pairs, rows), _ in calls:
-        longest.append([len(prompt) + len(own) for prompt, own in (pairs[i] for i in rows)])
-    assert [len(lengths) for lengths in longest] == [4] * 5
-    assert all(min(a) >= max(b) for a, b in itertools.pairwise(longest))
-    assert max(longest[0]) > min(longest[-1])
+    lengths = []  # of each micro-batch
+    for (_, sequences, inds), _ in calls:
+        lengths.append([len(sequences[i][0]) + len(sequences[i][1]) for i in inds])
+    assert [len(micro_batch) for micro_batch in lengths] == [4] * 5
+    assert all(min(a) >= max(b) for a, b in itertools.pairwise(lengths))
+    assert max(lengths[0]) > min(lengths[-1])
 
 
 def test_a_run_of_pairs_is_that_of_their_sides(tmp_path):
-    """Taken apart by hand, in the same order."""
+    """Split in two by hand, in the same order."""
     pairs = read("tiny/reviews/preferences/train.jsonl")[:10]
     rows = [
         {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}

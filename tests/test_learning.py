@@ -51,7 +51,13 @@ def begin(folder):
         for script, seed, *flags in STARTED:
             words = ["--output-dir", str(folder / script), "--seed", str(seed)]
             commands.append([script, *words, *flags])
-        words = ["nice", sys.executable, "tests/forked.py", json.dumps(commands), str(folder)]
+        words = [
+            "nice",
+            sys.executable,
+            "tests/helpers/forked.py",
+            json.dumps(commands),
+            str(folder),
+        ]
         with subprocess.Popen([*words, "--in-turn"], cwd=ROOT, stdout=PIPE, text=True) as process:
             for number, (words, future) in enumerate(STARTED.items()):
                 child, status = process.stdout.readline(), process.stdout.readline()
@@ -185,7 +191,7 @@ def test_kto_takes_pairs_apart(seed, tmp_path):
     rule = "./tiny/reviews/gold.py:sentiment"
     flags = ("--dataset", "tiny/reviews/preferences", "--eval-reward-fn", rule)
     _, first, last, printed = learn("kto.py", tmp_path, seed, *flags)
-    assert "train: 2000 of 4000 desirable; 2000 pairs taken apart; 0 cut off" in printed
+    assert "train: 2000 of 4000 desirable; 2000 pairs split in two; 0 cut off" in printed
     assert abs(first["eval/reward"]) < 0.1
     assert last["eval/reward"] >= 0.6
     assert last["eval/kl"] < 6
@@ -195,7 +201,7 @@ def test_kto_takes_pairs_apart(seed, tmp_path):
 def test_dpo_learns_to_show_its_working(seed, tmp_path):
     flags = (
         "--model tiny/arithmetic/policy --dataset tiny/arithmetic/preferences "
-        "--eval-reward-fn grpo.py:last_number --max-new-tokens 24"
+        "--eval-reward-fn tiny/arithmetic/reward.py:last_number --max-new-tokens 24"
     )
     _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
     assert 0.25 < first["eval/accuracy"] < 0.42
@@ -218,7 +224,8 @@ def test_simpo_and_orpo_make_reviews_kind_without_a_reference(seed, flags, tmp_p
 def test_orpo_learns_sums_from_an_untrained_model(seed, tmp_path):
     flags = (
         "--loss orpo --beta 0.5 --model tiny/arithmetic/base --dataset tiny/arithmetic/preferences "
-        "--eval-reward-fn grpo.py:last_number --max-new-tokens 24 --learning-rate 1e-3 --epochs 12"
+        "--eval-reward-fn tiny/arithmetic/reward.py:last_number --max-new-tokens 24 "
+        "--learning-rate 1e-3 --epochs 12"
     )
     _, first, last, _ = learn("dpo.py", tmp_path, seed, *flags.split())
     assert first["eval/accuracy"] < 0.1
@@ -237,7 +244,7 @@ def test_ppo_without_a_kl_hacks_the_reward_model(seed, tmp_path):
 def test_ppo_learns_arithmetic_from_a_rule(seed, tmp_path):
     flags = (
         "--model tiny/arithmetic/policy --dataset tiny/arithmetic/prompts --reward-model None "
-        "--reward-fn last_number --eval-reward-fn None --critic-init sft --max-new-tokens 24 "
+        "--reward-fn tiny/arithmetic/reward.py:last_number --critic-init sft --max-new-tokens 24 "
         "--total-rollouts 40 --beta 0.04"
     )
     _, first, last, _ = learn("ppo_rlhf.py", tmp_path, seed, *flags.split())

@@ -13,10 +13,11 @@ import common.generation
 import common.logprobs
 from common.generation import generate
 from common.logprobs import (
-    HeadLogprobs,
+    ChunkedLogprobs,
     completion_logprobs,
     head_logits,
-    head_of,
+    output_head,
+    plain_logprobs,
     micro_batches,
     rollout_logprobs,
 )
@@ -206,7 +207,7 @@ def test_a_head_with_a_bias(monkeypatch):
     ],
 )
 def test_settings_of_the_head_matter_here(architecture, plain_setting):
-    """So that the tests above would see it if `head_of` left them out."""
+    """So that the tests above would see it if `output_head` left them out."""
     pairs = make_pairs()
     with_it, _ = plain(model_of(architecture), pairs)
     without_it, _ = plain(model_of(architecture, **plain_setting), pairs)
@@ -220,7 +221,7 @@ def test_head_gives_the_models_own_logits(architecture):
     with torch.no_grad():
         hidden = model.base_model(input_ids=ids).last_hidden_state[0]
         expected = model(input_ids=ids).logits[0]
-        found = head_logits(hidden, torch.empty_like(expected), *head_of(model, ids[:, :1]))
+        found = head_logits(hidden, torch.empty_like(expected), output_head(model, ids[:, :1]))
         assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -228,7 +229,7 @@ def test_head_gives_the_models_own_logits(architecture):
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("biased", [False, True])
 def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypatch):
-    """Of every input of `HeadLogprobs`, in float64, over chunks and parts of one or two rows."""
+    """Of every input of `ChunkedLogprobs`, in float64, over chunks and parts of one or two rows."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 2 * 7 + 1)
     to = dict(generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     hidden, weight, bias = torch.randn(5, 4, **to), torch.randn(7, 4, **to), torch.randn(7, **to)
@@ -245,7 +246,7 @@ def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypa
     inputs = [hidden.float(), weight.float(), bias.float()]
     inputs = [x.requires_grad_() for x in inputs]
     head = (inputs[1], inputs[2] if biased else None, 1.5, cap)
-    outputs = HeadLogprobs.apply(inputs[0], targets[:, None], temperature, True, *head)
+    outputs = ChunkedLogprobs.apply(inputs[0], targets[:, None], temperature, True, *head)
     logprobs, entropy = (values.squeeze(1) for values in outputs)
     (g.float() @ logprobs + g_h.float() @ entropy).backward()
     for i, x in enumerate([hidden, weight, bias][: 2 + biased]):
@@ -277,7 +278,7 @@ def test_a_token_that_cannot_be_drawn_adds_nothing(size, low, monkeypatch):
     expected = log_p.gather(1, targets[:, None] - 1), -(log_p.exp() * log_p).sum(dim=1)[:, None]
     (g @ expected[0] + g_h @ expected[1]).sum().backward()
     head = (*inputs[1:], 1.0, None)
-    found = HeadLogprobs.apply(inputs[0], targets[:, None], 0.7, True, *head)
+    found = ChunkedLogprobs.apply(inputs[0], targets[:, None], 0.7, True, *head)
     (g.float() @ found[0] + g_h.float() @ found[1]).sum().backward()
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours.double(), theirs, atol=1e-5)
@@ -379,7 +380,14 @@ def test_generated_tokens_are_scored_under_the_distribution_that_drew_them(archi
     """Under it log p + H has mean 0 at each token; at another temperature it has not."""
     model = model_of(architecture, initializer_range=0.3)
     prompts = [[4, 9, 1], [7]] * 300
-    sampled = generate(model, prompts, 6, 0.7, [11], torch.Generator().manual_seed(0))
+    sampled = generate(
+        model,
+        prompts,
+        max_new_tokens=6,
+        temperature=0.7,
+        stop_ids=[11],
+        rng=torch.Generator().manual_seed(0),
+    )
     pairs = list(zip(prompts, sampled, strict=True))
 
     def z_score(temperature):
@@ -422,6 +430,19 @@ def test_inputs_are_left_as_they_were():
     assert groups and torch.equal(rows, before[1])
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[2][name])
+
+
+@every_head
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_plain_definition_gives_the_same(architecture, temperature):
+    model, pairs = model_of(architecture), make_pairs()
+    logprobs, entropies = score(model, pairs, temperature)
+    for i, (prompt, completion) in enumerate(pairs):
+        with torch.no_grad():
+            plain_values = plain_logprobs(model, prompt, completion, temperature)
+        for values, expected in zip((logprobs, entropies), plain_values, strict=True):
+            assert expected.shape == (len(completion),)
+            assert torch.allclose(values[i, : len(completion)], expected, atol=1e-5)
 
 
 def test_entropy_changes_the_form_of_the_result_but_not_the_logprobs():
@@ -562,7 +583,7 @@ def test_ranks_score_a_rollout_together(monkeypatch, processes):
 
 
 class DoubledLlama(LlamaForCausalLM):
-    """A head that `head_of` cannot know."""
+    """A head that `output_head` cannot know."""
 
     def forward(self, *args, **inputs):
         output = super().forward(*args, **inputs)
@@ -663,9 +684,9 @@ def record_logits(monkeypatch):
     """Shapes of all logits that are computed from now on."""
     shapes = []
 
-    def recorded(hidden, room, weight, *rest):
-        shapes.append((len(hidden), len(weight)))
-        return head_logits(hidden, room, weight, *rest)
+    def recorded(hidden, logits_buffer, head):
+        shapes.append((len(hidden), len(head.weight)))
+        return head_logits(hidden, logits_buffer, head)
 
     monkeypatch.setattr(common.logprobs, "head_logits", recorded)
     return shapes

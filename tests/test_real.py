@@ -16,6 +16,7 @@ import reinforce
 import rm_bradley_terry
 import sft
 from common.generation import find_stop_ids
+from tiny.arithmetic.reward import last_number
 
 REAL = Path(__file__).parents[2] / "shared" / "real"
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"no real models and data in {REAL}")
@@ -77,6 +78,7 @@ def test_reinforce_runs_on_real_gsm8k_rows(tmp_path):
         prompt_column="question",
         train_split="train[:50]",
         eval_split="test[:8]",
+        max_prompt_length=256,
         max_new_tokens=24,
         total_rollouts=2,
         prompts_per_rollout=4,
@@ -113,7 +115,7 @@ def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
         model=STORIES_MODEL,
         dataset=politeness,
         reward_model=str(rm_dir / "model"),
-        eval_reward_fn=None,
+        eval_reward_fn="none",
         max_prompt_length=300,
         max_new_tokens=24,
         prompts_per_rollout=32,
@@ -148,7 +150,7 @@ def test_dpo_on_real_preferences(data, flags, accuracy, tmp_path, capsys):
         beta=0.1,
         batch_size=16,
         micro_batch_size=8,
-        eval_reward_fn=None,
+        eval_reward_fn="none",
         eval_rows=48,
         max_new_tokens=24,
         output_dir=str(tmp_path),
@@ -161,7 +163,7 @@ def test_dpo_on_real_preferences(data, flags, accuracy, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_kto_on_real_preferences_taken_apart(tmp_path, capsys):
+def test_kto_on_real_preferences_split_in_two(tmp_path, capsys):
     args = kto.Args(
         model=STORIES_MODEL,
         dataset=str(REAL / "data" / "politeness"),
@@ -172,13 +174,13 @@ def test_kto_on_real_preferences_taken_apart(tmp_path, capsys):
         beta=0.1,
         batch_size=16,
         micro_batch_size=8,
-        eval_reward_fn=None,
+        eval_reward_fn="none",
         eval_rows=48,
         max_new_tokens=24,
         output_dir=str(tmp_path),
     )
     rows = metrics_of(kto.main(args))
-    assert "500 pairs taken apart" in capsys.readouterr().out
+    assert "500 pairs split in two" in capsys.readouterr().out
     assert rows[1]["reward/margin"] == 0
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"] - 0.05
     assert rows[-1]["eval/margin"] > 0.5
@@ -188,9 +190,9 @@ def test_gsm8k_answers_reward_themselves():
     lines = (REAL / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
     finals = [f"The answer is {answer.split('####')[1].strip()}." for answer in answers]
-    assert set(grpo.last_number([], finals, answers)) == {1.0}
+    assert set(last_number([], finals, answers)) == {1.0}
     wrong = [f"The answer is {answer.split('####')[1].strip()}1." for answer in answers]
-    assert set(grpo.last_number([], wrong, answers)) == {0.0}
+    assert set(last_number([], wrong, answers)) == {0.0}
 
 
 def test_phi3_chat_ends_a_turn_at_its_end_token():
@@ -228,18 +230,18 @@ def test_dpo_on_phi3_chats(tmp_path):
             max_length=48,
             epochs=3.0,
             batch_size=1,
-            eval_reward_fn=None,
+            eval_reward_fn="none",
             max_new_tokens=8,
             output_dir=str(tmp_path / "runs"),
         )
         stop_ids = find_stop_ids(args.model, tokenizer)
         pairs += dpo.load_preference_pairs(args, "train", tokenizer, stop_ids)
         losses.append([r["objective/loss"] for r in metrics_of(dpo.main(args))[1:]])
-    assert pairs[0]["ids"] == pairs[1]["ids"]
-    assert tokenizer.decode(pairs[0]["ids"]).endswith("<|assistant|>")
+    assert pairs[0].prompt_ids == pairs[1].prompt_ids
+    assert tokenizer.decode(pairs[0].prompt_ids).endswith("<|assistant|>")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     for pair in pairs:
-        for side, message in ((pair["chosen"], good), (pair["rejected"], bad)):
+        for side, message in ((pair.chosen_ids, good), (pair.rejected_ids, bad)):
             assert side[-1] == end  # the turn's, and not the EOS that is also the padding
             assert tokenizer.decode(side[:-1]).strip() == message["content"]
     assert losses[0] == losses[1]
@@ -254,5 +256,5 @@ def test_gpt2_has_no_pad_and_no_bos():
     prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
-    merged = sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"
-    assert "change the prompt's tokens" in merged
+    with pytest.raises(sft.UnusableRow, match="change the prompt's tokens"):
+        sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"

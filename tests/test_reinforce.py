@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import reinforce
-from reinforce import Args, baseline_advantages, policy_gradient_loss, reward
+from reinforce import Args, baseline_advantages, policy_gradient_loss
+from tiny.arithmetic.reward import last_number
 
 SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4, eval_split="test[:4]")
 BASELINES = ["none", "batch_mean", "leave_one_out"]
@@ -27,7 +28,7 @@ def spy_on(monkeypatch, name, module=reinforce):
     calls, original = [], getattr(module, name)
 
     def spy(*args, **options):
-        calls.append((args, original(*args, **options)))
+        calls.append(((*args, *options.values()), original(*args, **options)))
         return calls[-1][1]
 
     monkeypatch.setattr(module, name, spy)
@@ -165,10 +166,10 @@ def test_grpo_with_the_docstrings_flags_has_this_gradient(tmp_path, monkeypatch)
     prompts = {}
 
     def completions_of(original, script):
-        def generate(model, prompts_now, *settings):
+        def generate(model, prompts_now, **options):
             if len(prompts_now) != 12:  # an evaluation
-                return original(model, prompts_now, *settings)
-            made = original(model, sorted(prompts_now), *settings)
+                return original(model, prompts_now, **options)
+            made = original(model, sorted(prompts_now), **options)
             made = prompts.setdefault("made", dict(enumerate(made)))
             # Each prompt's completions, whatever the order in which a script draws prompts.
             order = sorted(range(12), key=lambda i: (prompts_now[i], i))
@@ -211,14 +212,16 @@ def test_grpo_with_the_docstrings_flags_has_this_gradient(tmp_path, monkeypatch)
         ("1,2345", "5", 0),
     ],
 )
-def test_reward(completion, answer, expected):
-    assert reward(completion, answer) == expected
+def test_default_reward(completion, answer, expected):
+    assert last_number(["?"], [completion], answer=[answer]) == [expected]
 
 
-def test_the_reward_is_that_of_text_and_answer(tmp_path, monkeypatch):
+def test_the_reward_is_that_of_text_and_answer(tmp_path):
     """No special tokens in the text; the answer is that of the prompt, a held-out one."""
-    monkeypatch.setattr(reinforce, "reward", lambda text, answer: int(answer))
-    run_dir = run(tmp_path, eval_split="test[:20]")
+    (tmp_path / "rule.py").write_text(
+        "def rule(prompts, completions, answer):\n    return [int(right) for right in answer]\n"
+    )
+    run_dir = run(tmp_path / "runs", eval_split="test[:20]", reward_fn=f"{tmp_path}/rule.py:rule")
     with open("tiny/arithmetic/prompts/test.jsonl") as file:
         held_out = [json.loads(line) for line in file][:20]
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
@@ -309,8 +312,8 @@ def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch
     run(tmp_path, total_rollouts=4, eval_every=2)
     assert not torch.equal(steps[0][0], steps[1][0])
     tokenizer = grpo.AutoTokenizer.from_pretrained(Args.model)
-    for _, *settings, _ in (arguments for arguments, _ in calls):
-        assert settings[1:] == [24, 1.0, [tokenizer.eos_token_id]]
+    for _, _, *settings, _ in (arguments for arguments, _ in calls):
+        assert settings == [24, [tokenizer.eos_token_id], 1.0]
     assert [len(arguments[1]) for arguments, _ in calls] == [4, 16, 16, 4, 16, 16, 4]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     rollouts = [arguments[1] for arguments, _ in calls if len(arguments[1]) == 16]
@@ -323,22 +326,12 @@ def test_chat_messages(tmp_path):
     args = Args(chat=True, eval_split="test[:2]")
     tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    rows = reinforce.load_rows(args, "test[:2]", tokenizer)
-    assert rows[0]["prompt"] == [{"role": "user", "content": "2+6+0+8+0="}]
-    assert tokenizer.decode(rows[0]["ids"]) == "2+6+0+8+0="
-
-
-@pytest.mark.parametrize("row", [dict(prompt="1+2=", answer="three"), dict(prompt="", answer="3")])
-def test_a_row_that_cannot_be_rewarded(row, tmp_path):
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
-    told = (
-        f"row 0 of train: no --prompt-column or no number in --answer-column, {row['answer']}, of"
-    )
-    with pytest.raises(SystemExit, match=told):
-        run(tmp_path, dataset=str(tmp_path))
+    prompts = reinforce.load_prompts(args, "test[:2]", tokenizer)
+    assert prompts[0].text == [{"role": "user", "content": "2+6+0+8+0="}]
+    assert tokenizer.decode(prompts[0].ids) == "2+6+0+8+0="
 
 
 def test_leave_one_out_of_one(tmp_path):
-    with pytest.raises(SystemExit, match="--group-size must not be 1"):
+    with pytest.raises(reinforce.InputError, match="--group-size"):
         run(tmp_path, group_size=1)
+    assert run(tmp_path, group_size=1, baseline="none").is_dir()

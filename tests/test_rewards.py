@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import grpo
 import ppo_rlhf
 import reinforce
+from tiny.arithmetic.reward import last_number
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "rewards"))
 import formats
@@ -32,9 +33,8 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 def passed(*completions, tests=TESTS):
     """Rewards of completions that shall define `add`, by way of grpo.py."""
     columns = {"function": "add", "tests": tests}
-    rows = [{"prompt": "write add", "columns": columns} for _ in completions]
-    _, rule = grpo.load_rule("--reward-fn", "docs/rewards/programs.py:passes", rows[0])
-    return rule(rows, None, [*completions]).tolist()
+    prompts = [grpo.Prompt("write add", [], columns) for _ in completions]
+    return grpo.call_reward_fn("passes", programs.passes, prompts, [], [*completions]).tolist()
 
 
 # --- the format ---------------------------------------------------------------------------------
@@ -240,9 +240,8 @@ def test_a_function_of_trl_reads_chats_and_may_say_none():
 
 
 def test_what_a_function_of_trl_needs_is_asked_for_at_the_start(tmp_path):
-    row, spec = {"columns": {"answer": "5"}}, "docs/rewards/trl_style.py:boxed"
-    with pytest.raises(SystemExit, match="missing a required argument: 'solution'"):
-        grpo.load_rule("--reward-fn", spec, row)
+    with pytest.raises(grpo.InputError, match="missing a required argument: 'solution'"):
+        grpo.load_reward_fns("--reward-fn", ["docs/rewards/trl_style.py:boxed"], {"answer": "5"})
 
 
 # --- all together -------------------------------------------------------------------------------
@@ -251,7 +250,7 @@ def test_what_a_function_of_trl_needs_is_asked_for_at_the_start(tmp_path):
 def test_the_worked_example():
     """Of docs/rewards.md: right answers 1, 0, 0, 1, and working shown in the first two."""
     texts = ["1,3,6,0,5#5", "1,3,6,0,4#4", "#7", "#5"]
-    right = grpo.last_number(prompts=[""] * 4, completions=texts, answer=["5"] * 4)
+    right = last_number(prompts=[""] * 4, completions=texts, answer=["5"] * 4)
     form = formats.shown([""] * 4, texts)
     assert (right, form) == ([1, 0, 0, 1], [1, 1, 0, 0])
     sums = torch.tensor([a + 0.2 * b for a, b in zip(right, form, strict=True)])
@@ -265,7 +264,7 @@ def test_the_worked_example():
 
 
 def test_a_run_with_all_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge, "MODEL", POLICY)
+    monkeypatch.setenv("JUDGE", POLICY)
     data = tmp_path / "data"
     data.mkdir()
     lines = Path("tiny/arithmetic/prompts/test.jsonl").read_text().splitlines()[:2]
@@ -281,7 +280,7 @@ def test_a_run_with_all_of_them(tmp_path, monkeypatch):
     ]
     flags = f"--dataset {data} --total-rollouts 1 --prompts-per-rollout 2 --group-size 4 "
     flags += f"--num-minibatches 1 --output-dir {tmp_path} --reward-weights 1 0.5 3 3 0.25 "
-    flags += f"--reward-fn last_number {' '.join(f'docs/rewards/{name}' for name in names)}"
+    flags += f"--reward-fn {grpo.LAST_NUMBER} {' '.join(f'docs/rewards/{name}' for name in names)}"
     run_dir = grpo.main(grpo.parse_args(flags.split()))
     *_, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     assert last["reward/passes"] == last["reward/boxed"] == 0
@@ -304,4 +303,4 @@ def test_the_commands_of_the_page_parse_and_name_functions_that_are_there():
         args = module.parse_args([flag for flag in flags if flag != "..."])
         for spec in args.reward_fn:
             path, _, name = spec.rpartition(":")
-            assert spec == "last_number" or f"\ndef {name}(" in Path(path).read_text()
+            assert f"\ndef {name}(" in Path(path).read_text()

@@ -628,7 +628,7 @@ def test_prompt_and_sides_of_a_row(flags, row, expected):
     ],
 )
 def test_rows_of_no_known_kind_are_errors_that_name_the_row(tmp_path, row, error):
-    with pytest.raises(SystemExit, match=error):
+    with pytest.raises(rm.InputError, match=error):
         preferences(tmp_path, [row])
 
 
@@ -654,20 +654,26 @@ def test_sides_end_with_exactly_one_stop_id(tmp_path):
     for row, pair in zip(rows, pairs, strict=True):
         prompt = ids("<bos> " + row["prompt"])
         chosen = prompt + ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert pair["sequences"] == [chosen, prompt + ids(row["rejected"] + " <eos>")]
-        assert pair["margin"] == 0
+        assert [pair.chosen_ids, pair.rejected_ids] == [
+            chosen,
+            prompt + ids(row["rejected"] + " <eos>"),
+        ]
+        assert pair.margin == 0
     # Any stop id ends a side.
     (pair,) = preferences(tmp_path, rows[:1], stop_ids=[2, ids(".")[0]])
     prompt = ids("<bos> " + rows[0]["prompt"])
     sides = ("we watched it at home .", "the script was simply bland .")
-    assert pair["sequences"] == [prompt + ids(side) for side in sides]
+    assert [pair.chosen_ids, pair.rejected_ids] == [prompt + ids(side) for side in sides]
 
 
 def test_chat_pairs_in_tokens(tmp_path):
     row = {"prompt": "on wednesday", "chosen": "a film", "rejected": "it"}
     (pair,) = preferences(tmp_path, [row], chat=True, chat_template=CHAT)
     prompt = ids("<bos> on wednesday <eos> . the :")
-    assert pair["sequences"] == [prompt + ids("a film <eos>"), prompt + ids("it <eos>")]
+    assert [pair.chosen_ids, pair.rejected_ids] == [
+        prompt + ids("a film <eos>"),
+        prompt + ids("it <eos>"),
+    ]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -699,13 +705,15 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
         rows.append({"prompt": "on wednesday", "chosen": good, "rejected": "s it"})
     pairs = preferences(tmp_path, rows, **flags)
     prompt = 7 if chat else 3  # tokens
-    lengths = [[len(ids) - prompt for ids in pair["sequences"]] for pair in pairs]
+    lengths = [
+        [len(ids) - prompt for ids in [pair.chosen_ids, pair.rejected_ids]] for pair in pairs
+    ]
     assert lengths == [[3, 2], [3, 5], [5, 3]]
     printed = capsys.readouterr().out
     assert printed.startswith(f"train: 3 of {len(rows)} rows; dropped 2 longer than --max-length ")
     assert f"; dropped {3 if chat else 4} with an empty prompt or completion, first " in printed
     assert "; dropped 2 with chosen equal to rejected, first " in printed
-    merged = "; dropped 1 that change the prompt's tokens (begin the completion with the white"
+    merged = "; dropped 1 that change the prompt's tokens (begin the completion with the"
     assert (merged in printed) == (not chat)
 
 
@@ -725,11 +733,16 @@ def test_content_in_parts_is_joined(tmp_path):
     }
     (pair,) = preferences(tmp_path, [row], chat_template=CHAT)
     prompt = ids("<bos> on wednesday <eos> . the :")
-    assert pair["sequences"] == [prompt + ids("a film <eos>"), prompt + ids("it <eos>")]
+    assert [pair.chosen_ids, pair.rejected_ids] == [
+        prompt + ids("a film <eos>"),
+        prompt + ids("it <eos>"),
+    ]
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(SystemExit, match="train: nothing is left: 0 of 1 rows; dropped 1 longer"):
+    with pytest.raises(
+        rm.InputError, match="train: nothing is left: 0 of 1 rows; dropped 1 longer"
+    ):
         preferences(tmp_path, held_out(1), max_length=5)
 
 
@@ -737,12 +750,14 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
 def test_margins_come_from_their_column(tmp_path, column):
     rows = [row | {column: value} for row, value in zip(held_out(3), (0.5, -2, 3), strict=True)]
     pairs = preferences(tmp_path, rows, margin_column=column)
-    assert [pair["margin"] for pair in pairs] == [0.5, -2, 3]
-    assert all(pair["margin"] == 0 for pair in preferences(tmp_path, rows, margin_column="none"))
+    assert [pair.margin for pair in pairs] == [0.5, -2, 3]
+    assert all(pair.margin == 0 for pair in preferences(tmp_path, rows, margin_column="none"))
     # asked for, and not there
-    messages = dict(margin_column="--margin-column gaps: no number", prompt_column="no column gaps")
+    messages = dict(
+        margin_column="--margin-column gaps: no such column", prompt_column="no column gaps"
+    )
     for flag, message in messages.items():
-        with pytest.raises(SystemExit, match=f"row 0 of train: .*{message}"):
+        with pytest.raises(rm.InputError, match=f"row 0 of train: .*{message}"):
             preferences(tmp_path, rows, **{flag: "gaps"})
 
 
@@ -753,5 +768,5 @@ def test_margins_that_are_no_numbers_name_the_row_and_the_flag(tmp_path, good, b
     rows = held_out(2)
     rows[0]["gap"], rows[1]["gap"] = good, bad
     where = f"row {0 if good == 'x' else 1} of train: --margin-column gap: no number"
-    with pytest.raises(SystemExit, match=f"{where}, but {bad!r}"):
+    with pytest.raises(rm.InputError, match=f"{where}, but {bad!r}"):
         preferences(tmp_path, rows, margin_column="gap")

@@ -18,8 +18,8 @@ from transformers import (
 
 import sft
 from common.generation import find_stop_ids
-from common.logprobs import completion_logprobs
-from sft import Args, encode_pair, load_pairs, negative_log_likelihood, to_pairs
+from common.logprobs import UnusableRow, completion_logprobs, encode_pair
+from sft import Args, load_sequences, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
 SMALL = dict(train_split="train[:64]", epochs=1.0, batch_size=16, micro_batch_size=16)
@@ -91,25 +91,25 @@ def test_only_completion_tokens_have_a_gradient():
 def test_only_completion_tokens_are_learned_unless_asked(
     train_on_prompt, expected, tmp_path, monkeypatch
 ):
-    scored, prompts = [], []
+    scored, sampled_prompts = [], []
 
     def completion_logprobs(model, pairs, rows):
         scored.extend(pairs[i] for i in rows)
         raise KeyboardInterrupt  # one step is enough
 
-    def evaluate(args, model, tokenizer, stop_ids, sampled_prompts, pairs):
-        assert pairs == expected
-        prompts.extend(sampled_prompts)
+    def evaluate(args, policy, tokenizer, stop_ids, sequences, prompts):
+        assert sequences == expected
+        sampled_prompts.extend(prompts)
         return {}, []
 
     pairs = [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]
-    monkeypatch.setattr(sft, "load_pairs", lambda *args: pairs)
+    monkeypatch.setattr(sft, "load_sequences", lambda *args: pairs)
     monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
     monkeypatch.setattr(sft, "evaluate", evaluate)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1)
     assert sorted(scored) == sorted(expected)
-    assert prompts == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
+    assert sampled_prompts == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
 
 
 def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
@@ -118,7 +118,7 @@ def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
     tokenizer.pad_token = tokenizer.eos_token
     rows = [{"prompt": "1+2=", "completion": "#3"}, {"prompt": "1+2+3=", "completion": "3,6#6"}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = load_pairs(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
+    pairs = load_sequences(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
     assert [completion[-1] for _, completion in pairs] == [2, 2]
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
     logprobs = completion_logprobs(model, pairs, range(2)).detach()
@@ -230,8 +230,8 @@ def test_saved_model_ends_at_its_stop_ids_and_brings_no_sampling_of_its_own(tmp_
     model = AutoModelForCausalLM.from_pretrained(BASE)
     # Old versions of transformers refuse to save this, at the very end of a run.
     model.generation_config = GenerationConfig(temperature=0.6, do_sample=False, top_k=3)
-    sft.log(tmp_path, 0, {"eval/loss": 1.0}, [{"prompt": "", "completion": ""}])
-    sft.finish(tmp_path, model, AutoTokenizer.from_pretrained(BASE), [2, 5])
+    sft.log(tmp_path, None, 0, {"eval/loss": 1.0}, [{"prompt": "", "completion": ""}])
+    sft.save_model(tmp_path, model, AutoTokenizer.from_pretrained(BASE), [2, 5])
     saved = GenerationConfig.from_pretrained(tmp_path / "model")
     assert saved.eos_token_id == [2, 5]
     assert saved.top_k is None
@@ -255,7 +255,8 @@ def test_a_merge_across_the_boundary_is_found():
     inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     assert encode_pair(tokenizer, "b", "a", [3]) == ([1], [0, 3])
-    assert "change the prompt's tokens" in encode_pair(tokenizer, "a", "b", [3])
+    with pytest.raises(UnusableRow, match="change the prompt's tokens"):
+        encode_pair(tokenizer, "a", "b", [3])
 
 
 def test_two_bos_are_an_error_that_names_the_row(tokenizer, tmp_path):
@@ -263,8 +264,8 @@ def test_two_bos_are_an_error_that_names_the_row(tokenizer, tmp_path):
         encode_pair(tokenizer, "<bos>1+2=", "#3", [2])
     rows = [{"prompt": text, "completion": "#3"} for text in ["1+2="] * 3 + ["<bos>1+2="]]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SystemExit, match="row 3 of train: two BOS"):
-        load_pairs(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
+    with pytest.raises(sft.InputError, match="row 3 of train: two BOS"):
+        load_sequences(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
 
 
 def test_unusable_rows_are_dropped_and_counted(tmp_path, capsys):
@@ -278,7 +279,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path, capsys):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     run(tmp_path, dataset=str(tmp_path), train_split="train", max_length=20)
     out = capsys.readouterr().out
-    assert "train: 1 of 4 rows; dropped 2 with an empty prompt or completion, first (" in out
+    assert "train: 1 of 4 rows; dropped 2 with an empty prompt or completion, first {" in out
     assert "; dropped 1 longer than --max-length 20, first ('1+2=', '#3#3" in out
 
 
@@ -291,7 +292,9 @@ def test_save_dtype(tmp_path):
 def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_on_prompt):
     sampled, generate = [], sft.generate
     monkeypatch.setattr(
-        sft, "generate", lambda *args: sampled.append(generate(*args)) or sampled[-1]
+        sft,
+        "generate",
+        lambda *args, **options: sampled.append(generate(*args, **options)) or sampled[-1],
     )
     flags = dict(eval_rows=20, eval_samples=15, micro_batch_size=3, max_new_tokens=6)
     run_dir = run(tmp_path, train_on_prompt=train_on_prompt, temperature=0.5, **flags)

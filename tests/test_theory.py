@@ -306,9 +306,9 @@ def test_the_coefficient_of_each_scripts_loss_is_that_of_the_table():
     log_ratios = [x - y for x, y in zip(*sums, strict=True)]
     sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
     # DPO: two pairs, whose sides are neighbours.
-    args = dpo.Args(beta=0.3)
+    args = dpo.check_args(dpo.Args(beta=0.3))
     totals = now.sum(dim=1).view(2, 2), ref.sum(dim=1).view(2, 2), torch.tensor([[5, 3], [1, 4]])
-    loss = dpo.preference_loss(args, *totals)[0].sum() / 2
+    loss = dpo.pair_losses(args, *totals)[0].sum() / 2
     h = [log_ratios[0] - log_ratios[1], log_ratios[2] - log_ratios[3]]
     chosen = [0.3 * sigmoid(-0.3 * x) / 2 for x in h]
     by_side = [chosen[0], -chosen[0], chosen[1], -chosen[1]]

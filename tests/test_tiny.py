@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import grpo
+from tiny.arithmetic.reward import last_number
 from tiny.reviews.gold import grammatical, score, sentiment
 
 
@@ -50,8 +51,7 @@ def test_arithmetic_preferences_are_a_right_and_a_wrong_completion_for_each_prom
         assert [{name: row[name] for name in ("prompt", "answer")} for row in pairs] == prompts
         columns = {name: [row[name] for row in pairs] for name in pairs[0]}
         judged = [
-            grpo.last_number([], columns[side], columns["answer"])
-            for side in ("chosen", "rejected")
+            last_number([], columns[side], columns["answer"]) for side in ("chosen", "rejected")
         ]
         assert judged == [[1.0] * count, [0.0] * count]
 

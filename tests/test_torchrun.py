@@ -21,49 +21,37 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripts import SCRIPTS
+from scripts import SCRIPTS, short_flags
 
 # Nothing here can be divided evenly by 2 or by 4, and some of 4 processes get no row at all.
-PAIRS = dict(train_split="train[:20]", epochs=1.3, batch_size=9, micro_batch_size=2, eval_rows=5)
-ROLLOUTS = dict(total_rollouts=3, prompts_per_rollout=5, micro_batch_size=2, eval_rows=5)
-RUNS = {
-    "sft": dict(PAIRS, eval_samples=3),
-    "rm_bradley_terry": dict(PAIRS, center_coef=0.01),
-    "reinforce": dict(
-        total_rollouts=3,
-        prompts_per_rollout=5,
-        group_size=3,
-        micro_batch_size=2,
-        beta=0.1,
-        eval_split="test[:5]",
-    ),
-    # An adapted beta must be the same everywhere, and so must the end of the passes.
-    "ppo_rlhf": dict(ROLLOUTS, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
-    "grpo": dict(
-        ROLLOUTS,
-        group_size=3,
-        num_minibatches=2,
-        update_epochs=2,
-        kl_placement="reward",
-        model="tiny/reviews/policy",
-        dataset="tiny/reviews/prompts",
-        reward_model="tiny/reviews/reward_model",
-        reward_fn="tiny/reviews/gold.py:sentiment",
-    ),
-    "dpo": dict(PAIRS, nll_coef=0.1),
-    "kto": dict(PAIRS, desirable_weight=1.3),
-    "dpo-orpo": dict(PAIRS, loss="orpo"),  # without a reference
+SHORT = dict(train_split="train[:20]", epochs=1.3, batch_size=9, total_rollouts=3)
+SHORT |= dict(prompts_per_rollout=5, group_size=3, micro_batch_size=2)
+SHORT |= dict(eval_split="test[:5]", eval_samples=3)
+REVIEWS = dict(
+    num_minibatches=2,
+    model="tiny/reviews/policy",
+    dataset="tiny/reviews/prompts",
+    reward_model="tiny/reviews/reward_model",
+    reward_fn="tiny/reviews/gold.py:sentiment",
+)
+MORE = {
+    "rm_bradley_terry": dict(center_coef=0.01),
+    "reinforce": dict(beta=0.1),
+    # An adapted beta must be the same everywhere, and so must the epoch after which it stops.
+    "ppo_rlhf": dict(kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
+    "grpo": dict(REVIEWS, update_epochs=2, kl_placement="reward"),
+    "dpo": dict(nll_coef=0.1),
+    "kto": dict(desirable_weight=1.3),
+    "dpo-orpo": dict(loss="orpo"),  # without a reference
     "grpo-gdpo": dict(
-        ROLLOUTS,
-        group_size=3,
-        num_minibatches=2,
+        REVIEWS,
         multi_objective_aggregation="normalize_then_sum",
         importance_sampling_level="sequence",
-        model="tiny/reviews/policy",
-        dataset="tiny/reviews/prompts",
-        reward_model="tiny/reviews/reward_model",
-        reward_fn="tiny/reviews/gold.py:sentiment",
     ),
+}
+RUNS = {
+    run: short_flags(run.split("-")[0], **SHORT) | MORE.get(run, {})
+    for run in [*SCRIPTS, *(run for run in MORE if run not in SCRIPTS)]
 }
 
 
@@ -102,10 +90,10 @@ def torchrun(processes, *command, **options):
 
 
 def run_together(processes, runs, folder):
-    """`tests/run_together.py` on [name, flags, step] of each run."""
+    """`tests/helpers/run_together.py` on [name, flags, step] of each run."""
     path = folder / f"runs{processes}.json"
     path.write_text(json.dumps(runs))
-    process = torchrun(processes, "tests/run_together.py", path)
+    process = torchrun(processes, "tests/helpers/run_together.py", path)
     try:
         output, _ = process.communicate(timeout=500)
     finally:

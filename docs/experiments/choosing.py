@@ -8,40 +8,55 @@ what the page shows with what `memory` computes. A GB is 10^9 bytes.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = DOCS / "results" / "choosing.json", DOCS / "explorer.html"
+import measuring
+import paths
+import torch
+from scripts import SCRIPTS
+from subprocesses import run_for_json
+from transformers import Qwen2Config
+
+import common.logprobs
+from common.generation import generate, pad_rows
+
+RESULTS, PAGE = paths.RESULTS / "choosing.json", paths.DOCS / "explorer.html"
 GB = 1e9
 
 
+# --- the constants -----------------------------------------------------------------------------
 def shape(hidden: int, layers: int, query: int, kv: int, ffn: int, vocab: int, tied: bool) -> dict:
     """`query` and `kv` are widths, heads times the size of a head; `tied` embeddings are the head's
     weights too."""
     return dict(hidden=hidden, layers=layers, query=query, kv=kv, ffn=ffn, vocab=vocab, tied=tied)
 
 
-def algorithm(name: str, trained: str, frozen: str = "", samples: str = "", rows: int = 1) -> dict:
-    """What it samples: nothing, a completion for each prompt, or a group. `rows` are those of one
-    element of a micro-batch: a pair has two."""
-    models = dict(trained=trained.split(","), frozen=[x for x in frozen.split(",") if x])
-    return dict(name=name, **models, samples=samples, rows=rows)
+def needs(
+    name: str, trained: list[str], frozen: list[str] | None = None, samples: str = "", rows: int = 1
+) -> dict:
+    """The models of an algorithm; what it samples: nothing, one completion for each prompt, or a
+    group; and the rows of one element of a micro-batch: a pair has two."""
+    return dict(name=name, trained=trained, frozen=frozen or [], samples=samples, rows=rows)
 
 
-def precision(name: str, weights: int, gradients: int, adamw: int, frozen: int, compute: int):
+def sizes(name: str, weights: int, gradients: int, adamw: int, frozen: int, compute: int) -> dict:
     """Bytes of a parameter, and of a number that a matrix product reads and writes."""
-    sizes = dict(weights=weights, gradients=gradients, adamw=adamw, frozen=frozen, compute=compute)
-    return dict(name=name, **sizes)
+    return dict(
+        name=name,
+        weights=weights,
+        gradients=gradients,
+        adamw=adamw,
+        frozen=frozen,
+        compute=compute,
+    )
 
 
 CONSTANTS = {
-    "models": {
+    "models": {  # hidden, layers, query, kv, ffn, vocab, tied
         "Qwen2.5-0.5B": shape(896, 24, 896, 128, 4_864, 151_936, True),
         "Qwen2.5-1.5B": shape(1_536, 28, 1_536, 256, 8_960, 151_936, True),
         "Qwen2.5-3B": shape(2_048, 36, 2_048, 256, 11_008, 151_936, True),
@@ -51,26 +66,30 @@ CONSTANTS = {
         "Qwen2.5-32B": shape(5_120, 64, 5_120, 1_024, 27_648, 152_064, False),
         "Llama-3.1-70B": shape(8_192, 80, 8_192, 1_024, 28_672, 128_256, False),
     },
-    "algorithms": {
-        "sft": algorithm("SFT", "policy"),
-        "rm": algorithm("Reward model", "reward", rows=2),
-        "reinforce": algorithm("REINFORCE, RLOO", "policy", "", "group"),
-        "reinforce_kl": algorithm("REINFORCE, RLOO with a KL", "policy", "reference", "group"),
-        "ppo": algorithm("PPO", "policy,critic", "reference,reward", "one"),
-        "ppo_rule": algorithm("PPO with a rule", "policy,critic", "reference", "one"),
-        "grpo": algorithm("GRPO, GSPO, GDPO", "policy", "reference", "group"),
-        "grpo_no_kl": algorithm("GRPO without a KL (DAPO, Dr. GRPO)", "policy", "", "group"),
-        "grpo_rm": algorithm("GRPO with a reward model", "policy", "reference,reward", "group"),
-        "dpo": algorithm("DPO, IPO", "policy", rows=2),
-        "dpo_online": algorithm("DPO, IPO with an online reference", "policy", "reference", rows=2),
-        "simpo": algorithm("SimPO, ORPO", "policy", rows=2),
-        "kto": algorithm("KTO", "policy"),
+    "algorithms": {  # by the first word of their script's name, and variants
+        "sft": needs("SFT", ["policy"]),
+        "rm": needs("Reward model", ["reward"], rows=2),
+        "reinforce": needs("REINFORCE, RLOO", ["policy"], samples="group"),
+        "reinforce_kl": needs(
+            "REINFORCE, RLOO with a KL", ["policy"], ["reference"], samples="group"
+        ),
+        "ppo": needs("PPO", ["policy", "critic"], ["reference", "reward"], samples="one"),
+        "ppo_rule": needs("PPO with a rule", ["policy", "critic"], ["reference"], samples="one"),
+        "grpo": needs("GRPO, GSPO, GDPO", ["policy"], ["reference"], samples="group"),
+        "grpo_no_kl": needs("GRPO without a KL (DAPO, Dr. GRPO)", ["policy"], samples="group"),
+        "grpo_rm": needs(
+            "GRPO with a reward model", ["policy"], ["reference", "reward"], samples="group"
+        ),
+        "dpo": needs("DPO, IPO", ["policy"], rows=2),
+        "dpo_online": needs("DPO, IPO with an online reference", ["policy"], ["reference"], rows=2),
+        "simpo": needs("SimPO, ORPO", ["policy"], rows=2),
+        "kto": needs("KTO", ["policy"]),
     },
-    "precisions": {
-        "mixed": precision("float32, bfloat16 products (GPUs)", 4, 4, 8, 4, 2),
-        "float32": precision("float32 throughout (CPUs)", 4, 4, 8, 4, 4),
-        "master": precision("bfloat16, float32 master weights", 2, 2, 12, 2, 2),
-        "bfloat16": precision("bfloat16 throughout", 2, 2, 4, 2, 2),
+    "precisions": {  # weights, gradients, AdamW's moments, frozen weights, compute
+        "mixed": sizes("float32, bfloat16 products (GPUs)", 4, 4, 8, 4, 2),
+        "float32": sizes("float32 throughout (CPUs)", 4, 4, 8, 4, 4),
+        "master": sizes("bfloat16, float32 master weights", 2, 2, 12, 2, 2),
+        "bfloat16": sizes("bfloat16 throughout", 2, 2, 4, 2, 2),
     },
     # Bytes that autograd keeps for a token of a layer, per unit of each width.
     "activations": {
@@ -98,14 +117,21 @@ PARTS = {
 DEFAULTS = dict(gpus=1, micro_batch=1, prompt=512, completion=512, rollout=128, group=8)
 
 
+# --- the formula -------------------------------------------------------------------------------
 def parameters(model: dict) -> dict[str, int]:
     """Of a layer, of the embeddings with the output head, of the policy, and of a classifier. The
     biases of Qwen2.5's queries, keys and values, a ten-thousandth of all, are left out."""
-    h, embedding = model["hidden"], model["vocab"] * model["hidden"]
-    layer = h * (2 * model["query"] + 2 * model["kv"] + 3 * model["ffn"] + 2)
-    ends = embedding * (1 if model["tied"] else 2) + h
+    hidden, embedding = model["hidden"], model["vocab"] * model["hidden"]
+    layer = hidden * (2 * model["query"] + 2 * model["kv"] + 3 * model["ffn"] + 2)
+    ends = embedding * (1 if model["tied"] else 2) + hidden
     layers = model["layers"] * layer
-    return dict(layer=layer, ends=ends, policy=layers + ends, backbone=layers + embedding + h)
+    backbone = layers + embedding + hidden
+    return dict(layer=layer, ends=ends, policy=layers + ends, backbone=backbone)
+
+
+def weighted_widths(model: dict, per_unit: dict[str, int]) -> int:
+    """The sum over widths of the model, each times what there is per unit of it."""
+    return sum(amount * model[width] for width, amount in per_unit.items())
 
 
 def memory(
@@ -124,150 +150,194 @@ def memory(
     micro_batch: rows or pairs that a GPU computes at a time; prompt, completion: tokens; rollout:
     completions of all GPUs together; group: completions of a prompt.
     """
-    count, p, c = parameters(model), precision, CONSTANTS
-    size = dict.fromkeys(("policy", "reference"), count["policy"])
-    size |= dict.fromkeys(("critic", "reward"), count["backbone"])
-    parts = dict.fromkeys(PARTS, 0.0)
-    for name in algorithm["trained"]:
-        parts[name] = p["weights"] * size[name] / gpus
-        parts["gradients"] += p["gradients"] * size[name] / gpus
-        parts["adamw"] += p["adamw"] * size[name] / gpus
-    for name in algorithm["frozen"]:
-        parts[name] = p["frozen"] * size[name] / gpus
-
-    # On one GPU autocast keeps a low copy of what it multiplies by; several gather the layers.
-    low, head = p["compute"] < p["weights"], "policy" in algorithm["trained"]
+    counts = parameters(model)
     embedding = model["vocab"] * model["hidden"]
-    cast = p["compute"] * (count["backbone"] - (0 if head else embedding)) if low else 0
-    gathered = p["compute"] * ((count["ends"] if head else embedding) + 2 * count["layer"])
-    kind = "float32" if p["compute"] == 4 else "autocast" if low and gpus == 1 else "bfloat16"
+    compute_bytes = precision["compute"]
+    has_policy = "policy" in algorithm["trained"]  # which has an output head over the vocabulary
+
+    # 1. Weights, gradients and moments, sharded over the GPUs.
+    model_sizes = {
+        "policy": counts["policy"],
+        "reference": counts["policy"],
+        "critic": counts["backbone"],
+        "reward": counts["backbone"],
+    }
+    update = dict.fromkeys(PARTS, 0.0)
+    for name in algorithm["trained"]:
+        update[name] = precision["weights"] * model_sizes[name] / gpus
+        update["gradients"] += precision["gradients"] * model_sizes[name] / gpus
+        update["adamw"] += precision["adamw"] * model_sizes[name] / gpus
+    for name in algorithm["frozen"]:
+        update[name] = precision["frozen"] * model_sizes[name] / gpus
+    sampling = dict(update)
+
+    # 2. Copies of weights: on one GPU autocast keeps a copy in low precision of what it multiplies
+    # by; several gather two layers at a time, and what stands at the ends.
+    uses_autocast = compute_bytes < precision["weights"]
+    autocast_copies = 0
+    if uses_autocast:
+        multiplied = counts["backbone"] - (0 if has_policy else embedding)
+        autocast_copies = compute_bytes * multiplied
+    if gpus == 1:
+        update["copies"] = autocast_copies
+    else:
+        gathered_ends = counts["ends"] if has_policy else embedding
+        update["copies"] = compute_bytes * (gathered_ends + 2 * counts["layer"])
+
+    # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
+    kind = "bfloat16"
+    if compute_bytes == 4:
+        kind = "float32"
+    elif uses_autocast and gpus == 1:
+        kind = "autocast"
     rows = micro_batch * algorithm["rows"]
-    kept = sum(size * model[width] for width, size in c["activations"][kind].items())
-    activations = rows * (prompt + completion) * model["layers"] * kept
-    if head:
-        positions = min(rows * completion, c["logits_chunk"] // model["vocab"])
-        activations += c["logit"] * model["vocab"] * (positions + model["hidden"])
-    copies = cast if gpus == 1 else gathered
-    found = {"update": parts | {"copies": copies, "activations": activations}}
+    bytes_per_token = weighted_widths(model, CONSTANTS["activations"][kind])
+    update["activations"] = rows * (prompt + completion) * model["layers"] * bytes_per_token
+    if has_policy:
+        positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
+        logit_bytes = CONSTANTS["logit"] * model["vocab"]
+        update["activations"] += logit_bytes * (positions + model["hidden"])
+    if not algorithm["samples"]:
+        return {"update": update}
 
-    if algorithm["samples"]:
-        mine = ceil(rollout / gpus)
-        row = 2 * model["layers"] * model["kv"] * (prompt + completion) * p["compute"]
-        cache = mine * (row + c["sampled_logit"] * model["vocab"])
-        # Prompts are read all at one time, each once, before the rows of its group are made.
-        prompts = ceil(mine / group) if algorithm["samples"] == "group" else mine
-        read = sum(size * model[width] for width, size in c["prefill"].items()) * p["compute"]
-        prefill = prompts * (row + prompt * read)
-        copies = cast if gpus == 1 else p["compute"] * count["policy"]
-        sampling = {"gradients": 0.0, "copies": copies, "cache": float(max(cache, prefill))}
-        found["sampling"] = parts | sampling
-    return found
+    # 4. Sampling: all weights on each GPU, and the larger of what reading the prompts takes and
+    # what the completions take. Each prompt is read once, before the rows of its group are made.
+    completions = ceil(rollout / gpus)
+    cache_bytes = 2 * model["layers"] * model["kv"] * (prompt + completion) * compute_bytes
+    decoding = completions * (cache_bytes + CONSTANTS["sampled_logit"] * model["vocab"])
+    prompts = completions
+    if algorithm["samples"] == "group":
+        prompts = ceil(completions / group)
+    read_bytes = weighted_widths(model, CONSTANTS["prefill"]) * compute_bytes
+    reading = prompts * (cache_bytes + prompt * read_bytes)
+    sampling["gradients"] = 0.0
+    sampling["copies"] = autocast_copies if gpus == 1 else compute_bytes * counts["policy"]
+    sampling["cache"] = float(max(decoding, reading))
+    return {"update": update, "sampling": sampling}
 
 
-def peak(*arguments, **options) -> float:
-    return max(sum(parts.values()) for parts in memory(*arguments, **options).values())
+def peak(model: dict, algorithm: dict, precision: dict, **work: int) -> float:
+    """Bytes at the moment that needs most; `work` is what `memory` wants to know else."""
+    moments = memory(model, algorithm, precision, **work)
+    return max(sum(parts.values()) for parts in moments.values())
 
 
-# --- the peaks that are measured ---------------------------------------------------------------
-ROWS, CHECKED = 16, shape(512, 8, 512, 128, 1_536, 32_768, True)
-SCRIPTS = {
-    "sft": "sft",
-    "rm_bradley_terry": "rm",
-    "reinforce": "reinforce",
-    "ppo_rlhf": "ppo",
-    "grpo": "grpo",
-    "dpo": "dpo",
-    "kto": "kto",
-}
+# --- the peaks that are measured, each in a process of its own ---------------------------------
+ROWS = 16  # of a micro-batch
+CHECKED = shape(512, 8, 512, 128, 1_536, 32_768, True)
+
+
+def algorithm_of(script_name: str) -> str:
+    """What a script runs by default: the first word of its name."""
+    return script_name.partition("_")[0]
+
+
+class MicroBatchRecorder:
+    """Notes the micro-batches that a script trains on: rows, tokens of each, whether AdamW has
+    moments by then, and whether there are gradients."""
+
+    def __init__(self, script: Any) -> None:
+        self.clear()
+        adamw_step = torch.optim.AdamW.step
+
+        def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
+            ids, mask = pad_rows(rows, device, left)
+            if torch.is_grad_enabled():
+                self.micro_batches.append([*ids.shape, self.has_moments, self.has_gradients])
+                self.has_gradients = True
+            return ids, mask
+
+        def noted_step(optimizer: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+            self.has_moments, self.has_gradients = True, False
+            return adamw_step(optimizer, *args, **kwargs)
+
+        torch.optim.AdamW.step = noted_step
+        common.logprobs.pad_rows = noted_pad_rows
+        if hasattr(script, "pad_rows"):
+            script.pad_rows = noted_pad_rows
+
+    def clear(self) -> None:
+        self.micro_batches = []
+        self.has_moments = self.has_gradients = False
 
 
 def measure_script(name: str) -> dict:
     """Peak of two optimiser steps with models of 27M parameters, and their micro-batches."""
-    import importlib
-
-    import memory as measuring
-
-    sys.path.insert(0, str(DOCS.parent))
-    import common.logprobs
-
-    script = importlib.import_module(name)
-    import torch
-
-    seen, since = [], 0  # [rows, tokens of each, AdamW has moments, there are gradients]
-
-    def pad_rows(rows: list, *arguments, **options):
-        nonlocal since
-        ids, mask = pad(rows, *arguments, **options)
-        if torch.is_grad_enabled():
-            seen.append([*ids.shape, bool(stepped), since > 0])
-            since += 1
-        return ids, mask
-
-    def step(*arguments, **options):
-        nonlocal since
-        since = 0
-        stepped.append(True)
-        return adamw(*arguments, **options)
-
-    stepped, adamw, torch.optim.AdamW.step = [], torch.optim.AdamW.step, step
-    pad = common.logprobs.pad_rows
-    for module in (common.logprobs, script):
-        if hasattr(module, "pad_rows"):
-            module.pad_rows = pad_rows
-    fields = vars(script.Args())
-    flags = dict(batch_size=2 * ROWS, train_split=f"train[:{4 * ROWS}]", epochs=1.0)
-    flags |= dict(total_rollouts=1 + (name == "reinforce"), num_minibatches=2, update_epochs=1)
-    flags |= dict(prompts_per_rollout=4 * ROWS // fields.get("group_size", 1), eval_rows=4)
-    flags |= dict(micro_batch_size=ROWS, eval_split="test[:4]")
-    if "total_rollouts" in fields:
-        del flags["train_split"]
-    flags = {flag: value for flag, value in flags.items() if flag in fields}
+    script = SCRIPTS[name]
+    recorder = MicroBatchRecorder(script)
+    flags = measuring.two_steps(script, ROWS)
     with tempfile.TemporaryDirectory() as folder:
-        large = {
-            flag: measuring.enlarge(source, Path(folder) / flag)
-            for flag in ("model", "reward_model")
-            if (source := fields.get(flag))
-        }
+        large_models = measuring.large_models(script, Path(folder))
         script.main(script.Args(output_dir=folder, **flags))  # what is made once
-        for record in (seen, stepped):
-            record.clear()
+        recorder.clear()
         before = measuring.reset_peak()
-        script.main(script.Args(output_dir=folder, **flags | large))
+        script.main(script.Args(output_dir=folder, **flags | large_models))
         measured = measuring.peak() - before
-        config = json.loads((Path(large["model"]) / "config.json").read_text())
-    rows, length = max((row[:2] for row in seen), key=lambda row: row[0] * row[1])
-    heads = config["head_dim"]
+        config = json.loads((Path(large_models["model"]) / "config.json").read_text())
+    # The largest micro-batch.
+    rows, length, _, _ = max(recorder.micro_batches, key=lambda batch: batch[0] * batch[1])
     model = shape(
-        config["hidden_size"],
-        config["num_hidden_layers"],
-        heads * config["num_attention_heads"],
-        heads * config["num_key_value_heads"],
-        config["intermediate_size"],
-        config["vocab_size"],
-        config["tie_word_embeddings"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        query=config["head_dim"] * config["num_attention_heads"],
+        kv=config["head_dim"] * config["num_key_value_heads"],
+        ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
     )
-    kind = CONSTANTS["algorithms"][SCRIPTS[name]]
-    work = dict(micro_batch=rows // kind["rows"], prompt=length, completion=0)
-    if kind["samples"]:
-        rollout = flags["prompts_per_rollout"] * fields.get("group_size", 1)
-        work |= dict(rollout=rollout, group=fields.get("group_size", 1))
-    found = dict(run=f"`{name}.py`", model=model, algorithm=SCRIPTS[name], work=work)
-    return found | dict(seen=seen, peak=measured)
+    algorithm = CONSTANTS["algorithms"][algorithm_of(name)]
+    work = {"micro_batch": rows // algorithm["rows"], "prompt": length, "completion": 0}
+    if algorithm["samples"]:
+        group_size = getattr(script.Args, "group_size", 1)
+        work |= {"rollout": flags["prompts_per_rollout"] * group_size, "group": group_size}
+    return {
+        "run": f"`{name}.py`",
+        "model": model,
+        "algorithm": algorithm_of(name),
+        "work": work,
+        "seen": recorder.micro_batches,
+        "peak": measured,
+    }
 
 
-def measure_part(which: str) -> dict:
-    """An update of 4 x 512 tokens, or a rollout of 48 x 256, of a model with a real vocabulary."""
-    sys.path.insert(0, str(DOCS.parent))
-    import memory as measuring
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def measure_update() -> dict:
+    """Two optimiser steps on 4 x 512 tokens, of a model with a real vocabulary."""
 
-    from common.generation import generate
-    from common.logprobs import completion_logprobs
+    def run(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
+        ids = torch.randint(CHECKED["vocab"], (rows, prompt + completion)).tolist()
+        sequences = [(row[:prompt], row[prompt:]) for row in ids]
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _step in range(2):
+            for _micro_batch in range(2):  # the second micro-batch meets the gradients of the first
+                logprobs = common.logprobs.completion_logprobs(model, sequences, range(rows))
+                logprobs.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    rows, prompt, completion = (4, 256, 256) if which == "update" else (48, 224, 32)
+    return measure_part("update", run, rows=4, prompt=256, completion=256)
 
-    def make(layers: int) -> torch.nn.Module:
+
+def measure_sampling() -> dict:
+    """A rollout of 48 x 256 tokens, of a model with a real vocabulary."""
+
+    def run(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
+        prompts = torch.randint(CHECKED["vocab"], (rows, prompt)).tolist()
+        generate(
+            model,
+            prompts,
+            max_new_tokens=completion,
+            temperature=1.0,
+            stop_ids=[],
+            rng=torch.Generator(),
+        )
+
+    return measure_part("sampling", run, rows=48, prompt=224, completion=32)
+
+
+def measure_part(name: str, run: Any, rows: int, prompt: int, completion: int) -> dict:
+    """Peak of making a model and of `run(model, rows, prompt, completion)`."""
+
+    def make_model(layers: int) -> torch.nn.Module:
         config = Qwen2Config(
             vocab_size=CHECKED["vocab"],
             hidden_size=CHECKED["hidden"],
@@ -277,174 +347,223 @@ def measure_part(which: str) -> dict:
             intermediate_size=CHECKED["ffn"],
             tie_word_embeddings=CHECKED["tied"],
         )
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(config).eval()
+        return measuring.random_model(config)
 
-    def run(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
-        ids = torch.randint(CHECKED["vocab"], (rows, prompt + completion)).tolist()
-        if which == "sampling":
-            prompts, rng = [row[:prompt] for row in ids], torch.Generator()
-            generate(model, prompts, completion, 1.0, [], rng)
-            return
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        pairs = [(row[:prompt], row[prompt:]) for row in ids]
-        for _step in range(2):
-            for _micro_batch in range(2):  # the second micro-batch meets the gradients of the first
-                completion_logprobs(model, pairs, range(rows)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run(make(1), 2, 8, 2)
+    run(make_model(layers=1), rows=2, prompt=8, completion=2)  # what is made once
     before = measuring.reset_peak()
-    run(make(CHECKED["layers"]), rows, prompt, completion)
-    work = dict(micro_batch=rows, prompt=prompt, completion=completion, rollout=rows, group=1)
-    said = f"an update, {rows} x {prompt + completion} tokens"
-    if which == "sampling":
-        said = f"a rollout, {rows} x {prompt + completion} tokens"
-    found = measuring.peak() - before
-    return dict(run=said, model=CHECKED, algorithm=which, work=work, peak=found)
+    run(make_model(CHECKED["layers"]), rows, prompt, completion)
+    measured = measuring.peak() - before
+    what = {"update": "an update", "sampling": "a rollout"}[name]
+    return {
+        "run": f"{what}, {rows} x {prompt + completion} tokens",
+        "model": CHECKED,
+        "algorithm": name,
+        "work": {
+            "micro_batch": rows,
+            "prompt": prompt,
+            "completion": completion,
+            "rollout": rows,
+            "group": 1,
+        },
+        "peak": measured,
+    }
+
+
+def measure_case(name: str) -> dict:
+    if name == "update":
+        return measure_update()
+    if name == "sampling":
+        return measure_sampling()
+    return measure_script(name)
 
 
 def measure() -> list[dict]:
-    """Each in a process of its own; freed memory goes back to the system at once."""
-    found = []
-    for case in [*SCRIPTS, "update", "sampling"]:
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-        command = [sys.executable, __file__, case]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, cwd=DOCS.parent
-        )
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"{case}: {found[-1]['peak'] / 1e6:,.0f} MB", flush=True)
-    return found
+    """All cases; freed memory goes back to the system at once."""
+    cases = []
+    for name in [*SCRIPTS, "update", "sampling"]:
+        case = run_for_json([__file__, name], MALLOC_MMAP_THRESHOLD_="65536")
+        cases.append(case)
+        print(f"{name}: {case['peak'] / 1e6:,.0f} MB", flush=True)
+    return cases
 
 
 def expected(case: dict) -> tuple[float, float, float]:
     """Bytes of weights, gradients and AdamW; of all that `memory` counts; and of what there was
     when the micro-batches came: in a step's first there are no gradients yet, in the first step
     no moments of AdamW."""
-    kind, p = case["algorithm"], CONSTANTS["precisions"]["float32"]
+    model, precision = case["model"], CONSTANTS["precisions"]["float32"]
     work = DEFAULTS | case["work"]
-    if kind not in CONSTANTS["algorithms"]:  # a part alone: no optimiser while it samples
-        parts = memory(case["model"], CONSTANTS["algorithms"]["reinforce"], p, **work)[kind]
-        parts["adamw"] *= kind == "update"
+    if case["algorithm"] in ("update", "sampling"):
+        algorithm = CONSTANTS["algorithms"]["reinforce"]
+        parts = memory(model, algorithm, precision, **work)[case["algorithm"]]
+        if case["algorithm"] == "sampling":
+            parts["adamw"] = 0.0  # no optimiser while it samples
         total = sum(parts.values())
         return total - parts["activations"] - parts["cache"], total, total
-    came = []
-    for rows, length, stepped, gradients in case["seen"]:
-        algorithm = CONSTANTS["algorithms"][kind] | {"rows": 1}
-        shapes = {"micro_batch": rows, "prompt": length}
-        parts = memory(case["model"], algorithm, p, **work | shapes)["update"]
-        held = parts["adamw"] * (not stepped) + parts["gradients"] * (not gradients)
-        came.append(sum(parts.values()) - held)
-    parts = memory(case["model"], CONSTANTS["algorithms"][kind], p, **work)["update"]
-    return sum(parts.values()) - parts["activations"], sum(parts.values()), max(came)
+
+    algorithm = CONSTANTS["algorithms"][case["algorithm"]]
+    parts = memory(model, algorithm, precision, **work)["update"]
+    total = sum(parts.values())
+    totals_as_they_came = []
+    for rows, length, has_moments, has_gradients in case["seen"]:
+        batch_work = work | {"micro_batch": rows, "prompt": length}
+        batch_parts = memory(model, algorithm | {"rows": 1}, precision, **batch_work)["update"]
+        if not has_moments:
+            batch_parts["adamw"] = 0.0
+        if not has_gradients:
+            batch_parts["gradients"] = 0.0
+        totals_as_they_came.append(sum(batch_parts.values()))
+    return total - parts["activations"], total, max(totals_as_they_came)
 
 
 # --- the tables --------------------------------------------------------------------------------
-COLUMNS = ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-14B"]
-COLUMNS += ["Qwen2.5-32B", "Llama-3.1-70B"]
+COLUMNS = {  # models, and their headings
+    "Qwen2.5-0.5B": "0.5B",
+    "Qwen2.5-1.5B": "1.5B",
+    "Qwen2.5-3B": "3B",
+    "Qwen2.5-7B": "7B",
+    "Qwen2.5-14B": "14B",
+    "Qwen2.5-32B": "32B",
+    "Llama-3.1-70B": "70B",
+}
+
+
+def bytes_table() -> dict:
+    """The models that an algorithm has in memory, and what they take per parameter."""
+    precision = CONSTANTS["precisions"]["mixed"]
+    trained_bytes = precision["weights"] + precision["gradients"] + precision["adamw"]
+    rows = []
+    for algorithm in CONSTANTS["algorithms"].values():
+        trained = [f"{PARTS[name]} (trained)" for name in algorithm["trained"]]
+        frozen = [PARTS[name] for name in algorithm["frozen"]]
+        total = trained_bytes * len(trained) + precision["frozen"] * len(frozen)
+        rows.append([algorithm["name"], ", ".join(trained + frozen), str(total)])
+    columns = ["algorithm", "models in memory while training", "bytes per parameter"]
+    return {"columns": columns, "rows": rows}
+
+
+def peaks_in_gb(gpus: int) -> dict[str, list[float]]:
+    """By algorithm, for each model of `COLUMNS`."""
+    peaks = {}
+    for key, algorithm in CONSTANTS["algorithms"].items():
+        peaks[key] = []
+        for name in COLUMNS:
+            model, precision = CONSTANTS["models"][name], CONSTANTS["precisions"]["mixed"]
+            size = peak(model, algorithm, precision, **DEFAULTS | {"gpus": gpus})
+            peaks[key].append(size / GB)
+    return peaks
+
+
+def peaks_table(peaks: dict[str, list[float]]) -> dict:
+    """The algorithms that need the same share a row."""
+    names_by_cells = {}
+    for key, sizes_in_gb in peaks.items():
+        cells = tuple(f"{size:,.0f}" if size >= 10 else f"{size:.1f}" for size in sizes_in_gb)
+        names_by_cells.setdefault(cells, []).append(CONSTANTS["algorithms"][key]["name"])
+    rows = [["; ".join(names), *cells] for cells, names in names_by_cells.items()]
+    return {"columns": ["algorithm", *COLUMNS.values()], "rows": rows}
+
+
+def measured_table(cases: list[dict]) -> dict:
+    rows = []
+    for case in cases:
+        state, total, as_they_came = expected(case)
+        megabytes = [f"{x / 1e6:,.0f}" for x in (state, total, as_they_came, case["peak"])]
+        rows.append([case["run"], *megabytes, f"{case['peak'] / as_they_came:.2f}"])
+    columns = [
+        "run",
+        "weights, gradients, AdamW, MB",
+        "with activations or cache, MB",
+        "as the micro-batches came, MB",
+        "measured peak, MB",
+        "measured / as they came",
+    ]
+    return {"columns": columns, "rows": rows}
 
 
 def tables(measured: list[dict]) -> dict:
-    models, algorithms = CONSTANTS["models"], CONSTANTS["algorithms"]
-    mixed = CONSTANTS["precisions"]["mixed"]
-    sizes = [name.partition("-")[2].removeprefix("3.1-") for name in COLUMNS]
-    bytes_rows, numbers = [], {}
-    for kind in algorithms.values():
-        held = [f"{x} (trained)" for x in kind["trained"]] + kind["frozen"]
-        each = mixed["weights"] + mixed["gradients"] + mixed["adamw"]
-        total = each * len(kind["trained"]) + mixed["frozen"] * len(kind["frozen"])
-        said = ", ".join(held).replace("reward", "reward model")
-        bytes_rows.append([kind["name"], said, str(total)])
-    made = {
-        "choosing_bytes": {
-            "columns": ["algorithm", "models in memory while training", "bytes per parameter"],
-            "rows": bytes_rows,
-        }
+    """All tables, and the numbers behind them."""
+    one, eight = peaks_in_gb(gpus=1), peaks_in_gb(gpus=8)
+    return {
+        "tables": {
+            "choosing_bytes": bytes_table(),
+            "choosing_one": peaks_table(one),
+            "choosing_eight": peaks_table(eight),
+            "choosing_measured": measured_table(measured),
+        },
+        "numbers": {"choosing_one": one, "choosing_eight": eight, "measured": measured},
     }
-    for table, gpus in (("choosing_one", 1), ("choosing_eight", 8)):
-        numbers[table] = {
-            key: [
-                peak(models[name], kind, mixed, **DEFAULTS | {"gpus": gpus}) / GB
-                for name in COLUMNS
-            ]
-            for key, kind in algorithms.items()
-        }
-        named = {}  # the algorithms that need the same share a row
-        for key, row in numbers[table].items():
-            cells = tuple(f"{x:,.0f}" if x >= 10 else f"{x:.1f}" for x in row)
-            named.setdefault(cells, []).append(algorithms[key]["name"])
-        rows = [["; ".join(names), *cells] for cells, names in named.items()]
-        made[table] = {"columns": ["algorithm", *sizes], "rows": rows}
-
-    rows = []
-    for case in measured:
-        cells = [*expected(case), case["peak"]]
-        ratio = f"{case['peak'] / cells[2]:.2f}"
-        rows.append([case["run"], *[f"{cell / 1e6:,.0f}" for cell in cells], ratio])
-    columns = ["run", "weights, gradients, AdamW, MB", "with activations or cache, MB"]
-    columns += ["as the micro-batches came, MB", "measured peak, MB", "measured / as they came"]
-    made["choosing_measured"] = {"columns": columns, "rows": rows}
-    return {"tables": made, "numbers": numbers | {"measured": measured}}
-
-
-def results() -> dict:
-    draw()
-    return tables(measure())
 
 
 def draw() -> None:
     """Bars of a 7B model on one GPU, at the moment that needs most."""
     from drawing import COLOURS, GREY, panels, save
 
-    names = ["sft", "dpo", "grpo_no_kl", "grpo", "grpo_rm", "ppo"]
+    labels = {
+        "sft": "SFT",
+        "dpo": "DPO, IPO",
+        "grpo_no_kl": "GRPO without a KL",
+        "grpo": "GRPO, GSPO, GDPO",
+        "grpo_rm": "GRPO with a reward model",
+        "ppo": "PPO",
+    }
+    model, precision = CONSTANTS["models"]["Qwen2.5-7B"], CONSTANTS["precisions"]["mixed"]
+    highest_moments = []
+    for name in labels:
+        moments = memory(model, CONSTANTS["algorithms"][name], precision, **DEFAULTS)
+        highest_moments.append(max(moments.values(), key=lambda parts: sum(parts.values())))
+
     figure, (axis,) = panels(1, height=2.6)
-    precision = CONSTANTS["precisions"]["mixed"]
-    left = dict.fromkeys(names, 0.0)
-    found = {}
-    for name in names:
-        of_each = memory(
-            CONSTANTS["models"]["Qwen2.5-7B"], CONSTANTS["algorithms"][name], precision, **DEFAULTS
-        )
-        found[name] = max(of_each.values(), key=lambda parts: sum(parts.values()))
-    colours = [*COLOURS, "#5a6a7a", "#50b8c0", "#c0a0e0"]
-    labels = [CONSTANTS["algorithms"][name]["name"] for name in names]
-    labels = [label.replace(" (DAPO, Dr. GRPO)", "") for label in labels]
-    for (part, said), colour in zip(PARTS.items(), colours, strict=True):
-        widths = [found[name][part] / GB for name in names]
+    part_colours = [*COLOURS, "#5a6a7a", "#50b8c0", "#c0a0e0"]
+    left_ends = [0.0] * len(labels)
+    for (part, part_label), colour in zip(PARTS.items(), part_colours, strict=True):
+        widths = [parts[part] / GB for parts in highest_moments]
         if any(widths):
-            axis.barh(labels, widths, left=[*left.values()], color=colour, label=said, height=0.6)
-        left = {name: left[name] + width for name, width in zip(names, widths, strict=True)}
+            axis.barh(
+                [*labels.values()],
+                widths,
+                left=left_ends,
+                color=colour,
+                label=part_label,
+                height=0.6,
+            )
+        left_ends = [left + width for left, width in zip(left_ends, widths, strict=True)]
     axis.axvline(80, color=GREY, ls="--", lw=1)
     axis.annotate("80 GB", (80, -0.45), xytext=(3, 0), textcoords="offset points", va="bottom")
     axis.invert_yaxis()
     axis.set_xlabel("GB on one GPU, 7B parameters, a micro-batch of 1 with 512 + 512 tokens")
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    save(figure, DOCS / "choosing.svg")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
+    save(figure, "choosing.svg")
+
+
+def results() -> dict:
+    """What docs/results/choosing.json holds; draws docs/figures/choosing.svg."""
+    draw()
+    return tables(measure())
 
 
 def page_constants() -> str:
     """The JSON that stands in docs/explorer.html."""
-    together = CONSTANTS | {"parts": PARTS, "defaults": DEFAULTS}
-    return json.dumps(together, indent=1)
+    return json.dumps(CONSTANTS | {"parts": PARTS, "defaults": DEFAULTS}, indent=1)
+
+
+def write_page() -> None:
+    """Put the constants into docs/explorer.html."""
+    text = PAGE.read_text()
+    opening = '<script type="application/json" id="constants">\n'
+    start, _, rest = text.partition(opening)
+    end = rest[rest.index("</script>") :]
+    PAGE.write_text(start + opening + page_constants() + "\n" + end)
 
 
 def main() -> None:
-    if sys.argv[1:]:  # one case, in a process of its own
-        case = sys.argv[1]
-        run = partial(measure_script if case in SCRIPTS else measure_part, case)
-        print(json.dumps(run()))
+    if len(sys.argv) > 1:  # in a process of its own
+        print(json.dumps(measure_case(sys.argv[1])))
         return
     from tables import insert_tables
 
     RESULTS.write_text(json.dumps(results(), indent=1) + "\n")
-    text = PAGE.read_text()
-    middle = '<script type="application/json" id="constants">\n'
-    start, _, rest = text.partition(middle)
-    PAGE.write_text(start + middle + page_constants() + "\n" + rest[rest.index("</script>") :])
+    write_page()
     insert_tables()
 
 

@@ -5,85 +5,94 @@
     python docs/experiments/figures.py grpo ppo        # some of them
 
 An experiment is a list of commands, each run with several seeds. Its numbers go to
-docs/results/NAME.json, its figure beside the pages, and its tables onto the pages, between the
+docs/results/NAME.json, its figure to docs/figures/, and its tables onto the pages, between the
 comment lines that name them. Runs that runs/figures holds already are read, not repeated: delete
 that folder after a change to a script. Runs of one thread each go side by side.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import tyro
-from drawing import COLOURS, band, panels, save
-from runs import QUANTITIES, SEEDS, Found, find, finished, spread, train
-from tables import insert_tables
+from drawing import COLOURS, draw_band, panels, save
+from paths import RESULTS
+from runs import GOLD, GRPO_REVIEWS, QUANTITIES, SEEDS, Experiment, find_run, finished_runs, train
+from tables import insert_tables, spread
 
-RESULTS, DOCS = Path("docs/results"), Path("docs")
-GOLD = "--eval-reward-fn tiny/reviews/gold.py:sentiment"
-REVIEWS = "--model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40"
-GRPO_REVIEWS = (
-    f"grpo.py {REVIEWS} --reward-model tiny/reviews/reward_model {GOLD} "
-    "--prompts-per-rollout 16 --total-rollouts 30"
-)
-SUMS = "--dataset tiny/arithmetic/preferences --eval-reward-fn grpo.py:last_number"
+LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
+# Preference pairs of the sums.
+SUMS = f"--dataset tiny/arithmetic/preferences --eval-reward-fn {LAST_NUMBER}"
 
 
-def code(flags: str) -> str:
-    return f"`{flags}`" if flags else "(default)"
+def variants(script: str, *flags: str) -> dict[str, str]:
+    """Commands of a script, by the flags that are added to it."""
+    commands = {}
+    for added in flags:
+        if added:
+            commands[f"`{added}`"] = f"{script} {added}"
+        else:
+            commands["(default)"] = script
+    return commands
 
 
-def variants(base: str, *flags: str) -> dict[str, str]:
-    """Commands by what they add to the base."""
-    return {code(some): f"{base} {some}".strip() for some in flags}
-
-
-def curves_over(found: Found, out: str, x: str, titles: dict[str, str], labels: Any = None) -> None:
-    """A panel for each metric: mean and range of the seeds."""
-    offline = ("sft.svg", "rm_bradley_terry.svg", "dpo.svg")
-    words = {"step": "optimiser step" if out in offline else "rollout"}
+def draw_metrics(
+    experiment: Experiment, figure_name: str, titles: dict[str, str], xlabel: str = "rollout"
+) -> None:
+    """A panel for each metric of the default run, with its title: mean and range of the seeds."""
     figure, axes = panels(len(titles))
     for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        for colour, label in zip(COLOURS, labels or found.runs, strict=False):
-            band(axis, found.curve(label, x, metric), label.replace("`", ""), colour)
-        axis.set(title=title, xlabel=words.get(x, x))
-    if len(labels or found.runs) > 1:
-        axes[0].legend(fontsize=8, framealpha=0)
-    save(figure, DOCS / out)
+        curves = experiment.metric_curves("(default)", metric)
+        draw_band(axis, curves, label="(default)", colour=COLOURS[0])
+        axis.set(title=title, xlabel=xlabel)
+    save(figure, figure_name)
 
 
-# --- the experiments: commands, and what becomes of their runs ----------------------------------
-def sft(found: Found) -> dict:
-    curves_over(found, "sft.svg", "step", {"eval/loss": "held-out loss, nats per token"})
-    columns = {"held-out loss before": ("(default)", "loss before", 3)}
-    return {"sft": found.by_seed(columns | {"after": ("(default)", "loss", 3)})}
+# --- the experiments: what becomes of their runs; commands further down ------------------------
+# A column of `table_by_seed` is (label, quantity, digits), of `table_by_flags` (quantity, digits).
+def sft(experiment: Experiment) -> dict:
+    titles = {"eval/loss": "held-out loss, nats per token"}
+    draw_metrics(experiment, "sft.svg", titles, xlabel="optimiser step")
+    columns = {
+        "held-out loss before": ("(default)", "loss before", 3),
+        "after": ("(default)", "loss", 3),
+    }
+    return {"sft": experiment.table_by_seed(columns)}
 
 
-def reward_model(found: Found) -> dict:
+def reward_model(experiment: Experiment) -> dict:
     titles = {"eval/pair_accuracy": "held-out pair accuracy", "eval/loss": "held-out loss, nats"}
-    curves_over(found, "rm_bradley_terry.svg", "step", titles)
-    names = ["loss before", "loss", "pair accuracy before", "pair accuracy", "calibration error"]
-    return {"reward model": found.by_seed({name: ("(default)", name, 3) for name in names})}
+    draw_metrics(experiment, "rm_bradley_terry.svg", titles, xlabel="optimiser step")
+    columns = {
+        "loss before": ("(default)", "loss before", 3),
+        "loss": ("(default)", "loss", 3),
+        "pair accuracy before": ("(default)", "pair accuracy before", 3),
+        "pair accuracy": ("(default)", "pair accuracy", 3),
+        "calibration error": ("(default)", "calibration error", 3),
+    }
+    return {"reward model": experiment.table_by_seed(columns)}
 
 
-def reinforce(found: Found) -> dict:
-    columns = {"accuracy before": ("reward before", 3), "after 20 rollouts": ("reward after 20", 3)}
-    return {"reinforce": found.by_label(columns | {"after 60": ("reward", 3)})}
+def reinforce(experiment: Experiment) -> dict:
+    columns = {
+        "accuracy before": ("reward before", 3),
+        "after 20 rollouts": ("reward after 20", 3),
+        "after 60": ("reward", 3),
+    }
+    return {"reinforce": experiment.table_by_flags(columns)}
 
 
-def grpo(found: Found) -> dict:
+def grpo(experiment: Experiment) -> dict:
     titles = {
         "eval/accuracy": "held-out accuracy",
         "completions/length_mean": "tokens per completion",
         "policy/entropy": "entropy, nats per token",
     }
-    curves_over(found, "grpo.svg", "step", titles, ["(default)"])
+    draw_metrics(experiment, "grpo.svg", titles)
     columns = {
         "accuracy before": ("(default)", "accuracy before", 3),
         "after": ("(default)", "accuracy", 3),
@@ -92,221 +101,335 @@ def grpo(found: Found) -> dict:
         "tokens after": ("(default)", "tokens", 1),
         "KL, nats per completion": ("(default)", "KL, last five rollouts", 1),
     }
-    return {"grpo": found.by_seed(columns)}
+    return {"grpo": experiment.table_by_seed(columns)}
 
 
-def of_sums(found: Found) -> dict:
-    """Accuracy and length by flags."""
-    return found.by_label({"accuracy": ("accuracy", 3), "tokens": ("tokens", 1)})
+def grpo_variants(experiment: Experiment) -> dict:
+    columns = {"accuracy": ("accuracy", 3), "tokens": ("tokens", 1)}
+    return {"grpo variants": experiment.table_by_flags(columns)}
 
 
-REVIEW_COLUMNS = {
-    "gold": ("reward", 2),
-    "KL": ("KL of samples", 1),
-    "grammatical": ("grammatical", 2),
-}
+def ppo(experiment: Experiment) -> dict:
+    review_columns = {
+        "gold before": ("(default)", "reward before", 2),
+        "gold": ("(default)", "reward", 2),
+        "learned": ("(default)", "learned reward", 2),
+        "grammatical": ("(default)", "grammatical", 2),
+        "KL": ("(default)", "KL, last five rollouts", 1),
+        "`--beta 0`: gold": ("`--beta 0`", "reward", 2),
+        "`--beta 0`: learned": ("`--beta 0`", "learned reward", 2),
+        "`--beta 0`: grammatical": ("`--beta 0`", "grammatical", 2),
+    }
+    sum_columns = {
+        "accuracy before": ("sums", "accuracy before", 3),
+        "accuracy": ("sums", "accuracy", 3),
+        "explained variance": ("sums", "explained variance", 2),
+    }
+    return {
+        "ppo": experiment.table_by_seed(review_columns),
+        "ppo sums": experiment.table_by_seed(sum_columns),
+    }
 
 
-def of_reviews(found: Found, **columns: tuple) -> dict:
-    """Gold reward, KL and grammar by flags."""
-    return found.by_label(REVIEW_COLUMNS | columns)
+def ppo_variants(experiment: Experiment) -> dict:
+    columns = {
+        "gold": ("reward", 2),
+        "KL": ("KL of samples", 1),
+        "grammatical": ("grammatical", 2),
+        "first `explained_variance`": ("first explained variance", 2),
+        "at the end": ("explained variance", 2),
+    }
+    return {"ppo variants": experiment.table_by_flags(columns)}
 
 
-def ppo(found: Found) -> dict:
-    columns = {"gold before": ("(default)", "reward before", 2)}
-    quantities = {"gold": "reward", "learned": "learned reward", "grammatical": "grammatical"}
-    columns |= {name: ("(default)", quantity, 2) for name, quantity in quantities.items()}
-    columns |= {"KL": ("(default)", "KL, last five rollouts", 1)}
-    for name, quantity in quantities.items():
-        columns[f"`--beta 0`: {name}"] = ("`--beta 0`", quantity, 2)
-    sums = {name: ("sums", name, 3) for name in ("accuracy before", "accuracy")}
-    sums |= {"explained variance": ("sums", "explained variance", 2)}
-    return {"ppo": found.by_seed(columns), "ppo sums": found.by_seed(sums)}
-
-
-def ppo_variants(found: Found) -> dict:
-    first = ("first explained variance", 2)
-    columns = {"first `explained_variance`": first, "at the end": ("explained variance", 2)}
-    return {"ppo variants": of_reviews(found, **columns)}
-
-
-def reward_hacking(found: Found) -> dict:
+def reward_hacking(experiment: Experiment) -> dict:
     titles = {"reward/mean": "learned reward", "eval/reward": "gold reward, held out"}
+    colours = (COLOURS[4], COLOURS[1], COLOURS[0])
     figure, axes = panels(2, height=3, sharex=True)
     for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        for colour, label in zip((COLOURS[4], COLOURS[1], COLOURS[0]), found.runs, strict=True):
-            runs = [
-                [r for r in run.rows if "eval/reward" in r and "objective/kl" in r]
-                for run in found.runs[label]
-            ]
-            points = [[(r["objective/kl"], r[metric]) for r in rows] for rows in runs]
-            found.curves.setdefault(label, {})[f"{metric} over objective/kl"] = points
-            for line in points:
-                axis.plot(*zip(*line, strict=True), color=colour, lw=0.6, alpha=0.5)
-            means = [
-                [mean(v) for v in zip(*some, strict=True)] for some in zip(*points, strict=True)
-            ]
-            axis.plot(*zip(*means, strict=True), color=colour, lw=2, label=f"beta {label}")
+        for label, colour in zip(experiment.runs, colours, strict=True):
+            curves = []
+            for run in experiment.runs[label]:
+                rows = [row for row in run.evaluations if "objective/kl" in row]
+                curves.append([(row["objective/kl"], row[metric]) for row in rows])
+            experiment.curves.setdefault(label, {})[f"{metric} over objective/kl"] = curves
+            for curve in curves:
+                axis.plot(*zip(*curve, strict=True), color=colour, lw=0.6, alpha=0.5)
+            mean_kls, mean_rewards = [], []
+            for points in zip(*curves, strict=True):  # those of one evaluation, of each seed
+                mean_kls.append(mean(kl for kl, _ in points))
+                mean_rewards.append(mean(reward for _, reward in points))
+            axis.plot(mean_kls, mean_rewards, color=colour, lw=2, label=f"beta {label}")
         axis.set(title=title, xlabel="KL to the starting policy, nats per completion")
-    axes[0].legend(fontsize=8, framealpha=0)
-    save(figure, DOCS / "reward_hacking.svg")
-    columns = {"learned": ("learned reward", 2), "gold": ("reward", 2)}
-    table = found.by_label(columns | {"KL": ("KL, last five rollouts", 1)})
-    table["columns"] = [
-        "`--beta`",
-        *table["columns"][1:],
-        "a review near the mean, seed 1 (its gold)",
-    ]
-    for row in table["rows"]:
-        samples = found.runs[row[0]][0].samples
-        middle = mean(sample["reward"] for sample in samples)
-        typical = min(samples, key=lambda sample: abs(sample["reward"] - middle))
+    axes[0].legend()
+    save(figure, "reward_hacking.svg")
+
+    columns = {
+        "learned": ("learned reward", 2),
+        "gold": ("reward", 2),
+        "KL": ("KL, last five rollouts", 1),
+    }
+    table = experiment.table_by_flags(columns)
+    for row, runs in zip(table["rows"], experiment.runs.values(), strict=True):
+        samples = runs[0].samples
+        mean_reward = mean(sample["reward"] for sample in samples)
+        typical = min(samples, key=lambda sample: abs(sample["reward"] - mean_reward))
         row.append(f"`{typical['completion']}` ({typical['reward']:.2f})")
+    table["columns"][0] = "`--beta`"
+    table["columns"].append("a review near the mean, seed 1 (its gold)")
     return {"reward hacking": table}
 
 
+@dataclass
+class Family:
+    """An algorithm, which is run with several beta."""
+
+    command: str  # before the beta
+    betas: Sequence[float]
+
+
 FRONTIER = {
-    "PPO, KL in the reward": ("ppo_rlhf.py", (1e-9, 0.05, 0.1, 0.2, 0.5), "--beta {}"),
-    "PPO, KL in the loss": ("ppo_rlhf.py", (0.2, 0.5, 1), "--kl-placement loss --beta {}"),
-    "GRPO, KL in the reward": (GRPO_REVIEWS, (0.1, 0.2, 0.5), "--kl-placement reward --beta {}"),
-    "GRPO, KL in the loss": (GRPO_REVIEWS, (0.1, 0.2, 0.5, 1), "--beta {}"),
-    "DPO": ("dpo.py", (0.1, 0.3, 1), "--beta {}"),
+    "PPO, KL in the reward": Family("ppo_rlhf.py --beta", (1e-9, 0.05, 0.1, 0.2, 0.5)),
+    "PPO, KL in the loss": Family("ppo_rlhf.py --kl-placement loss --beta", (0.2, 0.5, 1)),
+    "GRPO, KL in the reward": Family(
+        f"{GRPO_REVIEWS} --kl-placement reward --beta", (0.1, 0.2, 0.5)
+    ),
+    "GRPO, KL in the loss": Family(f"{GRPO_REVIEWS} --beta", (0.1, 0.2, 0.5, 1)),
+    "DPO": Family("dpo.py --beta", (0.1, 0.3, 1)),
 }
 
 
-def frontier(found: Found) -> dict:
+def frontier_commands() -> dict[str, str]:
+    commands = {}
+    for name, family in FRONTIER.items():
+        for beta in family.betas:
+            commands[f"{name}, beta {beta}"] = f"{family.command} {beta}"
+    return commands
+
+
+def frontier(experiment: Experiment) -> dict:
     figure, (axis,) = panels(1, width=6, height=3.6)
     rows = []
-    for colour, (name, (_, betas, _)) in zip(COLOURS, FRONTIER.items(), strict=False):
-        labels = [f"{name}, beta {beta}" for beta in betas]
-        kls, golds = ([found.of(label, q) for label in labels] for q in ("KL of samples", "reward"))
-        axis.scatter([*chain(*kls)], [*chain(*golds)], s=5, color=colour, alpha=0.5, lw=0)
-        middle = [[mean(v) for v in some] for some in (kls, golds)]
-        axis.plot(*middle, color=colour, marker="o", ms=5, label=name)
-        for beta, kl, gold, label in zip(betas, kls, golds, labels, strict=True):
-            told = "0" if beta < 1e-6 else str(beta)
-            cells = [spread(gold, 2), spread(kl, 1), spread(found.of(label, "grammatical"), 2)]
-            rows.append([name, told, *cells])
+    for colour, (name, family) in zip(COLOURS, FRONTIER.items(), strict=False):
+        all_kls, all_golds = [], []  # for each beta a list, of each seed
+        for beta in family.betas:
+            label = f"{name}, beta {beta}"
+            kls = experiment.values(label, "KL of samples")
+            golds = experiment.values(label, "reward")
+            grammatical = experiment.values(label, "grammatical")
+            shown_beta = "0" if beta < 1e-6 else str(beta)
+            row = [name, shown_beta, spread(golds, 2), spread(kls, 1), spread(grammatical, 2)]
+            rows.append(row)
+            all_kls.append(kls)
+            all_golds.append(golds)
+        axis.scatter([*chain(*all_kls)], [*chain(*all_golds)], s=5, color=colour, alpha=0.5, lw=0)
+        mean_kls = [mean(kls) for kls in all_kls]
+        mean_golds = [mean(golds) for golds in all_golds]
+        axis.plot(mean_kls, mean_golds, color=colour, marker="o", ms=5, label=name)
     axis.set(
         xlabel="KL to the starting policy, nats per completion", ylabel="gold reward, held out"
     )
     axis.set(xscale="log", title="gold reward against KL, one point per beta")
-    axis.legend(fontsize=8, framealpha=0, loc="lower left")
-    save(figure, DOCS / "frontier.svg")
+    axis.legend(loc="lower left")
+    save(figure, "frontier.svg")
     columns = ["algorithm", "`--beta`", "gold", "KL, nats per completion", "grammatical"]
-    return {"frontier": dict(columns=columns, rows=rows)}
+    return {"frontier": {"columns": columns, "rows": rows}}
 
 
-def dpo(found: Found) -> dict:
+def dpo(experiment: Experiment) -> dict:
     titles = {
         "eval/pair_accuracy": "held-out pair accuracy",
         "eval/reward": "gold reward",
         "eval/kl": "KL, nats per completion",
     }
-    curves_over(found, "dpo.svg", "step", titles, ["(default)"])
-    digits = {"pair accuracy": 3, "loss": 3, "reward before": 2, "reward": 2, "grammatical": 2}
-    digits |= {"eval KL": 1, "tokens before": 1, "tokens": 1}
-    words = {"reward before": "gold before", "reward": "gold", "eval KL": "KL"}
-    columns = {words.get(n, n): ("(default)", n, d) for n, d in digits.items()}
-    sums = {"accuracy before": 3, "accuracy": 3, "eval KL": 1}
-    sums = {words.get(name, name): ("sums", name, digits) for name, digits in sums.items()}
-    return {"dpo": found.by_seed(columns), "dpo sums": found.by_seed(sums)}
+    draw_metrics(experiment, "dpo.svg", titles, xlabel="optimiser step")
+    review_columns = {
+        "pair accuracy": ("(default)", "pair accuracy", 3),
+        "loss": ("(default)", "loss", 3),
+        "gold before": ("(default)", "reward before", 2),
+        "gold": ("(default)", "reward", 2),
+        "grammatical": ("(default)", "grammatical", 2),
+        "KL": ("(default)", "eval KL", 1),
+        "tokens before": ("(default)", "tokens before", 1),
+        "tokens": ("(default)", "tokens", 1),
+    }
+    sum_columns = {
+        "accuracy before": ("sums", "accuracy before", 3),
+        "accuracy": ("sums", "accuracy", 3),
+        "KL": ("sums", "eval KL", 1),
+    }
+    return {
+        "dpo": experiment.table_by_seed(review_columns),
+        "dpo sums": experiment.table_by_seed(sum_columns),
+    }
 
 
-def with_tokens(found: Found) -> dict:
-    return of_reviews(found, tokens=("tokens", 1))
+def dpo_variants(experiment: Experiment) -> dict:
+    columns = {
+        "gold": ("reward", 2),
+        "KL": ("KL of samples", 1),
+        "grammatical": ("grammatical", 2),
+        "tokens": ("tokens", 1),
+    }
+    return {"dpo variants": experiment.table_by_flags(columns)}
 
 
-def without_kl(found: Found) -> dict:
-    """Of losses without a reference."""
-    columns = {name: REVIEW_COLUMNS[name] for name in ("gold", "grammatical")}
-    columns |= {"pair accuracy": ("pair accuracy", 3), "tokens": ("tokens", 1)}
-    return {"simpo and orpo": found.by_label(columns)}
+def simpo_and_orpo(experiment: Experiment) -> dict:
+    """Losses without a reference, so without a KL."""
+    columns = {
+        "gold": ("reward", 2),
+        "grammatical": ("grammatical", 2),
+        "pair accuracy": ("pair accuracy", 3),
+        "tokens": ("tokens", 1),
+    }
+    return {"simpo and orpo": experiment.table_by_flags(columns)}
 
 
-def orpo(found: Found) -> dict:
+def orpo_commands() -> dict[str, str]:
+    from_base = (
+        f"dpo.py --loss orpo --beta {{}} --model tiny/arithmetic/base {SUMS} --max-new-tokens 24 "
+        "--learning-rate 1e-3 --epochs 12"
+    )
+    return {
+        "SFT on the chosen": from_base.format(1e-9),
+        "ORPO, beta 0.5": from_base.format(0.5),
+        "ORPO, beta 1": from_base.format(1),
+        "that SFT, then DPO": f"dpo.py --model {{SFT on the chosen}} {SUMS} --max-new-tokens 24",
+    }
+
+
+def orpo(experiment: Experiment) -> dict:
     columns = {"accuracy before": ("SFT on the chosen", "accuracy before", 3)}
-    columns |= {label: (label, "accuracy", 3) for label in found.runs}
-    return {"orpo": found.by_seed(columns)}
+    for label in experiment.runs:
+        columns[label] = (label, "accuracy", 3)
+    return {"orpo": experiment.table_by_seed(columns)}
 
 
-def kto(found: Found) -> dict:
-    digits = {"loss before": 3, "loss": 3, "reward before": 2, "reward": 2, "grammatical": 2}
-    digits |= {"eval KL": 1, "highest KL": 1, "tokens before": 1, "tokens": 1}
-    words = {"reward before": "gold before", "reward": "gold", "eval KL": "KL"}
+def kto(experiment: Experiment) -> dict:
     tables = {}
     for name, label in {"kto": "(default)", "kto pairs": "pairs"}.items():
-        columns = {words.get(n, n): (label, n, d) for n, d in digits.items()}
-        tables[name] = found.by_seed(columns)
+        columns = {
+            "loss before": (label, "loss before", 3),
+            "loss": (label, "loss", 3),
+            "gold before": (label, "reward before", 2),
+            "gold": (label, "reward", 2),
+            "grammatical": (label, "grammatical", 2),
+            "KL": (label, "eval KL", 1),
+            "highest KL": (label, "highest KL", 1),
+            "tokens before": (label, "tokens before", 1),
+            "tokens": (label, "tokens", 1),
+        }
+        tables[name] = experiment.table_by_seed(columns)
     return tables
 
 
-def gdpo(found: Found) -> dict:
+def kto_variants(experiment: Experiment) -> dict:
+    columns = {
+        "gold": ("reward", 2),
+        "KL": ("KL of samples", 1),
+        "grammatical": ("grammatical", 2),
+    }
+    return {"kto variants": experiment.table_by_flags(columns)}
+
+
+def gdpo_commands() -> dict[str, str]:
+    """GRPO and GDPO of right answers and a second rule, with several weights."""
+    reward_flags = {}
+    for weight in (1, 2, 4, 8, 16):
+        reward_flags[f"brevity {weight} : 1"] = (
+            f"{LAST_NUMBER} docs/experiments/rules.py:brevity --reward-weights {weight} 1"
+        )
+    reward_flags["working 1 : 1"] = (
+        f"{LAST_NUMBER} docs/experiments/rules.py:working --reward-weights 1 1"
+    )
+    reward_flags["none "] = LAST_NUMBER
+    commands = {}
+    for setting, flags in reward_flags.items():
+        base = f"grpo.py --reward-fn {flags} --eval-reward-fn {LAST_NUMBER}"
+        base += " --multi-objective-aggregation"
+        commands[f"{setting}, GRPO"] = f"{base} sum_then_normalize"
+        commands[f"{setting}, GDPO"] = f"{base} normalize_then_sum"
+    return commands
+
+
+def gdpo(experiment: Experiment) -> dict:
+    titles = {"reward/last_number": "right answers", "reward/brevity": "minus the characters"}
+    figure, axes = panels(2)
+    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
+        for algorithm, colour in (("GRPO", COLOURS[1]), ("GDPO", COLOURS[0])):
+            curves = experiment.metric_curves(f"brevity 4 : 1, {algorithm}", metric)
+            draw_band(axis, curves, algorithm, colour)
+        axis.set(title=title, xlabel="rollout")
+    axes[0].legend()
+    save(figure, "gdpo.svg")
+
+    rows = []
+    for label in experiment.runs:
+        setting, _, algorithm = label.rpartition(", ")
+        if algorithm == "GDPO":
+            continue  # it stands in the row of its GRPO
+        rule, _, weights = setting.partition(" ")
+        labels = [f"{setting}, GRPO", f"{setting}, GDPO"]
+        row = [rule, weights]
+        row += [experiment.spread(label, "accuracy", 2) for label in labels]
+        if rule in QUANTITIES:
+            row += [experiment.spread(label, rule, 1) for label in labels]
+        else:
+            row += ["", ""]
+        row += [experiment.spread(label, "right in the third rollout", 2) for label in labels]
+        rows.append(row)
+    columns = ["rule", "weights, right : rule", "right: GRPO", "GDPO", "rule: GRPO", "GDPO"]
+    columns += ["right in the third rollout: GRPO", "GDPO"]
+    return {"gdpo advantages": gdpo_advantages_table(), "gdpo": {"columns": columns, "rows": rows}}
+
+
+def gdpo_advantages_table() -> dict:
+    """Advantages of the first of two completions, by what sets it apart from the second."""
     import torch
 
     from grpo import group_advantages
 
-    figure, axes = panels(2)
-    titles = {"reward/last_number": "right answers", "reward/brevity": "minus the characters"}
-    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        for colour, way in zip((COLOURS[1], COLOURS[0]), ("GRPO", "GDPO"), strict=True):
-            band(axis, found.curve(f"brevity 4 : 1, {way}", "step", metric), way, colour)
-        axis.set(title=title, xlabel="rollout")
-    axes[0].legend(fontsize=8, framealpha=0)
-    save(figure, DOCS / "gdpo.svg")
-    rows = []
-    for setting in dict.fromkeys(label.rpartition(",")[0] for label in found.runs):
-        rule = setting.split()[0]
-        ways = [f"{setting}, {way}" for way in ("GRPO", "GDPO")]
-        cells = [spread(found.of(way, "accuracy"), 2) for way in ways]
-        cells += [spread(found.of(way, rule), 1) if rule in QUANTITIES else "" for way in ways]
-        cells += [spread(found.of(way, "right in the third rollout"), 2) for way in ways]
-        rows.append([*setting.partition(" ")[::2], *cells])
-    columns = ["rule", "weights, right : rule", "right: GRPO", "GDPO", "rule: GRPO", "GDPO"]
-    columns += ["right in the third rollout: GRPO", "GDPO"]
-    pairs = {
+    right_weight, brevity_weight = 4, 1
+    cases = {  # right or not, and characters fewer, each less those of the second completion
         "right, and as long": (1, 0),
         "as right, and 9 characters shorter": (0, 9),
         "right, and 9 characters shorter": (1, 9),
         "right, and 9 characters longer": (1, -9),
     }
-    advantages = []
-    for told, (right, shorter) in pairs.items():
-        each = [torch.tensor([w * more, 0.0]) for w, more in ((4.0, right), (1.0, shorter))]
-        summed = group_advantages(sum(each), 2)[0]
-        apart = 4 * group_advantages(each[0], 2)[0] + group_advantages(each[1], 2)[0]
-        cells = (f"{4 * right + shorter:+d}", f"{summed:+.2f}", f"{apart:+.2f}")
-        advantages.append([told, *cells])
-    heads = ["the first completion is", "weighted sum, first less second", "GRPO", "GDPO"]
-    tables = {"gdpo advantages": dict(columns=heads, rows=advantages)}
-    return tables | {"gdpo": dict(columns=columns, rows=rows)}
+    rows = []
+    for name, (right, shorter) in cases.items():
+        right_rewards = torch.tensor([float(right), 0.0])
+        brevity_rewards = torch.tensor([float(shorter), 0.0])
+        weighted_sum = right_weight * right_rewards + brevity_weight * brevity_rewards
+        grpo_advantage = group_advantages(weighted_sum, 2)[0]
+        gdpo_advantage = (
+            right_weight * group_advantages(right_rewards, 2)[0]
+            + brevity_weight * group_advantages(brevity_rewards, 2)[0]
+        )
+        row = [name, f"{weighted_sum[0]:+.0f}", f"{grpo_advantage:+.2f}", f"{gdpo_advantage:+.2f}"]
+        rows.append(row)
+    columns = ["the first completion is", "weighted sum, first less second", "GRPO", "GDPO"]
+    return {"columns": columns, "rows": rows}
 
 
-def format_reward(found: Found) -> dict:
+def format_reward(experiment: Experiment) -> dict:
     titles = {"reward/shown": "working shown", "eval/accuracy": "held-out accuracy"}
-    curves_over(found, "rewards.svg", "step", titles)
-    columns = {"working shown, first rollout": ("(default)", "first shown", 2)}
-    columns |= {"last five": ("(default)", "shown", 2)}
-    columns |= {name: ("(default)", name, 3) for name in ("accuracy before", "accuracy")}
-    return {"format reward": found.by_seed(columns)}
+    draw_metrics(experiment, "rewards.svg", titles)
+    columns = {
+        "working shown, first rollout": ("(default)", "first shown", 2),
+        "last five": ("(default)", "shown", 2),
+        "accuracy before": ("(default)", "accuracy before", 3),
+        "accuracy": ("(default)", "accuracy", 3),
+    }
+    return {"format reward": experiment.table_by_seed(columns)}
 
 
-def two_rewards(rule: str | None, weight: int) -> dict[str, str]:
-    """GRPO and GDPO with right answers and a rule beside them."""
-    rules = "--reward-fn last_number"
-    if rule:
-        rules += f" docs/experiments/rules.py:{rule} --reward-weights {weight} 1"
-    name = f"{rule} {weight} : 1" if rule else "none "
-    base = f"grpo.py {rules} --eval-reward-fn last_number --multi-objective-aggregation"
-    ways = {"GRPO": "sum_then_normalize", "GDPO": "normalize_then_sum"}
-    return {f"{name}, {way}": f"{base} {flag}" for way, flag in ways.items()}
-
-
-# Commands by label, and the function that makes tables and figures of their runs. A command may
-# name the model of another run of the same experiment and seed: {its label}.
-EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
-    "sft": (variants("sft.py", ""), sft),
-    "reward_model": (variants("rm_bradley_terry.py", ""), reward_model),
+# --- the experiments: their commands -----------------------------------------------------------
+# By label; and the function that makes tables and figures of the runs. A command may name the model
+# of another run of the same experiment and seed: {its label}.
+EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
+    "sft": ({"(default)": "sft.py"}, sft),
+    "reward_model": ({"(default)": "rm_bradley_terry.py"}, reward_model),
     "grpo": (
         {
             "(default)": "grpo.py",
@@ -319,8 +442,8 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "(default)": "ppo_rlhf.py",
             "`--beta 0`": "ppo_rlhf.py --beta 0",
             "sums": "ppo_rlhf.py --model tiny/arithmetic/policy --dataset tiny/arithmetic/prompts "
-            "--reward-model None --reward-fn last_number --eval-reward-fn None --critic-init sft "
-            "--max-new-tokens 24 --total-rollouts 40 --beta 0.04",
+            f"--reward-model None --reward-fn {LAST_NUMBER} --eval-reward-fn None "
+            "--critic-init sft --max-new-tokens 24 --total-rollouts 40 --beta 0.04",
         },
         ppo,
     ),
@@ -335,33 +458,29 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
         {
             "(default)": "kto.py --eval-every 100",
             "pairs": "kto.py --eval-every 100 --dataset tiny/reviews/preferences "
-            "--eval-reward-fn ./tiny/reviews/gold.py:sentiment",
+            f"--eval-reward-fn ./{GOLD}",
         },
         kto,
     ),
     "reinforce": (
         variants(
             "reinforce.py",
-            *(f"--baseline {name}" for name in ("none", "batch_mean", "leave_one_out")),
+            "--baseline none",
+            "--baseline batch_mean",
+            "--baseline leave_one_out",
         ),
         reinforce,
     ),
     "reward_hacking": (
         # At 0 no reference is loaded and no KL measured; 1e-9 takes nothing that counts off.
         {
-            told: f"ppo_rlhf.py --beta {beta} --eval-every 2"
-            for told, beta in (("0", 1e-9), ("0.05", 0.05), ("0.2", 0.2))
+            "0": "ppo_rlhf.py --beta 1e-09 --eval-every 2",
+            "0.05": "ppo_rlhf.py --beta 0.05 --eval-every 2",
+            "0.2": "ppo_rlhf.py --beta 0.2 --eval-every 2",
         },
         reward_hacking,
     ),
-    "frontier": (
-        {
-            f"{name}, beta {beta}": f"{base} {flags.format(beta)}"
-            for name, (base, betas, flags) in FRONTIER.items()
-            for beta in betas
-        },
-        frontier,
-    ),
+    "frontier": (frontier_commands(), frontier),
     "grpo_variants": (
         variants(
             "grpo.py",
@@ -379,7 +498,7 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "--beta 0 --clip-coef-high 0.28 --loss-norm token --mask-truncated",
             "--beta 0 --loss-norm constant --no-scale-rewards",
         ),
-        lambda found: {"grpo variants": of_sums(found)},
+        grpo_variants,
     ),
     "ppo_variants": (
         variants(
@@ -402,7 +521,7 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "--nll-coef 0.2",
             "--label-smoothing 0.1",
         ),
-        lambda found: {"dpo variants": with_tokens(found)},
+        dpo_variants,
     ),
     "simpo_and_orpo": (
         variants(
@@ -416,27 +535,13 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "--loss orpo --beta 1",
             "--loss orpo --beta 1e-9",
         ),
-        without_kl,
+        simpo_and_orpo,
     ),
-    "orpo": (
-        {
-            label: f"dpo.py --loss orpo --beta {beta} --model tiny/arithmetic/base {SUMS} "
-            "--max-new-tokens 24 --learning-rate 1e-3 --epochs 12"
-            for label, beta in (
-                ("SFT on the chosen", 1e-9),
-                ("ORPO, beta 0.5", 0.5),
-                ("ORPO, beta 1", 1),
-            )
-        }
-        | {
-            "that SFT, then DPO": f"dpo.py --model {{SFT on the chosen}} {SUMS} --max-new-tokens 24"
-        },
-        orpo,
-    ),
+    "orpo": (orpo_commands(), orpo),
     "format_reward": (
         {
             "(default)": "grpo.py --reward-fn docs/rewards/formats.py:shown "
-            "--eval-reward-fn last_number"
+            f"--eval-reward-fn {LAST_NUMBER}"
         },
         format_reward,
     ),
@@ -447,117 +552,137 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable]] = {
             "--desirable-weight 1",
             "--desirable-weight 1 --beta 0.3",
         ),
-        lambda found: {"kto variants": of_reviews(found)},
+        kto_variants,
     ),
-    "gdpo": (
-        {
-            label: command
-            for rule, weight in (
-                *(("brevity", weight) for weight in (1, 2, 4, 8, 16)),
-                ("working", 1),
-                (None, 1),
-            )
-            for label, command in two_rewards(rule, weight).items()
-        },
-        gdpo,
-    ),
+    "gdpo": (gdpo_commands(), gdpo),
 }
-COMPUTED = ("theory", "choosing", "variance", "pitfalls")  # modules with a function results()
+MODULES = ("theory", "choosing", "variance", "pitfalls")  # those with a function results()
 
 
 def overview() -> dict:
     """All algorithms on one metric, from the numbers of the other experiments."""
 
-    def told(name: str, label: str, quantity: str, digits: int) -> str:
-        numbers = json.loads((RESULTS / f"{name}.json").read_text())["numbers"]
+    def saved_spread(experiment: str, label: str, quantity: str, digits: int) -> str:
+        numbers = json.loads((RESULTS / f"{experiment}.json").read_text())["numbers"]
         return spread(numbers[label][quantity], digits)
 
-    def gold(name: str, label: str, has_kl: bool = True) -> list[str]:
-        kl = told(name, label, "KL of samples", 1) if has_kl else ""
-        return [told(name, label, "reward", 2), kl]
+    def gold(experiment: str, label: str) -> str:
+        return saved_spread(experiment, label, "reward", digits=2)
 
-    def right(name: str, label: str, quantity: str = "accuracy") -> str:
-        return told(name, label, quantity, 3)
+    def kl(experiment: str, label: str) -> str:
+        return saved_spread(experiment, label, "KL of samples", digits=1)
+
+    def accuracy(experiment: str, label: str, quantity: str = "accuracy") -> str:
+        return saved_spread(experiment, label, quantity, digits=3)
 
     simpo, orpo = "`--loss simpo --beta 5 --gamma 0.5`", "`--loss orpo --beta 5`"
-    leave_one_out = right("reinforce", "`--baseline leave_one_out`", "reward")
-    pages = {
-        "[PPO](ppo_rlhf.md)": [
-            *gold("frontier", "PPO, KL in the reward, beta 0.2"),
-            right("ppo", "sums"),
+    rows = [
+        [
+            "[PPO](ppo_rlhf.md)",
+            gold("frontier", "PPO, KL in the reward, beta 0.2"),
+            kl("frontier", "PPO, KL in the reward, beta 0.2"),
+            accuracy("ppo", "sums"),
             "reward model; rule",
         ],
-        "[REINFORCE](reinforce.md), leave one out": ["", "", leave_one_out, "rule"],
-        "[GRPO](grpo.md), KL in the loss": [
-            *gold("frontier", "GRPO, KL in the loss, beta 0.2"),
-            right("grpo", "(default)"),
+        [
+            "[REINFORCE](reinforce.md), leave one out",
+            "",
+            "",
+            accuracy("reinforce", "`--baseline leave_one_out`", "reward"),
+            "rule",
+        ],
+        [
+            "[GRPO](grpo.md), KL in the loss",
+            gold("frontier", "GRPO, KL in the loss, beta 0.2"),
+            kl("frontier", "GRPO, KL in the loss, beta 0.2"),
+            accuracy("grpo", "(default)"),
             "reward model; rule",
         ],
-        "GRPO, KL in the reward": [
-            *gold("frontier", "GRPO, KL in the reward, beta 0.2"),
+        [
+            "GRPO, KL in the reward",
+            gold("frontier", "GRPO, KL in the reward, beta 0.2"),
+            kl("frontier", "GRPO, KL in the reward, beta 0.2"),
             "",
             "reward model",
         ],
-        "[DPO](dpo.md)": [
-            *gold("frontier", "DPO, beta 0.3"),
-            right("dpo", "sums"),
+        [
+            "[DPO](dpo.md)",
+            gold("frontier", "DPO, beta 0.3"),
+            kl("frontier", "DPO, beta 0.3"),
+            accuracy("dpo", "sums"),
             "pairs; right and wrong samples",
         ],
-        "[SimPO](dpo.md#simpo-and-orpo)": [*gold("simpo_and_orpo", simpo, False), "", "pairs"],
-        "[ORPO](dpo.md#simpo-and-orpo)": [
-            *gold("simpo_and_orpo", orpo, False),
-            f"{right('orpo', 'ORPO, beta 0.5')}, from an untrained model",
+        ["[SimPO](dpo.md#simpo-and-orpo)", gold("simpo_and_orpo", simpo), "", "", "pairs"],
+        [
+            "[ORPO](dpo.md#simpo-and-orpo)",
+            gold("simpo_and_orpo", orpo),
+            "",
+            f"{accuracy('orpo', 'ORPO, beta 0.5')}, from an untrained model",
             "pairs; right and wrong samples",
         ],
-        "[KTO](kto.md)": [*gold("kto_variants", "(default)"), "", "labelled completions"],
-    }
+        [
+            "[KTO](kto.md)",
+            gold("kto_variants", "(default)"),
+            kl("kto_variants", "(default)"),
+            "",
+            "labelled completions",
+        ],
+    ]
     columns = ["", "reviews: gold reward", "KL, nats per completion", "sums: accuracy"]
-    rows = [[name, *cells] for name, cells in pages.items()]
-    return dict(tables={"overview": dict(columns=[*columns, "learns from"], rows=rows)})
+    return {"tables": {"overview": {"columns": [*columns, "learns from"], "rows": rows}}}
 
 
+# --- making them -------------------------------------------------------------------------------
 @dataclass
 class Args:
-    names: tyro.conf.Positional[tuple[str, ...]] = (*EXPERIMENTS, *COMPUTED, "overview")
+    names: tyro.conf.Positional[tuple[str, ...]] = (*EXPERIMENTS, *MODULES, "overview")
     """Experiments; all if none is named."""
     jobs: int = 2
     """Runs side by side."""
 
 
-def wanted(command: str, seed: int, commands: dict[str, str]) -> str:
-    """The command, with the folders of other runs' models."""
-    for label, other in commands.items():
+def with_models(command: str, seed: int, commands: dict[str, str]) -> str:
+    """The command, with the folders of other runs' models in the place of their labels."""
+    for label, other_command in commands.items():
         if f"{{{label}}}" in command:
-            run = find(other, seed)
-            command = command.replace(f"{{{label}}}", f"{run.folder}/model" if run else "?")
+            run = find_run(other_command, seed)
+            command = command.replace(f"{{{label}}}", f"{run.folder}/model")
     return command
 
 
-def make(name: str, jobs: int) -> None:
-    commands, finish = EXPERIMENTS[name]
-    for later in (False, True):  # those that start from another's model come second
-        todo = [
-            (wanted(command, seed, commands), seed)
-            for command in commands.values()
-            for seed in SEEDS
-            if ("{" in command) == later
-        ]
-        todo = [pair for pair in todo if not find(*pair)]
+def make_runs(commands: dict[str, str], jobs: int) -> None:
+    """Those runs of an experiment that are not there yet."""
+    from_given_model = [command for command in commands.values() if "{" not in command]
+    from_another_run = [command for command in commands.values() if "{" in command]
+    for stage in (from_given_model, from_another_run):
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(lambda pair: train(*pair), todo))
-        finished.cache_clear()
-    runs = {
-        label: [find(wanted(command, seed, commands), seed) for seed in SEEDS]
-        for label, command in commands.items()
-    }
-    found = Found(runs)
-    made = dict(tables=finish(found), commands=commands, seeds=SEEDS)
-    write(name, made | dict(numbers=found.numbers, curves=found.curves))
+            trainings = []
+            for command in stage:
+                for seed in SEEDS:
+                    full_command = with_models(command, seed, commands)
+                    if find_run(full_command, seed) is None:
+                        trainings.append(pool.submit(train, full_command, seed))
+            for training in trainings:
+                training.result()  # raises what the training raised
+        finished_runs.cache_clear()
 
 
-def write(name: str, made: dict) -> None:
+def make(name: str, jobs: int) -> None:
+    """Make the runs of an experiment, and of these its results."""
+    commands, tables_of = EXPERIMENTS[name]
+    make_runs(commands, jobs)
+    runs = {}
+    for label, command in commands.items():
+        runs[label] = [find_run(with_models(command, seed, commands), seed) for seed in SEEDS]
+    experiment = Experiment(runs)
+    results = {"tables": tables_of(experiment), "commands": commands, "seeds": SEEDS}
+    write(name, results | {"numbers": experiment.numbers, "curves": experiment.curves})
+
+
+def write(name: str, results: dict) -> None:
+    """To docs/results/NAME.json, and the tables onto the pages."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     insert_tables()
 
 
@@ -566,7 +691,7 @@ def main(args: Args) -> None:
         print(name, flush=True)
         if name == "overview":
             write(name, overview())
-        elif name in COMPUTED:
+        elif name in MODULES:
             write(name, import_module(name).results())
         else:
             make(name, args.jobs)

@@ -4,25 +4,15 @@
 figure: a pair of commands for each symptom, five seeds, half a minute of one core a run.
 """
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).parent))
-from runs import Run, find, finished, train
-from tables import ROOT
+from paths import ROOT
+from runs import GRPO_REVIEWS, SEEDS, Run, find_run, finished_runs, train
+from subprocesses import run_python
 
-SEEDS = (1, 2, 3, 4, 5)
 STOPPED = ROOT / "runs" / "pitfalls"  # runs that end with an error, and so have no model
-REVIEWS = (
-    "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
-    "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
-    "--prompts-per-rollout 16 --total-rollouts 30"
-)
 
 
 @dataclass(frozen=True)
@@ -39,8 +29,8 @@ RUNS = {
         ("reward/mean", "eval/reward", "objective/kl"),
     ),
     "entropy": Symptom(
-        f"{REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
-        f"{REVIEWS} --beta 0.2 --kl-placement reward",
+        f"{GRPO_REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
+        f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward",
         ("policy/entropy", "highest reward/mean", "reward/mean", "eval/reward"),
     ),
     "length": Symptom(
@@ -49,8 +39,8 @@ RUNS = {
         ("eval/length_mean", "eval/pair_accuracy", "eval/reward"),
     ),
     "kl": Symptom(
-        f"{REVIEWS} --beta 0.0001 --learning-rate 2e-3",
-        f"{REVIEWS} --beta 0.2 --kl-placement reward",
+        f"{GRPO_REVIEWS} --beta 0.0001 --learning-rate 2e-3",
+        f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward",
         ("objective/kl", "reward/mean", "eval/reward"),
     ),
     "zero": Symptom(
@@ -70,9 +60,9 @@ RUNS = {
         ("policy/logprob_chosen", "eval/pair_accuracy", "eval/kl", "eval/reward"),
     ),
 }
-# Ends with an error, so it is told in rollouts.
+# Ends with an error, so its table tells in which rollout.
 NAN = ("grpo.py --learning-rate 1", "grpo.py")
-# Symptom, metric, and words for each panel of the figure.
+# Symptom, metric, title and label of x for each panel of the figure.
 PANELS = (
     ("hacking", "eval/reward", "gold reward", "rollout"),
     ("entropy", "policy/entropy", "entropy, nats per token", "rollout"),
@@ -81,92 +71,122 @@ PANELS = (
 )
 
 
-def run(command: str, seed: int) -> Run:
-    """A run of the command, made where there is none yet."""
-    if not find(command, seed):
-        train(command, seed)
-        finished.cache_clear()
-    return find(command, seed)
+def runs_of(command: str) -> list[Run]:
+    """A run for each seed, made where there is none yet."""
+    runs = []
+    for seed in SEEDS:
+        if find_run(command, seed) is None:
+            train(command, seed)
+            finished_runs.cache_clear()
+        runs.append(find_run(command, seed))
+    return runs
 
 
-def stopped(command: str, seed: int) -> Run:
+def stopped_run(command: str, seed: int) -> Run:
     """A run that ends with an error: its folder has metrics and no model, and `error.txt`."""
-    out = STOPPED / f"{'_'.join(command.split())}__{seed}"
-    if not [*out.glob("*/error.txt")]:
-        words = [sys.executable, *command.split(), "--seed", str(seed), "--output-dir", str(out)]
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        ended = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
-        error = ended.stderr.strip().splitlines()[-1]
-        if "no step was taken" not in error:
-            raise RuntimeError(f"{' '.join(words)} was to stop: {error}")
-        max(out.glob("*")).joinpath("error.txt").write_text(error.partition("; stopped run")[0])
-    return Run(next(out.glob("*/error.txt")).parent)
+    output_dir = STOPPED / f"{'_'.join(command.split())}__{seed}"
+    if not [*output_dir.glob("*/error.txt")]:
+        arguments = [*command.split(), "--seed", str(seed), "--output-dir", str(output_dir)]
+        process = run_python(arguments, OMP_NUM_THREADS="1")
+        error = process.stderr.strip().splitlines()[-1]
+        if "stopped run" not in error:
+            raise RuntimeError(f"{' '.join(arguments)} was to stop: {error}")
+        newest = max(output_dir.glob("*"))
+        (newest / "error.txt").write_text(error)
+    (error_file,) = output_dir.glob("*/error.txt")
+    return Run(error_file.parent)
 
 
 def value(rows: list[dict], metric: str) -> float:
     """The mean over the last five steps; of an evaluation the last; or `highest NAME`."""
     highest, _, name = metric.rpartition(" ")
-    found = [row[name] for row in rows if name in row]
-    return max(found) if highest else mean(found[-1:] if "eval/" in name else found[-5:])
+    values = [row[name] for row in rows if name in row]
+    if highest:
+        return max(values)
+    if name.startswith("eval/"):
+        return values[-1]
+    return mean(values[-5:])
 
 
 def show(number: float) -> str:
-    return f"{number:.{0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2}f}"
+    """Three digits, but no more than two behind the point."""
+    if abs(number) >= 100:
+        return f"{number:.0f}"
+    if abs(number) >= 10:
+        return f"{number:.1f}"
+    return f"{number:.2f}"
 
 
-def table(runs: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
+def table(runs_by_command: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
     """The sick and the healthy command, a column for each metric, a number for each seed."""
-    rows = [
-        [way, *(", ".join(show(value(run.rows, metric)) for run in some) for metric in metrics)]
-        for way, some in zip(("sick", "healthy"), runs.values(), strict=True)
-    ]
-    names = [re.sub(r"(\S+)$", r"`\1`", metric) for metric in metrics]
-    return {"columns": ["", *names], "rows": rows}
+    rows = []
+    for name, runs in zip(("sick", "healthy"), runs_by_command.values(), strict=True):
+        row = [name]
+        for metric in metrics:
+            row.append(", ".join(show(value(run.rows, metric)) for run in runs))
+        rows.append(row)
+    headings = [re.sub(r"(\S+)$", r"`\1`", metric) for metric in metrics]
+    return {"columns": ["", *headings], "rows": rows}
 
 
 def nan_table() -> dict:
     """Where the runs ended, and the gradient's norm there."""
-    found = {"sick": [], "healthy": []}
+    sick_command, healthy_command = NAN
+    last_rollouts, grad_norms = [], []
     for seed in SEEDS:
-        error = (stopped(NAN[0], seed).folder / "error.txt").read_text()
-        end = re.search(r"rollout (\d+): .* gradient norm (\w+)", error)
-        found["sick"].append((*end.groups(), "-"))
-        last = run(NAN[1], seed).rows[-1]
-        measured = (show(last[metric]) for metric in ("policy/grad_norm", "eval/accuracy"))
-        found["healthy"].append((str(last["step"]), *measured))
-    rows = [[way, *map(", ".join, zip(*cells, strict=True))] for way, cells in found.items()]
+        error = (stopped_run(sick_command, seed).folder / "error.txt").read_text()
+        rollout, grad_norm = re.search(r"step (\d+) stopped.* gradient norm (\w+)", error).groups()
+        last_rollouts.append(rollout)
+        grad_norms.append(grad_norm)
+    sick = ["sick", ", ".join(last_rollouts), ", ".join(grad_norms), ", ".join("-" for _ in SEEDS)]
+    last_rows = [run.rows[-1] for run in runs_of(healthy_command)]
+    healthy = [
+        "healthy",
+        ", ".join(str(row["step"]) for row in last_rows),
+        ", ".join(show(row["policy/grad_norm"]) for row in last_rows),
+        ", ".join(show(row["eval/accuracy"]) for row in last_rows),
+    ]
     columns = ["", "ends in rollout", "`policy/grad_norm` there", "`eval/accuracy`"]
-    return {"columns": columns, "rows": rows}
+    return {"columns": columns, "rows": [sick, healthy]}
 
 
 def draw(runs: dict[str, dict[str, list[Run]]]) -> None:
-    from drawing import COLOURS, band, panels, save
+    from drawing import COLOURS, draw_band, panels, save
 
     figure, axes = panels(len(PANELS), width=10, height=2.6)
-    for axis, (name, metric, title, x) in zip(axes, PANELS, strict=True):
-        ways = zip(("sick", "healthy"), COLOURS[1::-1], runs[name].values(), strict=True)
-        for way, colour, some in ways:
-            curves = [[(r["step"], r[metric]) for r in run.rows if metric in r] for run in some]
-            band(axis, curves, way, colour)
-        axis.set(title=title, xlabel=x)
-        if name == "kl":
+    for axis, (symptom, metric, title, xlabel) in zip(axes, PANELS, strict=True):
+        sick_runs, healthy_runs = runs[symptom].values()
+        for name, colour, symptom_runs in (
+            ("sick", COLOURS[1], sick_runs),
+            ("healthy", COLOURS[0], healthy_runs),
+        ):
+            curves = [run.curve("step", metric) for run in symptom_runs]
+            draw_band(axis, curves, name, colour)
+        axis.set(title=title, xlabel=xlabel)
+        if symptom == "kl":
             axis.set_yscale("log")
         else:
             axis.locator_params(axis="y", nbins=5, steps=[1, 2, 5, 10])
-    axes[0].legend(fontsize=8, framealpha=0)
-    save(figure, ROOT / "docs" / "pitfalls.svg")
+    axes[0].legend()
+    save(figure, "pitfalls.svg")
 
 
 def results() -> dict:
-    tables, numbers, runs = {}, {}, {}
+    """What docs/results/pitfalls.json holds; draws docs/figures/pitfalls.svg."""
+    tables, numbers, all_runs = {}, {}, {}
     for name, symptom in RUNS.items():
-        commands = (symptom.sick, symptom.healthy)
-        runs[name] = {command: [run(command, seed) for seed in SEEDS] for command in commands}
-        tables[f"pitfalls {name}"] = table(runs[name], symptom.metrics)
-        numbers[name] = {
-            command: {m: [round(value(run.rows, m), 4) for run in some] for m in symptom.metrics}
-            for command, some in runs[name].items()
+        runs_by_command = {
+            symptom.sick: runs_of(symptom.sick),
+            symptom.healthy: runs_of(symptom.healthy),
         }
+        tables[f"pitfalls {name}"] = table(runs_by_command, symptom.metrics)
+        numbers[name] = {}
+        for command, runs in runs_by_command.items():
+            numbers[name][command] = {}
+            for metric in symptom.metrics:
+                values = [round(value(run.rows, metric), 4) for run in runs]
+                numbers[name][command][metric] = values
+        all_runs[name] = runs_by_command
     tables["pitfalls nan"] = nan_table()
-    draw(runs)
+    draw(all_runs)
     return {"tables": tables, "numbers": numbers}

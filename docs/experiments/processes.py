@@ -8,30 +8,27 @@ each receives, or sends, (N - 1) / N of them.
 """
 
 import argparse
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import median_seconds, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo
-from common.generation import RANK, WORLD_SIZE, unsharded
+from common.generation import RANK, WORLD_SIZE, shard, unsharded
 from common.logprobs import completion_logprobs
 
 
-class Count(TorchDispatchMode):
+class TransferCounter(TorchDispatchMode):
     """Adds up the bytes of the whole tensors that are gathered or scattered, and the calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = {"gathered": 0, "scattered": 0}
+        self.gathered_bytes = 0
+        self.scattered_bytes = 0
         self.calls = 0
 
     def __torch_dispatch__(
@@ -41,13 +38,13 @@ class Count(TorchDispatchMode):
         name = function.name()
         if name.startswith(("c10d::", "_c10d_functional::")):
             if "all_gather_into_tensor" in name:
-                self.bytes["gathered"] += result.numel() * result.element_size()
+                self.gathered_bytes += result.numel() * result.element_size()
                 self.calls += 1
             elif "allgather_base" in name:
-                self.bytes["gathered"] += args[0].numel() * args[0].element_size()
+                self.gathered_bytes += args[0].numel() * args[0].element_size()
                 self.calls += 1
             elif "reduce_scatter" in name:
-                self.bytes["scattered"] += args[1].numel() * args[1].element_size()
+                self.scattered_bytes += args[1].numel() * args[1].element_size()
                 self.calls += 1
         return result
 
@@ -59,8 +56,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="of all processes together")
     parser.add_argument("--length", type=int, default=128)
     args = parser.parse_args()
-    _, device = grpo.start_run(grpo.Args(output_dir=tempfile.mkdtemp()))
-    torch.manual_seed(0)
+    _, device, _ = grpo.start_run(grpo.Args(output_dir=tempfile.mkdtemp()))
     config = LlamaConfig(
         vocab_size=1_000,
         hidden_size=args.hidden_size,
@@ -68,45 +64,41 @@ def main() -> None:
         num_hidden_layers=args.layers,
         num_attention_heads=8,
     )
-    model = grpo.shard(LlamaForCausalLM(config).eval(), device)
-    count = model.num_parameters()
-    held = sum(
-        weight.to_local().numel() if WORLD_SIZE > 1 else weight.numel()
-        for weight in model.parameters()
-    )
-    print(f"{WORLD_SIZE} x {device.type}: {count:,} parameters, {held / count:.0%} here")
-    pairs = [(row[:1], row[1:]) for row in torch.randint(1_000, (args.rows, args.length)).tolist()]
+    model = shard(random_model(config), device)
+    num_parameters = model.num_parameters()
+    weights = list(model.parameters())
+    if WORLD_SIZE > 1:
+        weights = [weight.to_local() for weight in weights]
+    held = sum(weight.numel() for weight in weights) / num_parameters
+    print(f"{WORLD_SIZE} x {device.type}: {num_parameters:,} parameters, {held:.0%} here")
+    ids = torch.randint(1_000, (args.rows, args.length)).tolist()
+    sequences = [(row[:1], row[1:]) for row in ids]
 
-    def forward() -> torch.Tensor:
-        return completion_logprobs(model, pairs, range(RANK, args.rows, WORLD_SIZE))
-
-    def score() -> None:
-        with torch.no_grad():
-            forward()
-
-    def train() -> None:
-        forward().sum().backward()
-        model.zero_grad()
+    def logprobs() -> torch.Tensor:
+        return completion_logprobs(model, sequences, range(RANK, args.rows, WORLD_SIZE))
 
     def gather() -> None:
         with unsharded(model):
             pass
 
-    def measure(name: str, run: Callable[[], None]) -> None:
-        run()
-        with Count() as counted:
-            run()
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-        sent = {name: number / count for name, number in counted.bytes.items()}
+    @torch.no_grad()
+    def score() -> None:
+        logprobs()
+
+    def train() -> None:
+        logprobs().sum().backward()
+        model.zero_grad()
+
+    def measure(name: str, function: Callable[[], None]) -> None:
+        function()
+        with TransferCounter() as counter:
+            function()
+        gathered = counter.gathered_bytes / num_parameters
+        scattered = counter.scattered_bytes / num_parameters
+        seconds = median_seconds(function, repeats=5)
         print(
-            f"{name:<42}{sent['gathered']:>6.2f} gathered {sent['scattered']:>6.2f} scattered, "
-            f"bytes a parameter in {counted.calls} calls; {statistics.median(seconds):.3f} s"
+            f"{name:<42}{gathered:>6.2f} gathered {scattered:>6.2f} scattered, "
+            f"bytes a parameter in {counter.calls} calls; {seconds:.3f} s"
         )
 
     measure("gathering the weights for a rollout", gather)

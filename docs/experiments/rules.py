@@ -1,11 +1,15 @@
-"""Second rewards for tiny/arithmetic, on other scales than the 0 or 1 of a right answer.
+"""Reward functions of the experiments, beside the 0 or 1 of a right answer.
 
-    python grpo.py --reward-fn last_number docs/experiments/rules.py:brevity --reward-weights 4 1
+    python grpo.py --reward-weights 4 1 \
+        --reward-fn tiny/arithmetic/reward.py:last_number docs/experiments/rules.py:brevity
 
-`python docs/experiments/figures.py gdpo` trains with them.
+`python docs/experiments/figures.py gdpo variance` trains with them on tiny/arithmetic, and speed.py
+with `count_letters`.
 """
 
 import re
+
+from tiny.arithmetic.reward import last_number
 
 
 def brevity(prompts: list, completions: list[str], **columns: list) -> list[float]:
@@ -15,4 +19,18 @@ def brevity(prompts: list, completions: list[str], **columns: list) -> list[floa
 
 def working(prompts: list, completions: list[str], **columns: list) -> list[float]:
     """10 for five digits with commas between them and the answer, whatever the digits are."""
-    return [10.0 * bool(re.fullmatch(r"\d(,\d){4}#\d", completion)) for completion in completions]
+    rewards = []
+    for completion in completions:
+        shows_working = re.fullmatch(r"\d(,\d){4}#\d", completion) is not None
+        rewards.append(10.0 if shows_working else 0.0)
+    return rewards
+
+
+def one_or_two(prompts: list, completions: list[str], answer: list, **columns: list) -> list[float]:
+    """2 for a right answer, else 1: all rewards of `last_number` are one higher."""
+    return [1 + reward for reward in last_number(prompts, completions, answer)]
+
+
+def count_letters(prompts: list, completions: list[str], **columns: list) -> list[float]:
+    """A reward that differs between the samples of a model with random weights."""
+    return [float(sum(map(str.isalpha, completion))) for completion in completions]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -11,92 +9,121 @@ from importlib import import_module
 from pathlib import Path
 from statistics import mean
 
-from tables import ROOT
+from paths import ROOT
+from subprocesses import run_or_exit
+from tables import spread
 
-sys.path.insert(0, str(ROOT))
+from tiny.reviews.gold import grammatical
+
 os.chdir(ROOT)
-from tiny.reviews.gold import grammatical  # noqa: E402
-
 RUNS = Path("runs/figures")
 SEEDS = (1, 2, 3, 4, 5)
+GOLD = "tiny/reviews/gold.py:sentiment"
+# GRPO on the reviews, with the learned reward, and evaluated by the gold reward.
+GRPO_REVIEWS = (
+    "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
+    f"--reward-model tiny/reviews/reward_model --eval-reward-fn {GOLD} "
+    "--prompts-per-rollout 16 --total-rollouts 30"
+)
 # What a run may differ in and still be the one that is asked for.
-FREE = ("exp_name", "output_dir", "resume", "track", "save_every", "eval_every")
+IGNORED_FLAGS = ("exp_name", "output_dir", "resume", "track", "save_every", "eval_every")
 
 
 @dataclass
 class Run:
+    """What a run has logged."""
+
     folder: Path
 
     def __post_init__(self) -> None:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        self.rows = [json.loads(line) for line in lines]
-        self.evaluations = [r for r in self.rows if any(name.startswith("eval/") for name in r)]
+        self.rows = read_jsonl(self.folder / "metrics.jsonl")  # a row for each logged step
+        self.evaluations = []  # the rows of evaluations
+        for row in self.rows:
+            if any(name.startswith("eval/") for name in row):
+                self.evaluations.append(row)
+
+    def curve(self, x: str, y: str) -> list[tuple]:
+        """Points (x, y), where both metrics were logged."""
+        return [(row[x], row[y]) for row in self.rows if x in row and y in row]
 
     @property
     def samples(self) -> list[dict]:
         """Those of the last evaluation."""
-        lines = (self.folder / "samples.jsonl").read_text().splitlines()
-        samples = [json.loads(line) for line in lines]
+        samples = read_jsonl(self.folder / "samples.jsonl")
         return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
 
 
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- finding and making runs -------------------------------------------------------------------
 @cache
-def parse(command: str, seed: int) -> tuple[str, int]:
-    """What a run must agree in to be the one that is asked for, and `--eval-every`."""
+def flags_of_command(command: str, seed: int) -> dict:
+    """Every flag of a run with its value, as the run writes them to args.json."""
     script, *flags = command.split()
     module = import_module(Path(script).stem)
-    return key(asdict(module.parse_args([*flags, "--seed", str(seed)])))
+    args = module.parse_args([*flags, "--seed", str(seed)])
+    return asdict(module.check_args(args))
 
 
-def key(flags: dict) -> tuple[str, int]:
-    fixed = {name: value for name, value in flags.items() if name not in FREE}
-    return json.dumps(fixed, sort_keys=True), flags.get("eval_every", 0)
+def identity(flags: dict) -> str:
+    """Two runs with one identity have done the same."""
+    relevant_flags = {name: flags[name] for name in flags if name not in IGNORED_FLAGS}
+    return json.dumps(relevant_flags, sort_keys=True)
 
 
 @cache
-def finished() -> dict[str, list[tuple[int, Path]]]:
-    """All whole runs: how often they evaluate, and their folders."""
-    found = {}
-    for path in sorted(RUNS.glob("*/model")):
-        name, often = key(json.loads((path.parent / "args.json").read_text()))
-        found.setdefault(name, []).append((often, path.parent))
-    return found
+def finished_runs() -> dict[str, list[tuple[dict, Path]]]:
+    """Flags and folders of all finished runs, by their identity."""
+    finished = {}
+    for model in sorted(RUNS.glob("*/model")):
+        folder = model.parent
+        flags = json.loads((folder / "args.json").read_text())
+        finished.setdefault(identity(flags), []).append((flags, folder))
+    return finished
 
 
-def find(command: str, seed: int) -> Run | None:
-    """The run of a command, if there is one."""
-    name, often = parse(command, seed)
-    known = finished().get(name, [])
-    exact = [folder for number, folder in known if number == often]
-    others = [folder for _, folder in known if "--eval-every" not in command]
-    return next(map(Run, exact + others), None)
+def find_run(command: str, seed: int) -> Run | None:
+    """The finished run of a command, if there is one; best one that evaluates as often."""
+    wanted_flags = flags_of_command(command, seed)
+    candidates = finished_runs().get(identity(wanted_flags), [])
+    for flags, folder in candidates:
+        if flags["eval_every"] == wanted_flags["eval_every"]:
+            return Run(folder)
+    if candidates and "--eval-every" not in command:
+        _, folder = candidates[0]
+        return Run(folder)
+    return None
 
 
-def train(command: str, seed: int) -> None:
-    words = [sys.executable, *command.split(), "--seed", str(seed), "--output-dir", str(RUNS)]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
-    if done.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
+def train(command: str, seed: int, output_dir: Path = RUNS) -> None:
+    """Run a command with a seed, on one thread."""
+    arguments = [*command.split(), "--seed", str(seed), "--output-dir", str(output_dir)]
+    run_or_exit(arguments, OMP_NUM_THREADS="1")
     print(f"    {command} --seed {seed}", flush=True)
 
 
 # --- what is read off a run --------------------------------------------------------------------
-def ends(metric: str) -> tuple[Callable, Callable]:
-    """A metric of the first and of the last evaluation."""
-    return lambda run: run.evaluations[0][metric], lambda run: run.evaluations[-1][metric]
+def first_evaluation(metric: str) -> Callable[[Run], float]:
+    return lambda run: run.evaluations[0][metric]
 
 
-def last_five(metric: str) -> Callable:
-    """Its mean over the last five rollouts."""
+def last_evaluation(metric: str) -> Callable[[Run], float]:
+    return lambda run: run.evaluations[-1][metric]
+
+
+def last_five(metric: str) -> Callable[[Run], float]:
+    """The metric's mean over the last five rollouts."""
     return lambda run: mean(row[metric] for row in run.rows[-5:])
 
 
-def at(step: int, metric: str) -> Callable:
+def at_step(step: int, metric: str) -> Callable[[Run], float]:
     return lambda run: next(row[metric] for row in run.rows if row["step"] == step)
 
 
 def grammar(run: Run) -> float:
+    """The fraction of the sampled sentences that are grammatical."""
     return mean(grammatical([], [sample["completion"] for sample in run.samples]))
 
 
@@ -109,94 +136,97 @@ def sampled_kl(run: Run) -> float:
     from common.logprobs import completion_logprobs
 
     torch.set_num_threads(1)
-    kept = run.folder / "kl.json"
-    if not kept.exists():
+    result = run.folder / "kl.json"
+    if not result.exists():
         start = json.loads((run.folder / "args.json").read_text())["model"]
         tokenizer = AutoTokenizer.from_pretrained(start)
-        pairs = []
+        sequences = []
         for sample in run.samples:
             ids = tokenizer(sample["completion"], add_special_tokens=False).input_ids
             ids += [tokenizer.eos_token_id] * (sample["length"] - len(ids))
             assert len(ids) == sample["length"], sample
-            pairs.append((encode(tokenizer, sample["prompt"]), ids))
-        sums = []
-        for folder in (run.folder / "model", start):
+            sequences.append((encode(tokenizer, sample["prompt"]), ids))
+
+        def total_logprob(folder: Path | str) -> float:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             with torch.no_grad():
-                sums.append(completion_logprobs(model, pairs, range(len(pairs))).sum().item())
-        kept.write_text(json.dumps((sums[0] - sums[1]) / len(pairs)))
-    return json.loads(kept.read_text())
+                logprobs = completion_logprobs(model, sequences, range(len(sequences)))
+            return logprobs.sum().item()
+
+        log_ratio = total_logprob(run.folder / "model") - total_logprob(start)
+        result.write_text(json.dumps(log_ratio / len(sequences)))
+    return json.loads(result.read_text())
 
 
 QUANTITIES = {
-    "KL, last five rollouts": last_five("objective/kl"),
+    "accuracy before": first_evaluation("eval/accuracy"),
+    "accuracy": last_evaluation("eval/accuracy"),
+    "reward before": first_evaluation("eval/reward"),
+    "reward after 20": at_step(20, "eval/reward"),
+    "reward": last_evaluation("eval/reward"),
     "learned reward": last_five("reward/mean"),
-    "explained variance": last_five("value/explained_variance"),
-    "first explained variance": lambda run: run.rows[1]["value/explained_variance"],
-    "eval KL": ends("eval/kl")[1],
+    "tokens before": first_evaluation("eval/length_mean"),
+    "tokens": last_evaluation("eval/length_mean"),
+    "pair accuracy before": first_evaluation("eval/pair_accuracy"),
+    "pair accuracy": last_evaluation("eval/pair_accuracy"),
+    "calibration error": last_evaluation("eval/calibration_error"),
+    "loss before": first_evaluation("eval/loss"),
+    "loss": last_evaluation("eval/loss"),
+    "KL, last five rollouts": last_five("objective/kl"),
     "KL of samples": sampled_kl,
+    "eval KL": last_evaluation("eval/kl"),
+    "highest KL": lambda run: max(row["eval/kl"] for row in run.evaluations),
+    "first explained variance": lambda run: run.rows[1]["value/explained_variance"],
+    "explained variance": last_five("value/explained_variance"),
     "grammatical": grammar,
-    "calibration error": ends("eval/calibration_error")[1],
-    "right in the third rollout": at(3, "reward/last_number"),
+    "right in the third rollout": at_step(3, "reward/last_number"),
     "brevity": last_five("reward/brevity"),
     "working": last_five("reward/working"),
-    "first shown": at(1, "reward/shown"),
+    "first shown": at_step(1, "reward/shown"),
     "shown": last_five("reward/shown"),
-    "highest KL": lambda run: max(row["eval/kl"] for row in run.evaluations),
 }
-for _name, _metric in {
-    "accuracy": "eval/accuracy",
-    "reward": "eval/reward",
-    "tokens": "eval/length_mean",
-    "pair accuracy": "eval/pair_accuracy",
-    "loss": "eval/loss",
-}.items():
-    QUANTITIES[f"{_name} before"], QUANTITIES[_name] = ends(_metric)
-QUANTITIES["reward after 20"] = at(20, "eval/reward")
-
-
-def spread(values: list[float], digits: int) -> str:
-    """Mean, least and most."""
-    some = (mean(values), min(values), max(values))
-    told = [f"{value:.{digits}f}" for value in some]
-    return told[0] if len({*told}) == 1 else "{} ({} to {})".format(*told)
 
 
 @dataclass
-class Found:
-    """The runs of an experiment by label, and a record of all that was asked of them."""
+class Experiment:
+    """The runs of an experiment by label, and a record of all numbers and curves that are asked
+    of them: it stands in docs/results/ beside the tables."""
 
-    runs: dict[str, list[Run]]
-    numbers: dict = field(default_factory=dict)
-    curves: dict = field(default_factory=dict)
+    runs: dict[str, list[Run]]  # a run for each seed
+    numbers: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    curves: dict[str, dict[str, list[list]]] = field(default_factory=dict)
 
-    def of(self, label: str, quantity: str) -> list[float]:
+    def values(self, label: str, quantity: str) -> list[float]:
         """A number for each seed."""
         values = [QUANTITIES[quantity](run) for run in self.runs[label]]
         self.numbers.setdefault(label, {})[quantity] = [round(value, 4) for value in values]
         return values
 
-    def curve(self, label: str, x: str, y: str) -> list[list[tuple]]:
-        """Points of each seed, where both metrics were logged."""
-        kept = self.curves.setdefault(label, {})
-        runs = [[(r[x], r[y]) for r in run.rows if x in r and y in r] for run in self.runs[label]]
-        kept[f"{y} over {x}"] = [[[round(v, 4) for v in p] for p in points] for points in runs]
-        return runs
+    def spread(self, label: str, quantity: str, digits: int) -> str:
+        """Mean (lowest to highest) of the seeds."""
+        return spread(self.values(label, quantity), digits)
 
-    def by_seed(self, columns: dict[str, tuple[str, str, int]]) -> dict:
+    def metric_curves(self, label: str, metric: str) -> list[list[tuple]]:
+        """Points (step, metric) for each seed."""
+        curves = [run.curve("step", metric) for run in self.runs[label]]
+        rounded = [[(step, round(value, 4)) for step, value in curve] for curve in curves]
+        self.curves.setdefault(label, {})[f"{metric} over step"] = rounded
+        return curves
+
+    def table_by_seed(self, columns: dict[str, tuple[str, str, int]]) -> dict:
         """A row for each seed; columns are (label, quantity, digits) by heading."""
         rows = [[str(seed)] for seed in SEEDS]
         for label, quantity, digits in columns.values():
-            for row, value in zip(rows, self.of(label, quantity), strict=True):
+            for row, value in zip(rows, self.values(label, quantity), strict=True):
                 row.append(f"{value:.{digits}f}")
-        return dict(columns=["seed", *columns], rows=rows)
+        return {"columns": ["seed", *columns], "rows": rows}
 
-    def by_label(self, columns: dict[str, tuple[str, int]]) -> dict:
+    def table_by_flags(self, columns: dict[str, tuple[str, int]]) -> dict:
         """A row for each command; columns are (quantity, digits) by heading."""
         rows = []
         for label in self.runs:
-            cells = [
-                spread(self.of(label, quantity), digits) for quantity, digits in columns.values()
-            ]
-            rows.append([label, *cells])
-        return dict(columns=["flags", *columns], rows=rows)
+            row = [label]
+            for quantity, digits in columns.values():
+                row.append(self.spread(label, quantity, digits))
+            rows.append(row)
+        return {"columns": ["flags", *columns], "rows": rows}

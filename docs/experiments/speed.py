@@ -34,38 +34,55 @@ import random
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-MADE = os.environ.get("SPEED_FOLDER", "")  # where main() has made the model and data of real works
-BATCHES = (1, 16, 64, 256)  # of `generate`
+import torch
+from measuring import resident
+from rules import count_letters
+from subprocesses import run_for_json
+from tables import spread
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    logging,
+    set_seed,
+)
+
+from common.generation import generate, pad_rows
+from tiny.arithmetic.reward import last_number
+
+BATCH_SIZES = (1, 16, 64, 256)  # of `generate`
+NUM_ROWS = 512  # of each data set of real works
 
 
 @dataclass
 class Work:
     """What both sides do. TRL's settings are read off the script's flags."""
 
-    told: str
+    title: str
     script: str
-    flags: dict  # of the script, where they are not the default ones
+    flags: dict[str, Any]  # of the script, where they are not the default ones
     skip: int = 5  # optimiser steps left out at the start
     steps: int = 50  # optimiser steps measured
-
-
-def real(told: str, script: str, data: str, skip: int = 2, steps: int = 6, **flags: Any) -> Work:
-    """A work on the model and the data that `make_real` has made."""
-    flags |= dict(model=f"{MADE}/policy", dataset=f"{MADE}/{data}")
-    flags |= dict([("max_prompt_length", 256) if data == "prompts" else ("max_length", 512)])
-    return Work(told, script, flags, skip, steps)
 
 
 TINY = {
@@ -92,90 +109,119 @@ TINY = {
     "rm": Work("reward model, 32 pairs", "rm_bradley_terry", {}),
     "sft": Work("SFT, 64 rows", "sft", dict(batch_size=64, micro_batch_size=64)),
 }
-FOURS = dict(batch_size=16, micro_batch_size=4)
-REAL = {
-    "real_grpo": real(
-        "GRPO, 4 prompts x 8 samples, 64 new tokens, micro-batches of 8",
-        "grpo",
-        "prompts",
-        prompts_per_rollout=4,
-        group_size=8,
-        num_minibatches=1,
+
+
+def real_works(folder: str) -> dict[str, Work]:
+    """Works on the models and the data that `make_real` has made in the folder."""
+    sampling = dict(
+        model=f"{folder}/policy",
+        dataset=f"{folder}/prompts",
+        max_prompt_length=256,
         max_new_tokens=64,
-        micro_batch_size=8,
-        reward_fn=["docs/experiments/speed.py:count_letters"],
-    ),
-    "real_ppo": real(
-        "PPO, 32 prompts, 64 new tokens, four steps a rollout, micro-batches of 8",
-        "ppo_rlhf",
-        "prompts",
-        skip=4,
-        steps=8,
-        prompts_per_rollout=32,
         num_minibatches=1,
-        update_epochs=4,
-        max_new_tokens=64,
         micro_batch_size=8,
-        reward_model=f"{MADE}/reward",
-    ),
-    "real_dpo": real(
-        "DPO, 16 pairs in micro-batches of 4, reference before", "dpo", "preferences", **FOURS
-    ),
-    "real_dpo_online": real(
-        "DPO, 16 pairs in micro-batches of 4, reference in each step",
-        "dpo",
-        "preferences",
-        online_reference=True,
-        **FOURS,
-    ),
-    "real_rm": real(
-        "reward model, 16 pairs in micro-batches of 4", "rm_bradley_terry", "preferences", **FOURS
-    ),
-    "real_sft": real("SFT, 16 rows in micro-batches of 4", "sft", "sft", **FOURS),
-    "generate": Work("sampling", "", {}),
-}
-WORKS = TINY | REAL
+    )
+    pairs = dict(
+        model=f"{folder}/policy",
+        dataset=f"{folder}/preferences",
+        max_length=512,
+        batch_size=16,
+        micro_batch_size=4,
+    )
+    return {
+        "real_grpo": Work(
+            "GRPO, 4 prompts x 8 samples, 64 new tokens, micro-batches of 8",
+            "grpo",
+            sampling
+            | dict(
+                prompts_per_rollout=4,
+                group_size=8,
+                reward_fn=["docs/experiments/rules.py:count_letters"],
+            ),
+            skip=2,
+            steps=6,
+        ),
+        "real_ppo": Work(
+            "PPO, 32 prompts, 64 new tokens, four steps a rollout, micro-batches of 8",
+            "ppo_rlhf",
+            sampling
+            | dict(prompts_per_rollout=32, update_epochs=4, reward_model=f"{folder}/reward"),
+            skip=4,
+            steps=8,
+        ),
+        "real_dpo": Work(
+            "DPO, 16 pairs in micro-batches of 4, reference before", "dpo", pairs, skip=2, steps=6
+        ),
+        "real_dpo_online": Work(
+            "DPO, 16 pairs in micro-batches of 4, reference in each step",
+            "dpo",
+            pairs | dict(online_reference=True),
+            skip=2,
+            steps=6,
+        ),
+        "real_rm": Work(
+            "reward model, 16 pairs in micro-batches of 4",
+            "rm_bradley_terry",
+            pairs,
+            skip=2,
+            steps=6,
+        ),
+        "real_sft": Work(
+            "SFT, 16 rows in micro-batches of 4",
+            "sft",
+            pairs | dict(dataset=f"{folder}/sft"),
+            skip=2,
+            steps=6,
+        ),
+    }
 
 
-def count_letters(prompts: list, completions: list, answer: list) -> list[float]:
-    """A reward that differs between the samples of a model with random weights."""
-    return [float(sum(map(str.isalpha, text))) for text in completions]
+# --- our side ----------------------------------------------------------------------------------
+def make_args(work: Work) -> Any:
+    """The flags of the work's script."""
+    return import_module(work.script).Args(**work.flags)
 
 
-def flags_of(work: Work, steps: int) -> tuple[Any, Any, int, int]:
-    """The script, its flags, optimiser steps a rollout, and how many training rows there are."""
-    script = import_module(work.script)
-    args = script.Args(**work.flags)
-    per_rollout = getattr(args, "update_epochs", 1) * getattr(args, "num_minibatches", 1)
-    rows = getattr(args, "prompts_per_rollout", 0) or args.batch_size
-    found = len(Path(args.dataset, "train.jsonl").read_text().splitlines())
-    return script, args, per_rollout, min(found, steps // per_rollout * rows)
+def steps_per_rollout(args: Any) -> int:
+    """Optimiser steps; 1 where there are no rollouts."""
+    return getattr(args, "update_epochs", 1) * getattr(args, "num_minibatches", 1)
 
 
-def ours(work: Work, steps: int, folder: str) -> None:
-    """Train with a script of this repository for some optimiser steps."""
-    script, args, per_rollout, rows = flags_of(work, steps)
-    vars(args).update(output_dir=folder, save_every=10**9, eval_every=10**9, eval_rows=8)
-    args.train_split = f"train[:{rows}]"
-    if hasattr(args, "epochs"):
-        args.epochs = (steps - 0.5) * args.batch_size / rows
+def count_rows(args: Any, steps: int) -> int:
+    """The training rows that so many optimiser steps take, or all there are."""
+    if hasattr(args, "total_rollouts"):
+        rows = steps // steps_per_rollout(args) * args.prompts_per_rollout
     else:
-        args.total_rollouts = steps // per_rollout
-    script.main(args)
+        rows = steps * args.batch_size
+    all_rows = len(Path(args.dataset, "train.jsonl").read_text().splitlines())
+    return min(all_rows, rows)
 
 
-def trl(work: Work, steps: int, folder: str) -> None:
-    """The same with TRL: float32, no gradient checkpointing, as ours on a CPU."""
+def train_ours(work: Work, steps: int, folder: str) -> None:
+    """Train with a script of this repository for some optimiser steps."""
+    args = make_args(work)
+    num_rows = count_rows(args, steps)
+    args.output_dir = folder
+    args.train_split = f"train[:{num_rows}]"
+    args.eval_rows = 8
+    args.eval_every = args.save_every = 10**9
+    if hasattr(args, "total_rollouts"):
+        args.total_rollouts = steps // steps_per_rollout(args)
+    else:
+        args.epochs = (steps - 0.5) * args.batch_size / num_rows
+    import_module(work.script).main(args)
+
+
+# --- TRL's side: the same in float32, without gradient checkpointing, as ours on a CPU ---------
+def train_trl(work: Work, steps: int, folder: str) -> None:
+    """Train with TRL for some optimiser steps."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from datasets import load_dataset
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
 
-    script, args, per_rollout, rows = flags_of(work, steps)
-    run = dict(
+    args = make_args(work)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    data = load_dataset(args.dataset, split="train").select(range(count_rows(args, steps)))
+    settings = dict(
         output_dir=folder,
         use_cpu=True,
         bf16=False,
@@ -189,109 +235,168 @@ def trl(work: Work, steps: int, folder: str) -> None:
         learning_rate=args.learning_rate,
         per_device_train_batch_size=args.micro_batch_size,
     )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    data = load_dataset(args.dataset, split="train").select(range(rows))
+    if hasattr(args, "batch_size"):
+        settings["gradient_accumulation_steps"] = args.batch_size // args.micro_batch_size
+    make_trainer = {
+        "grpo": grpo_trainer,
+        "ppo_rlhf": ppo_trainer,
+        "dpo": dpo_trainer,
+        "rm_bradley_terry": reward_trainer,
+        "sft": sft_trainer,
+    }[work.script]
+    make_trainer(args, settings, tokenizer, data).train()
 
-    def model(source=args.model, auto_class=AutoModelForCausalLM, **options):
-        return auto_class.from_pretrained(source, dtype="float32", **options)
 
-    def accumulate(rows_a_step):
-        return dict(gradient_accumulation_steps=rows_a_step // args.micro_batch_size)
+def load_policy(args: Any) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
 
-    if work.script == "grpo":
-        from trl import GRPOConfig, GRPOTrainer
 
-        rule = count_letters if args.reward_fn else script.last_number
-        run |= dict(beta=args.beta, temperature=1.0, epsilon=args.clip_coef, loss_type="grpo")
-        run |= dict(num_generations=args.group_size, max_completion_length=args.max_new_tokens)
-        run |= accumulate(args.prompts_per_rollout * args.group_size)
-        trainer = GRPOTrainer(
-            model=model(),
-            reward_funcs=lambda prompts, completions, answer, **_: rule(
-                prompts, completions, answer
-            ),
-            args=GRPOConfig(**run),
-            train_dataset=data,
-            processing_class=tokenizer,
-        )
-    elif work.script == "ppo_rlhf":
-        from trl.experimental.ppo import PPOConfig, PPOTrainer
+def load_classifier(source: str) -> torch.nn.Module:
+    return AutoModelForSequenceClassification.from_pretrained(source, dtype="float32", num_labels=1)
 
-        del run["max_steps"]
-        run |= dict(total_episodes=steps // per_rollout * args.prompts_per_rollout)
-        run |= dict(response_length=args.max_new_tokens, temperature=1.0)
-        run |= dict(stop_token="eos", num_sample_generations=0, local_rollout_forward_batch_size=64)
-        run |= dict(num_mini_batches=args.num_minibatches, num_ppo_epochs=args.update_epochs)
-        run |= dict(kl_coef=args.beta, vf_coef=args.vf_coef)
-        if args.num_minibatches > 1:  # with micro-batches it would take fewer optimiser steps
-            run |= dict(per_device_train_batch_size=args.prompts_per_rollout)
-        else:
-            run |= accumulate(args.prompts_per_rollout)
-        classifier = AutoModelForSequenceClassification
-        tokenizer.padding_side = "left"
-        # Repeated, because it wants more than a batch of them.
-        prompts = data.repeat(8).map(lambda row: tokenizer(row["prompt"]))
-        trainer = PPOTrainer(
-            args=PPOConfig(**run),
-            processing_class=tokenizer,
-            model=model(),
-            ref_model=model(),
-            reward_model=model(args.reward_model, classifier),
-            value_model=model(args.reward_model, classifier),
-            train_dataset=prompts.select_columns(["input_ids"]),
-            eval_dataset=prompts.select_columns(["input_ids"]).select(range(8)),
-        )
-    elif work.script == "dpo":
-        from trl import DPOConfig, DPOTrainer
 
-        run |= dict(beta=args.beta, max_length=args.max_length) | accumulate(args.batch_size)
-        run |= dict(precompute_ref_log_probs=not args.online_reference)
-        trainer = DPOTrainer(
-            model=model(),
-            ref_model=model(),
-            args=DPOConfig(**run),
-            train_dataset=data,
-            processing_class=tokenizer,
-        )
-    elif work.script == "rm_bradley_terry":
-        from trl import RewardConfig, RewardTrainer
+def grpo_trainer(args: Any, settings: dict, tokenizer: Any, data: Any) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
 
-        run |= dict(max_length=args.max_length) | accumulate(args.batch_size)
-        trainer = RewardTrainer(
-            model=model(auto_class=AutoModelForSequenceClassification, num_labels=1),
-            args=RewardConfig(**run),
-            train_dataset=data,
-            processing_class=tokenizer,
-        )
+    rows_per_step = args.prompts_per_rollout * args.group_size
+    config = GRPOConfig(
+        **settings,
+        gradient_accumulation_steps=rows_per_step // args.micro_batch_size,
+        num_generations=args.group_size,
+        max_completion_length=args.max_new_tokens,
+        temperature=1.0,
+        beta=args.beta,
+        epsilon=args.clip_coef,
+        loss_type="grpo",
+    )
+    return GRPOTrainer(
+        model=load_policy(args),
+        reward_funcs=count_letters if args.reward_fn else last_number,
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
+
+
+def ppo_trainer(args: Any, settings: dict, tokenizer: Any, data: Any) -> Any:
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    steps = settings.pop("max_steps")
+    if args.num_minibatches > 1:  # with micro-batches it would take fewer optimiser steps
+        settings["per_device_train_batch_size"] = args.prompts_per_rollout
     else:
-        from trl import SFTConfig, SFTTrainer
+        accumulation_steps = args.prompts_per_rollout // args.micro_batch_size
+        settings["gradient_accumulation_steps"] = accumulation_steps
+    config = PPOConfig(
+        **settings,
+        total_episodes=steps // steps_per_rollout(args) * args.prompts_per_rollout,
+        response_length=args.max_new_tokens,
+        temperature=1.0,
+        stop_token="eos",
+        num_sample_generations=0,
+        local_rollout_forward_batch_size=64,
+        num_mini_batches=args.num_minibatches,
+        num_ppo_epochs=args.update_epochs,
+        kl_coef=args.beta,
+        vf_coef=args.vf_coef,
+    )
+    tokenizer.padding_side = "left"
+    # Repeated, because it wants more than a batch of them.
+    prompts = data.repeat(8).map(lambda row: tokenizer(row["prompt"]))
+    prompts = prompts.select_columns(["input_ids"])
+    return PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=load_policy(args),
+        ref_model=load_policy(args),
+        reward_model=load_classifier(args.reward_model),
+        value_model=load_classifier(args.reward_model),
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(8)),
+    )
 
-        run |= dict(max_length=args.max_length) | accumulate(args.batch_size)
-        trainer = SFTTrainer(
-            model=model(),
-            args=SFTConfig(**run),
-            train_dataset=data,
-            processing_class=tokenizer,
-        )
-    trainer.train()
+
+def dpo_trainer(args: Any, settings: dict, tokenizer: Any, data: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    script = import_module("dpo")
+    config = DPOConfig(
+        **settings,
+        beta=script.check_args(args).beta,
+        max_length=args.max_length,
+        precompute_ref_log_probs=not args.online_reference,
+    )
+    return DPOTrainer(
+        model=load_policy(args),
+        ref_model=load_policy(args),
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
 
 
+def reward_trainer(args: Any, settings: dict, tokenizer: Any, data: Any) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer(
+        model=load_classifier(args.model),
+        args=RewardConfig(**settings, max_length=args.max_length),
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
+
+
+def sft_trainer(args: Any, settings: dict, tokenizer: Any, data: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        model=load_policy(args),
+        args=SFTConfig(**settings, max_length=args.max_length),
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
+
+
+# --- models and data of the real works ---------------------------------------------------------
 def make_real(folder: str, source: str | None, data: str | None) -> str:
-    """Write model and data of the real works to the folder; returns what they are."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
-    from transformers import logging, set_seed
-
-    if source:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    else:
-        words = {f"word{i}": i for i in range(50_256)} | {"<|endoftext|>": 50_256}
-        plain = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
-        plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
+    """Write models and data of the real works to the folder; returns what they are."""
+    tokenizer = AutoTokenizer.from_pretrained(source) if source else make_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    descriptions = [f"tokenizer {source or 'made here, of 50,257 words'}"]
+    make_models(folder, tokenizer)
+
+    words = one_token_words(tokenizer)
+    data_sets = {}
+    for file, columns in (
+        ("gsm8k/train.jsonl", ("question", "answer")),
+        ("gsm8k_solutions/train.jsonl", ("prompt", "chosen", "rejected")),
+    ):
+        if data and Path(data, file).exists():
+            data_sets[file] = read_columns(Path(data, file), columns)
+            descriptions.append(f"{file} from {data}")
+        else:
+            data_sets[file] = make_texts(words, num_columns=len(columns))
+            descriptions.append(f"{file} of random words, lengths as in GSM8K")
+    tasks, pairs = data_sets.values()
+    write_split(f"{folder}/prompts", [dict(prompt=x, answer=y) for x, y in tasks])
+    write_split(f"{folder}/sft", [dict(prompt=x, completion=f" {y}") for x, y in tasks])
+    preferences = [dict(prompt=x, chosen=f" {y}", rejected=f" {z}") for x, y, z in pairs]
+    write_split(f"{folder}/preferences", preferences)
+    return "; ".join(descriptions)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of as many words as GPT-2 has tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    ids = {f"word{i}": i for i in range(50_256)} | {"<|endoftext|>": 50_256}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def make_models(folder: str, tokenizer: Any) -> None:
+    """A policy and a reward model with random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -301,236 +406,283 @@ def make_real(folder: str, source: str | None, data: str | None) -> str:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         num_labels=1,
-        **{name: getattr(tokenizer, name) for name in names},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     set_seed(1)
     logging.disable_progress_bar()
-    for name, kind in dict(policy=LlamaForCausalLM, reward=LlamaForSequenceClassification).items():
-        kind(config).save_pretrained(f"{folder}/{name}")
-        tokenizer.save_pretrained(f"{folder}/{name}")
-
-    some = (tokenizer.decode([i]).strip() for i in random.sample(range(len(tokenizer)), 5000))
-    one = len(tokenizer("a").input_ids) + 1
-    words = [x for x in some if x.isalnum() and len(tokenizer(f"a {x}").input_ids) == one]
-
-    told = [f"tokenizer {source or 'made here, of 50,257 words'}"]
-
-    def rows(file, *columns):
-        """The columns' texts in a file of --data, or random words, one token each."""
-        known = data and Path(data, file).exists()
-        told.append(f"{file} {'from ' + data if known else 'of random words, lengths as in GSM8K'}")
-        if known:
-            lines = Path(data, file).read_text().splitlines()[:512]
-            return [[json.loads(line)[column] for column in columns] for line in lines]
-        # As GSM8K in GPT-2's tokens: the logarithm of a length is normal, medians are 52 and 90.
-        laws = ((3.95, 0.35), (4.5, 0.4), (4.5, 0.4))[: len(columns)]
-        sizes = ([int(random.lognormvariate(*law)) for law in laws] for _ in range(512))
-        return [[" ".join(random.choices(words, k=size)) for size in row] for row in sizes]
-
-    tasks = rows("gsm8k/train.jsonl", "question", "answer")
-    pairs = rows("gsm8k_solutions/train.jsonl", "prompt", "chosen", "rejected")
-    for name, made in {
-        "prompts": [dict(prompt=x, answer=y) for x, y in tasks],
-        "sft": [dict(prompt=x, completion=f" {y}") for x, y in tasks],
-        "preferences": [dict(prompt=x, chosen=f" {y}", rejected=f" {z}") for x, y, z in pairs],
-    }.items():
-        Path(folder, name).mkdir()
-        for split, part in dict(train=made[:-8], test=made[-8:]).items():
-            lines = (json.dumps(row) + "\n" for row in part)
-            Path(folder, name, f"{split}.jsonl").write_text("".join(lines))
-    return "; ".join(told)
+    LlamaForCausalLM(config).save_pretrained(f"{folder}/policy")
+    tokenizer.save_pretrained(f"{folder}/policy")
+    LlamaForSequenceClassification(config).save_pretrained(f"{folder}/reward")
+    tokenizer.save_pretrained(f"{folder}/reward")
 
 
-def sample(side: str) -> list[tuple]:
-    """Name, tokens a second and peak memory of each batch and kind of length."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+def one_token_words(tokenizer: Any) -> list[str]:
+    """Words that are one token behind a space."""
+    words = []
+    length = len(tokenizer("a").input_ids) + 1
+    for token in random.sample(range(len(tokenizer)), 5000):
+        word = tokenizer.decode([token]).strip()
+        if word.isalnum() and len(tokenizer(f"a {word}").input_ids) == length:
+            words.append(word)
+    return words
 
-    from common.generation import generate, pad_rows
 
-    tokenizer = AutoTokenizer.from_pretrained(f"{MADE}/policy")
-    model = AutoModelForCausalLM.from_pretrained(f"{MADE}/policy", dtype="float32").eval()
-    lines = Path(MADE, "prompts", "train.jsonl").read_text().splitlines()
-    prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
-    rng = torch.manual_seed(1)
+def make_texts(words: list[str], num_columns: int) -> list[list[str]]:
+    """Rows of random words, as long as GSM8K's texts are in GPT-2's tokens: the logarithm of a
+    length is normal, and medians are 52 for a prompt and 90 for a solution."""
+    rows = []
+    for _ in range(NUM_ROWS):
+        lengths = [int(random.lognormvariate(3.95, 0.35))]
+        lengths += [int(random.lognormvariate(4.5, 0.4)) for _ in range(num_columns - 1)]
+        rows.append([" ".join(random.choices(words, k=length)) for length in lengths])
+    return rows
 
-    def complete(prompts, length, stop_ids):
-        if side == "ours":
-            return generate(model, prompts, length, 1.0, stop_ids, rng)
-        ids, mask = pad_rows(prompts, "cpu", left=True)
-        how = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=length)
-        how |= dict(eos_token_id=stop_ids or None, pad_token_id=tokenizer.pad_token_id)
-        inputs = dict(input_ids=ids, attention_mask=mask.long())
-        made = model.generate(**inputs, generation_config=GenerationConfig(**how))
-        rows = made[:, ids.shape[1] :].tolist()
-        ends = ([t for t, token in enumerate(row, 1) if token in stop_ids] for row in rows)
-        return [row[: min(end, default=length)] for row, end in zip(rows, ends, strict=True)]
 
-    # Every 32nd token ends a completion: under random weights after 32 tokens in the mean.
-    kinds = {"64 tokens": (64, []), "1 to 128 tokens": (128, [*range(0, len(tokenizer), 32)])}
-    complete(prompts[:2], *kinds["1 to 128 tokens"])  # start-up
-    found = []
-    for batch in BATCHES:
-        for kind, settings in kinds.items():
-            calls = [prompts[i * batch :][:batch] for i in range(max(1, 16 // batch))]
-            started = time.perf_counter()
-            made = [len(row) for call in calls for row in complete(call, *settings)]
-            seconds = time.perf_counter() - started
-            found.append(
-                (f"`generate`, batch of {batch}, {kind}", sum(made) / seconds, peak_memory())
-            )
-    return found
+def read_columns(path: Path, columns: Sequence[str]) -> list[list[str]]:
+    """The first rows of a file."""
+    rows = []
+    for line in path.read_text().splitlines()[:NUM_ROWS]:
+        row = json.loads(line)
+        rows.append([row[column] for column in columns])
+    return rows
+
+
+def write_split(folder: str, rows: list[dict]) -> None:
+    """train.jsonl, and the last eight rows as test.jsonl."""
+    Path(folder).mkdir()
+    for split, split_rows in (("train", rows[:-8]), ("test", rows[-8:])):
+        lines = [json.dumps(row) + "\n" for row in split_rows]
+        Path(folder, f"{split}.jsonl").write_text("".join(lines))
+
+
+# --- what is measured, in a process of its own -------------------------------------------------
+Measurement = tuple[str, float, float]  # title, ms per step or tokens per second, peak in MB
 
 
 def peak_memory() -> float:
     """The most that this process has held, in MB."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, whose getrusage counts the parent process too, until exec
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1.024e-3
+    if sys.platform == "linux":  # whose getrusage counts the parent process too, until exec
+        return resident("VmHWM") * 1e-6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1e-6
 
 
-def after_steps(note: Callable) -> list:
-    """What `note()` gives after each optimiser step from now on."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+def note_steps(note: Callable[[], Any]) -> list:
+    """A list that gets what `note()` gives after each optimiser step from now on."""
+    notes, first_optimizer = [], None
 
-    found, first = [], []
-
-    def hook(optimizer, *_):
+    def hook(optimizer: Any, *_: Any) -> None:
+        nonlocal first_optimizer
         if type(optimizer).__name__ != "AdamW":  # accelerate wraps it in an optimiser of its own
             return
-        first[:] = first or [optimizer]  # PPO's critic has one too
-        if optimizer is first[0]:
-            found.append(note())
+        if first_optimizer is None:
+            first_optimizer = optimizer
+        if optimizer is first_optimizer:  # PPO's critic has one too
+            notes.append(note())
 
     register_optimizer_step_post_hook(hook)
-    return found
+    return notes
 
 
-def measure(side: Callable, work: Work, steps: int) -> list[tuple]:
-    """Train; name, ms an optimiser step and peak memory."""
-    times, total = after_steps(time.perf_counter), work.skip + steps
+def measure_training(train: Callable, work: Work, steps: int) -> list[Measurement]:
+    """Milliseconds an optimiser step, and peak memory."""
+    times = note_steps(time.perf_counter)
+    total_steps = work.skip + steps
     with tempfile.TemporaryDirectory() as folder:
-        side(work, total, folder)
-    assert len(times) == total, f"{len(times)} optimiser steps instead of {total}"
-    return [(work.told, 1e3 * (times[-1] - times[work.skip - 1]) / steps, peak_memory())]
+        train(work, total_steps, folder)
+    assert len(times) == total_steps, f"{len(times)} optimiser steps instead of {total_steps}"
+    seconds = times[-1] - times[work.skip - 1]
+    return [(work.title, 1e3 * seconds / steps, peak_memory())]
 
 
-def floor(work: Work, steps: int) -> str:
-    """Time of a measured step's matrix products and attention, each repeated by itself."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
+def measure_sampling(side: str, folder: str) -> list[Measurement]:
+    """Tokens a second and peak memory of each batch size, with equal and with ragged lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy")
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/policy", dtype="float32").eval()
+    lines = Path(folder, "prompts", "train.jsonl").read_text().splitlines()
+    prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
+    rng = torch.manual_seed(1)
 
-    @dataclass
-    class Layout:
-        shape: tuple
-        strides: tuple
-        dtype: torch.dtype
+    def sample(prompts: list, max_new_tokens: int, stop_ids: list[int]) -> list[list[int]]:
+        if side == "ours":
+            return generate(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=1.0,
+                stop_ids=stop_ids,
+                rng=rng,
+            )
+        ids, mask = pad_rows(prompts, "cpu", left=True)
+        config = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=stop_ids or None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        output = model.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config)
+        completions = []
+        for row in output[:, ids.shape[1] :].tolist():
+            ends = [t for t, token in enumerate(row, start=1) if token in stop_ids]
+            completions.append(row[: min(ends, default=max_new_tokens)])
+        return completions
 
-        def ones(self) -> torch.Tensor:
-            size = 1 + sum((n - 1) * by for n, by in zip(self.shape, self.strides, strict=True))
-            return torch.ones(size, dtype=self.dtype).as_strided(self.shape, self.strides)
+    # Every 32nd token ends a completion: under random weights after 32 tokens in the mean.
+    cases = {
+        "64 tokens": (64, []),
+        "1 to 128 tokens": (128, list(range(0, len(tokenizer), 32))),
+    }
+    sample(prompts[:2], *cases["1 to 128 tokens"])  # start-up
+    measurements = []
+    for batch_size in BATCH_SIZES:
+        for name, (max_new_tokens, stop_ids) in cases.items():
+            num_batches = max(1, 16 // batch_size)
+            num_tokens = 0
+            start_time = time.perf_counter()
+            for i in range(num_batches):
+                batch = prompts[i * batch_size : (i + 1) * batch_size]
+                completions = sample(batch, max_new_tokens, stop_ids)
+                num_tokens += sum(len(completion) for completion in completions)
+            seconds = time.perf_counter() - start_time
+            title = f"`generate`, batch of {batch_size}, {name}"
+            measurements.append((title, num_tokens / seconds, peak_memory()))
+    return measurements
 
-    calls, inputs = Counter(), {}
 
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            given = (args, kwargs or {})
-            if re.search("mm|attention", operator.overloadpacket.__name__):
-                layout = tree_map_only(
-                    torch.Tensor, lambda x: Layout(x.shape, x.stride(), x.dtype), given
-                )
-                calls[operator, repr(layout)] += 1
-                inputs[operator, repr(layout)] = layout
-            return operator(*args, **given[1])
+@dataclass
+class Layout:
+    """What a tensor is like, without its numbers."""
 
-    def seconds(call: tuple) -> float:
-        args, kwargs = tree_map_only(Layout, Layout.ones, inputs[call])
+    shape: tuple
+    strides: tuple
+    dtype: torch.dtype
+
+    def ones(self) -> torch.Tensor:
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        storage = torch.ones(last + 1, dtype=self.dtype)
+        return storage.as_strided(self.shape, self.strides)
+
+
+class CallRecorder(TorchDispatchMode):
+    """Counts the matrix products and attentions, by operator and layouts of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+        self.calls = {}  # operator, arguments and keyword arguments, by the keys of counts
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if re.search("mm|attention", operator.overloadpacket.__name__):
+            arguments = tree_map_only(
+                torch.Tensor, lambda x: Layout(x.shape, x.stride(), x.dtype), (args, kwargs)
+            )
+            key = (operator, repr(arguments))
+            self.counts[key] += 1
+            self.calls[key] = (operator, *arguments)
+        return operator(*args, **kwargs)
+
+    def seconds(self, key: tuple) -> float:
+        """Median time of a call that is repeated by itself."""
+        operator, layouts, keyword_layouts = self.calls[key]
+        args, kwargs = tree_map_only(Layout, Layout.ones, (layouts, keyword_layouts))
         times = []
         while len(times) < 3 or (len(times) < 30 and sum(times) < 0.3):
-            started = time.perf_counter()
-            call[0](*args, **kwargs)
-            times.append(time.perf_counter() - started)
+            start_time = time.perf_counter()
+            operator(*args, **kwargs)
+            times.append(time.perf_counter() - start_time)
         return statistics.median(times)
 
-    counts = after_steps(calls.copy)
-    with tempfile.TemporaryDirectory() as folder, Record():
-        ours(work, work.skip + steps, folder)
-    counted = counts[-1] - counts[work.skip - 1]
-    total = sum(count * seconds(call) for call, count in counted.items()) / steps
-    return f"{1e3 * total:.0f} ms per step in {counted.total() / steps:.0f} calls"
+
+def measure_floor(work: Work, steps: int) -> str:
+    """Time of a measured step's matrix products and attention, each repeated by itself."""
+    recorder = CallRecorder()
+    counts_after_steps = note_steps(recorder.counts.copy)
+    with tempfile.TemporaryDirectory() as folder, recorder:
+        train_ours(work, work.skip + steps, folder)
+    counts = counts_after_steps[-1] - counts_after_steps[work.skip - 1]
+    seconds = sum(count * recorder.seconds(key) for key, count in counts.items())
+    return f"{1e3 * seconds / steps:.0f} ms per step in {counts.total() / steps:.0f} calls"
 
 
-def profiled(work: Work, steps: int) -> str:
+def profile(work: Work, steps: int) -> str:
     """The stages of a rollout in ms, and the shares of the operators that take most."""
-    from torch.profiler import ProfilerActivity, profile
-
+    shares = []
     with tempfile.TemporaryDirectory() as folder:
-        ours(work, steps, folder)
-        log = next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()
-    rows = [json.loads(line) for line in log[2:]]
-    told = [
-        f"{name[5:-8]} {1e3 * statistics.median(row[name] for row in rows):.0f} ms"
-        for name in rows[0]
-        if name.startswith("time/") and name.endswith("_seconds")
-    ]
+        train_ours(work, steps, folder)
+        (log,) = Path(folder).glob("*/metrics.jsonl")
+        rows = [json.loads(line) for line in log.read_text().splitlines()[2:]]
+    for metric in rows[0]:
+        stage = re.fullmatch(r"time/(\w+)_seconds", metric)
+        if stage:
+            seconds = statistics.median(row[metric] for row in rows)
+            shares.append(f"{stage[1]} {1e3 * seconds:.0f} ms")
     with (
         tempfile.TemporaryDirectory() as folder,
-        profile(activities=[ProfilerActivity.CPU]) as found,
+        torch_profile(activities=[ProfilerActivity.CPU]) as profiler,
     ):
-        ours(work, steps, folder)
-    operators = sorted(found.key_averages(), key=lambda x: -x.self_cpu_time_total)
+        train_ours(work, steps, folder)
+    operators = profiler.key_averages()
     total = sum(operator.self_cpu_time_total for operator in operators)
-    told += [f"{x.key} {x.self_cpu_time_total / total:.0%}" for x in operators[:5]]
-    return ", ".join(told)
+    slowest = sorted(operators, key=lambda operator: -operator.self_cpu_time_total)[:5]
+    shares += [f"{op.key} {op.self_cpu_time_total / total:.0%}" for op in slowest]
+    return ", ".join(shares)
 
 
-def run_side(side: str, work: Work, steps: int | None) -> Any:
+def measure(name: str, side: str, steps: int | None, folder: str) -> Any:
     """What a process of its own finds out."""
-    sys.path.insert(0, str(ROOT))
-    os.chdir(ROOT)
-    if os.environ.get("SPEED_MEDIUM"):
-        import torch
-
-        torch.set_float32_matmul_precision("medium")
+    if name == "generate":
+        return measure_sampling(side, folder)
+    work = (TINY | real_works(folder))[name]
     if side == "floor":
-        return floor(work, steps or work.steps)
+        return measure_floor(work, steps or work.steps)
     if side == "profile":
-        return profiled(work, steps or (16 if work in TINY.values() else 8))
-    if not work.script:
-        return sample(side)
-    return measure({"ours": ours, "trl": trl}[side], work, steps or work.steps)
+        return profile(work, steps or (16 if name in TINY else 8))
+    train = {"ours": train_ours, "trl": train_trl}[side]
+    return measure_training(train, work, steps or work.steps)
 
 
-def in_a_process(name: str, side: str, steps: int | None) -> Any:
-    """What this file prints last for one side of a work."""
-    command = [sys.executable, __file__, name, "--side", side]
-    command += ["--steps", str(steps)] if steps else []
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def table_row(mine: list[tuple], other: list[tuple], is_rate: bool) -> str:
-    """Medians over the runs (least to most), and those of the ratios within each turn."""
-
-    def cell(values, digits=0):
-        values = (statistics.median(values), min(values), max(values))
-        return "{} ({} to {})".format(*(f"{value:,.{digits}f}" for value in values))
-
-    cells = [mine[0][0]]
-    for index, up in ((1, is_rate), (2, False)):
-        a, b = ([run[index] for run in runs] for runs in (mine, other))
-        ratios = [x / y if up else y / x for x, y in zip(a, b, strict=True)]
-        cells += [cell(a), cell(b), cell(ratios, 2)]
+# --- the tables --------------------------------------------------------------------------------
+def table_row(ours: list[Measurement], theirs: list[Measurement], is_rate: bool) -> str:
+    """Medians over the repeats (least to most), and those of the ratios within each turn."""
+    title = ours[0][0]
+    our_speeds, their_speeds = [run[1] for run in ours], [run[1] for run in theirs]
+    our_peaks, their_peaks = [run[2] for run in ours], [run[2] for run in theirs]
+    speed_ratios = ratios(their_speeds, our_speeds)
+    if is_rate:  # more is better
+        speed_ratios = ratios(our_speeds, their_speeds)
+    cells = [
+        title,
+        spread(our_speeds, 0, statistics.median),
+        spread(their_speeds, 0, statistics.median),
+        spread(speed_ratios, 2, statistics.median),
+        spread(our_peaks, 0, statistics.median),
+        spread(their_peaks, 0, statistics.median),
+        spread(ratios(their_peaks, our_peaks), 2, statistics.median),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
+def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
+    return [x / y for x, y in zip(numerators, denominators, strict=True)]
+
+
+def print_heading(their_name: str, unit: str) -> None:
+    print(
+        f"| workload | ours, {unit} | {their_name}, {unit} | ratio "
+        f"| ours, peak MB | {their_name}, peak MB | ratio |\n|{'---|' * 7}"
+    )
+
+
 def main() -> None:
+    works = TINY | real_works("")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("works", nargs="+", choices=WORKS)
+    parser.add_argument("works", nargs="+", choices=[*works, "generate"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, help="optimiser steps measured (PPO: 4, 8...)")
     parser.add_argument("--tokenizer", help="folder or hub name, for the real works")
@@ -540,38 +692,56 @@ def main() -> None:
     parser.add_argument("--medium", action="store_true", help="float32 matmul precision, of both")
     sides = ["ours", "trl", "floor", "profile"]
     parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.side:
-        return print(json.dumps(run_side(args.side, WORKS[args.works[0]], args.steps)))
-    alone = "floor" if args.floor else "profile" if args.profile else None
-    if alone and "generate" in args.works:
-        parser.error(f"--{alone} is of training")
+    if args.side:  # in a process of its own
+        if args.medium:
+            torch.set_float32_matmul_precision("medium")
+        print(json.dumps(measure(args.works[0], args.side, args.steps, args.folder)))
+        return
+    if (args.floor or args.profile) and "generate" in args.works:
+        parser.error("--floor and --profile are of training")
     if args.data and not (args.tokenizer and Path(args.data).is_dir()):
         parser.error("--data needs a --tokenizer, and to be a folder")
-    if args.medium:
-        os.environ["SPEED_MEDIUM"] = "1"
-    head = ""
+
     with tempfile.TemporaryDirectory() as folder:
-        if REAL.keys() & {*args.works}:
-            os.environ["SPEED_FOLDER"] = folder
+        if any(name not in TINY for name in args.works):
             print(make_real(folder, args.tokenizer, args.data), end="\n\n", flush=True)
+        printed_unit = None
         for name in args.works:
-            if alone:
-                print(f"{WORKS[name].told}: {in_a_process(name, alone, args.steps)}", flush=True)
+            if args.floor:
+                floor = run_side(args, name, "floor", folder)
+                print(f"{works[name].title}: {floor}", flush=True)
                 continue
-            mine, other = [], []
+            if args.profile:
+                shares = run_side(args, name, "profile", folder)
+                print(f"{works[name].title}: {shares}", flush=True)
+                continue
+            our_runs, their_runs = [], []
             for _ in range(args.repeats):
-                mine.append(in_a_process(name, "ours", args.steps))
-                other.append(in_a_process(name, "trl", args.steps))
+                our_runs.append(run_side(args, name, "ours", folder))
+                their_runs.append(run_side(args, name, "trl", folder))
             is_rate = name == "generate"
-            them, unit = (
-                ("transformers", "tokens per second") if is_rate else ("TRL", "ms per step")
-            )
-            if unit not in head:
-                head = f"| workload | ours, {unit} | {them}, {unit} | ratio "
-                print(f"{head}| ours, peak MB | {them}, peak MB | ratio |\n|{'---|' * 7}")
-            for rows in zip(zip(*mine, strict=True), zip(*other, strict=True), strict=True):
-                print(table_row(*rows, is_rate), flush=True)
+            their_name, unit = "TRL", "ms per step"
+            if is_rate:
+                their_name, unit = "transformers", "tokens per second"
+            if unit != printed_unit:
+                printed_unit = unit
+                print_heading(their_name, unit)
+            for row in range(len(our_runs[0])):
+                ours = [measurements[row] for measurements in our_runs]
+                theirs = [measurements[row] for measurements in their_runs]
+                print(table_row(ours, theirs, is_rate), flush=True)
+
+
+def run_side(args: argparse.Namespace, name: str, side: str, folder: str) -> Any:
+    """What `measure` returns, in a process of its own."""
+    command = [__file__, name, "--side", side, "--folder", folder]
+    if args.steps:
+        command += ["--steps", str(args.steps)]
+    if args.medium:
+        command += ["--medium"]
+    return run_for_json(command)
 
 
 if __name__ == "__main__":

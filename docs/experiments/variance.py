@@ -8,132 +8,183 @@ bias. Their ratio says how many rollouts must be averaged until the signal stand
 
 import contextlib
 import io
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # of the root
-import reinforce
-from common.generation import find_stop_ids, generate
-from common.logprobs import completion_logprobs
 from runs import SEEDS, Run
+from tables import spread
+from torch import Generator, Tensor
+from transformers import AutoModelForCausalLM
 
-# What is added to each reward, 0 or 1, and the baseline.
+import reinforce
+from common.generation import generate
+from common.logprobs import completion_logprobs
+
+
+class Case(NamedTuple):
+    shift: float  # what is added to each reward, 0 or 1
+    baseline: str
+
+
 CASES = {
-    "none": (0, "none"),
-    "none, rewards 1 and 2": (1, "none"),
-    "batch mean": (0, "batch_mean"),
-    "leave one out": (0, "leave_one_out"),
+    "none": Case(0, "none"),
+    "none, rewards 1 and 2": Case(1, "none"),
+    "batch mean": Case(0, "batch_mean"),
+    "leave one out": Case(0, "leave_one_out"),
 }
-REPEATS = 64  # rollouts that are sampled from each policy
-MOMENTS = (0, 5, 10, 20, 40, 60)  # rollouts after which to measure
+NUM_ROLLOUTS = 64  # that are sampled from each policy
+MOMENTS = (0, 5, 10, 20, 40, 60)  # rollouts trained, after which the variance is measured
 
 
-def measure(folder: str, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
+def measure(model: str, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
     """Mean reward, and of each case the noise and the signal."""
-    flags, rng = reinforce.Args(), torch.Generator().manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    stop_ids = find_stop_ids(folder, tokenizer)
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    args = reinforce.Args(model=model)
+    rng = Generator().manual_seed(seed)
     with contextlib.redirect_stdout(io.StringIO()):
-        data = reinforce.load_rows(flags, "train", tokenizer)
-    mean_reward, sums, squares = 0.0, {}, dict.fromkeys(CASES, 0.0)
-    for _ in range(REPEATS):
-        picked = torch.randint(len(data), [flags.prompts_per_rollout], generator=rng)
-        rows = [data[i] for i in picked for _ in range(flags.group_size)]
-        prompts = [row["ids"] for row in rows]
-        sampled = generate(policy, prompts, flags.max_new_tokens, 1.0, stop_ids, rng)
-        texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        scored = zip(texts, rows, strict=True)
-        rewards = torch.tensor([reinforce.reward(text, row["answer"]) for text, row in scored])
-        mean_reward += rewards.mean().item() / REPEATS
-        pairs = list(zip(prompts, sampled, strict=True))
-        logprobs = completion_logprobs(policy, pairs, range(len(pairs)))
-        for case, (shift, baseline) in CASES.items():
-            advantages = reinforce.baseline_advantages(rewards + shift, flags.group_size, baseline)
-            loss = reinforce.policy_gradient_loss(logprobs, advantages, len(pairs))
-            grads = torch.autograd.grad(loss, [*policy.parameters()], retain_graph=True)
-            grad = torch.cat([part.flatten() for part in grads]).double()
-            sums[case] = sums.get(case, 0.0) + grad
-            squares[case] += grad.square().sum().item()
+        tokenizer, stop_ids = reinforce.load_tokenizer(model)
+        train_prompts = reinforce.load_prompts(args, args.train_split, tokenizer)
+    columns = train_prompts[0].columns
+    reward_fns = reinforce.load_reward_fns("--reward-fn", [args.reward_fn], columns)
+    (reward_fn,) = reward_fns.values()
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    mean_rewards = []
+    gradient_sums = dict.fromkeys(CASES, 0.0)
+    squared_norms = dict.fromkeys(CASES, 0.0)
+    for _ in range(NUM_ROLLOUTS):
+        # 1. Sample a rollout, as reinforce.py does.
+        prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
+        prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
+        prompt_ids = [prompt.ids for prompt in prompts]
+        completion_ids = generate(
+            policy,
+            prompt_ids,
+            max_new_tokens=args.max_new_tokens,
+            temperature=1.0,
+            stop_ids=stop_ids,
+            rng=rng,
+        )
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        sequences = list(zip(prompt_ids, completion_ids, strict=True))
+        rewards = reward_fn(prompts, sequences, texts)
+        mean_rewards.append(rewards.mean().item())
+
+        # 2. Its gradient under each baseline.
+        logprobs = completion_logprobs(policy, sequences, range(len(sequences)))
+        for name, case in CASES.items():
+            advantages = reinforce.baseline_advantages(
+                rewards + case.shift, args.group_size, case.baseline
+            )
+            loss = reinforce.policy_gradient_loss(logprobs, advantages, len(sequences))
+            gradient = flat_gradient(loss, policy)
+            gradient_sums[name] = gradient_sums[name] + gradient
+            squared_norms[name] += gradient.square().sum().item()
+
     noise, signal = {}, {}
-    for case in CASES:
-        of_mean = (sums[case] / REPEATS).square().sum().item()
-        noise[case] = (squares[case] - REPEATS * of_mean) / (REPEATS - 1)
-        signal[case] = of_mean - noise[case] / REPEATS
-    return mean_reward, noise, signal
+    for name in CASES:
+        squared_mean = (gradient_sums[name] / NUM_ROLLOUTS).square().sum().item()
+        noise[name] = (squared_norms[name] - NUM_ROLLOUTS * squared_mean) / (NUM_ROLLOUTS - 1)
+        signal[name] = squared_mean - noise[name] / NUM_ROLLOUTS
+    return mean(mean_rewards), noise, signal
 
 
-def train(folder: str, seed: int, **flags) -> Path:
+def flat_gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
+    """The gradient by all parameters as one vector, in float64."""
+    gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    return torch.cat([gradient.flatten() for gradient in gradients]).double()
+
+
+def train(output_dir: str, seed: int, **flags: Any) -> Path:
     with contextlib.redirect_stdout(io.StringIO()):
-        return reinforce.main(reinforce.Args(seed=seed, output_dir=folder, **flags))
+        return reinforce.main(reinforce.Args(seed=seed, output_dir=output_dir, **flags))
 
 
 def along_training(seed: int) -> dict:
     """What is measured with one seed; of each case a number for each of MOMENTS."""
     torch.set_num_threads(1)
-    made = dict(rewards=[], noise={case: [] for case in CASES}, signal={case: [] for case in CASES})
+    measured = {
+        "rewards": [],
+        "noise": {name: [] for name in CASES},
+        "signal": {name: [] for name in CASES},
+    }
     with tempfile.TemporaryDirectory() as folder:
         for moment in MOMENTS:
             model = reinforce.Args.model
-            if moment:
-                few = dict(total_rollouts=moment, eval_split="test[:8]", eval_every=1000)
-                model = str(train(folder, seed, **few) / "model")
-            reward, *found = measure(model, seed)
-            made["rewards"].append(reward)
-            for name, values in zip(("noise", "signal"), found, strict=True):
-                for case in CASES:
-                    made[name][case].append(values[case])
-        rule = reinforce.reward
-        with patch.object(reinforce, "reward", lambda text, answer: rule(text, answer) + 1):
-            run = Run(train(folder, seed, baseline="none"))
-        made["accuracy, rewards 1 and 2"] = run.evaluations[-1]["eval/reward"] - 1
-    return made
+            if moment > 0:
+                run_dir = train(
+                    folder, seed, total_rollouts=moment, eval_split="test[:8]", eval_every=1000
+                )
+                model = str(run_dir / "model")
+            mean_reward, noise, signal = measure(model, seed)
+            measured["rewards"].append(mean_reward)
+            for name in CASES:
+                measured["noise"][name].append(noise[name])
+                measured["signal"][name].append(signal[name])
+        run_dir = train(
+            folder, seed, baseline="none", reward_fn="docs/experiments/rules.py:one_or_two"
+        )
+        accuracy = Run(run_dir).evaluations[-1]["eval/reward"] - 1
+        measured["accuracy, rewards 1 and 2"] = accuracy
+    return measured
 
 
 def results() -> dict:
+    """What docs/results/variance.json holds; draws docs/figures/reinforce.svg."""
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         return report(list(pool.map(along_training, SEEDS)))
 
 
-def report(made: list[dict]) -> dict:
-    """Medians, because a single improbable token can make one variance a hundred times as large."""
-    from drawing import COLOURS, panels, save
+def report(measured: list[dict]) -> dict:
+    """Tables of what is measured with each seed.
 
-    noises = {
-        case: [sorted(at) for at in zip(*(of["noise"][case] for of in made), strict=True)]
-        for case in CASES
-    }
-    figure, (axis,) = panels(1, width=5, height=3)
-    for colour, (case, values) in zip(COLOURS, noises.items(), strict=False):
-        lowest, *_, highest = zip(*values, strict=True)
-        axis.fill_between(MOMENTS, lowest, highest, color=colour, alpha=0.15, lw=0)
-        axis.plot(MOMENTS, [*map(median, values)], color=colour, label=case)
-    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient", yscale="log")
-    axis.legend(title="baseline", fontsize=8, framealpha=0)
-    save(figure, Path("docs/reinforce.svg"))
+    Medians, because a single improbable token can make one variance a hundred times as large.
+    """
+
+    def of_seeds(kind: str, case: str, i: int) -> list[float]:
+        """The noise or signal of each seed at moment i."""
+        return [of_seed[kind][case][i] for of_seed in measured]
+
+    draw({case: [of_seeds("noise", case, i) for i in range(len(MOMENTS))] for case in CASES})
     rows = []
     for i, moment in enumerate(MOMENTS):
-        cells = [(median(at[i]), at[i][0], at[i][-1]) for at in noises.values()]
-        signals = [median(of["signal"][case][i] for of in made) for case in CASES]
-        reward = mean(of["rewards"][i] for of in made)
-        told = ["{:.2f} ({:.2f} to {:.2f})".format(*cell) for cell in cells]
-        told.append(f"{min(signals):.2f} to {max(signals):.2f}")
-        rows.append([str(moment), f"{reward:.2f}", *told])
-    columns = ["rollouts", "mean reward", *CASES, "squared mean"]
-    shifted = [of["accuracy, rewards 1 and 2"] for of in made]
+        mean_reward = mean(of_seed["rewards"][i] for of_seed in measured)
+        row = [str(moment), f"{mean_reward:.2f}"]
+        for case in CASES:
+            row.append(spread(of_seeds("noise", case, i), digits=2, average=median))
+        signals = [median(of_seeds("signal", case, i)) for case in CASES]
+        row.append(f"{min(signals):.2f} to {max(signals):.2f}")
+        rows.append(row)
+    shifted = [of_seed["accuracy, rewards 1 and 2"] for of_seed in measured]
+    seeds = [str(seed) for seed in SEEDS]
     tables = {
-        "variance": dict(columns=columns, rows=rows),
-        "rewards 1 and 2": dict(
-            columns=["seed", *map(str, SEEDS)],
-            rows=[["accuracy after 60", *(f"{value:.3f}" for value in shifted)]],
-        ),
+        "variance": {
+            "columns": ["rollouts", "mean reward", *CASES, "squared mean"],
+            "rows": rows,
+        },
+        "rewards 1 and 2": {
+            "columns": ["seed", *seeds],
+            "rows": [["accuracy after 60", *(f"{accuracy:.3f}" for accuracy in shifted)]],
+        },
     }
-    return dict(tables=tables, numbers=dict(zip(map(str, SEEDS), made, strict=True)))
+    return {"tables": tables, "numbers": dict(zip(seeds, measured, strict=True))}
+
+
+def draw(noises: dict[str, list[list[float]]]) -> None:
+    """The noise of each case at each moment: median and range of the seeds."""
+    from drawing import COLOURS, panels, save
+
+    figure, (axis,) = panels(1, width=5, height=3)
+    for colour, (case, by_moment) in zip(COLOURS, noises.items(), strict=False):
+        lowest = [min(noise) for noise in by_moment]
+        highest = [max(noise) for noise in by_moment]
+        medians = [median(noise) for noise in by_moment]
+        axis.fill_between(MOMENTS, lowest, highest, color=colour, alpha=0.15, lw=0)
+        axis.plot(MOMENTS, medians, color=colour, label=case)
+    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient", yscale="log")
+    axis.legend(title="baseline")
+    save(figure, "reinforce.svg")

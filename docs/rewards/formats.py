@@ -1,6 +1,7 @@
 """Format rewards: 1 where a completion has the form that was asked for, whatever it says.
 
-    python grpo.py --reward-fn last_number docs/rewards/formats.py:shown --reward-weights 1 0.2
+    python grpo.py --reward-weights 1 0.2 \
+        --reward-fn tiny/arithmetic/reward.py:last_number docs/rewards/formats.py:shown
 
 A form is not an answer: give such a rule a small weight beside a rule that checks the answer.
 """
@@ -16,11 +17,14 @@ SHOWN = re.compile(r"\d(,\d){4}#\d", re.ASCII)
 
 def think(prompts: list, completions: list[str], **columns: list) -> list[float]:
     """1 for `<think>...</think> <answer>...</answer>` with each tag once, else 0."""
-    return [
-        float(bool(THOUGHT.fullmatch(text)) and len(TAG.findall(text)) == 4) for text in completions
-    ]
+    rewards = []
+    for completion in completions:
+        has_form = THOUGHT.fullmatch(completion) is not None
+        num_tags = len(TAG.findall(completion))
+        rewards.append(1.0 if has_form and num_tags == 4 else 0.0)
+    return rewards
 
 
 def shown(prompts: list, completions: list[str], **columns: list) -> list[float]:
     """1 for five digits with commas between them, a `#` and a digit, else 0."""
-    return [float(bool(SHOWN.fullmatch(text))) for text in completions]
+    return [1.0 if SHOWN.fullmatch(completion) else 0.0 for completion in completions]

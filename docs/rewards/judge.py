@@ -9,6 +9,7 @@ in each call, and finer than a grade that is written out.
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,35 +33,57 @@ Reply with one digit, the grade:
 @cache
 def load(name: str) -> tuple:
     """Model, tokenizer and the ids of the ten digits, loaded once."""
-    cuda = torch.cuda.is_available()
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    device, dtype = "cpu", torch.float32
+    if torch.cuda.is_available():
+        device, dtype = "cuda", torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    digits = tokenizer.convert_tokens_to_ids([*"0123456789"])
-    if len({*digits} - {None, tokenizer.unk_token_id}) < 10:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    digit_ids = tokenizer.convert_tokens_to_ids([*"0123456789"])
+    if len({*digit_ids} - {None, tokenizer.unk_token_id}) < 10:
         raise ValueError(f"{name}: its tokenizer has no token for each digit")
-    return model.to("cuda" if cuda else "cpu"), tokenizer, digits
+    return model, tokenizer, digit_ids
 
 
 @torch.no_grad()
 def grade(prompts: list, completions: list[str], **columns: list) -> list[float]:
     """The expected grade, from 0 to 1."""
-    model, tokenizer, digits = load(MODEL)
-    chat, texts, grades = bool(tokenizer.chat_template), [], []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        text = QUESTION.format(prompt=prompt, completion=completion)
-        turns = [{"role": "user", "content": text}]
-        options = dict(tokenize=False, add_generation_prompt=True)
-        texts.append(tokenizer.apply_chat_template(turns, **options) if chat else text)
+    model, tokenizer, digit_ids = load(MODEL)
+    texts = [
+        render(tokenizer, prompt, completion)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    grades = []
     for start in range(0, len(texts), BATCH):
-        # Padded on the left, so that the last column is the last token of each.
-        options = dict(padding=True, padding_side="left", return_tensors="pt")
-        some = tokenizer(texts[start : start + BATCH], add_special_tokens=not chat, **options)
-        ids, mask = some["input_ids"].to(model.device), some["attention_mask"].to(model.device)
-        places = (mask.cumsum(dim=1) - 1).clamp(min=0)  # as without the padding
-        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=places)
-        logits = model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1, digits].float()
-        grades += (logits.softmax(dim=1) @ torch.arange(10.0, device=logits.device) / 9).tolist()
+        # Padded on the left, so that the last column is the last token of each text.
+        batch = tokenizer(
+            texts[start : start + BATCH],
+            add_special_tokens=not tokenizer.chat_template,  # which has written them
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        ).to(model.device)
+        positions = batch.attention_mask.cumsum(dim=1) - 1  # as without the padding
+        output = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=positions.clamp(min=0),
+            use_cache=False,
+            logits_to_keep=1,
+        )
+        digit_logits = output.logits[:, -1, digit_ids].float()  # (B, 10)
+        expectation = digit_logits.softmax(dim=1) @ torch.arange(10.0, device=model.device)
+        grades += (expectation / 9).tolist()
     return grades
+
+
+def render(tokenizer: Any, prompt: str | list[dict], completion: str) -> str:
+    """The question to the judge, in its chat template if it has one."""
+    if isinstance(prompt, list):
+        prompt = prompt[-1]["content"]
+    question = QUESTION.format(prompt=prompt, completion=completion)
+    if not tokenizer.chat_template:
+        return question
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -40,31 +40,36 @@ def passes(
     prompts: list, completions: list[str], function: list[str], tests: list[str], **columns: list
 ) -> list[float]:
     """All tests or nothing: a fraction of them would also pay for the special case of one."""
-    jobs = zip(completions, function, map(json.loads, tests), strict=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # threads that wait for processes
-        return list(pool.map(lambda job: verdict(*job), jobs))
+        return list(pool.map(passes_tests, completions, function, tests))
 
 
-def verdict(completion: str, function: str, tests: list) -> float:
+def passes_tests(completion: str, function: str, tests: str) -> float:
     """1 where the results are those expected, as JSON texts: 1, 1.0 and true are three things."""
-    if not tests:
+    pairs = json.loads(tests)
+    if not pairs:
         raise ValueError(f"no tests for {function}: any completion would pass")
     blocks = re.findall(r"```(?:python|py)?[ ]*\n(.*?)```", completion, re.DOTALL)
-    arguments, expected = zip(*tests, strict=True)
-    job = {"code": blocks[-1] if blocks else completion, "function": function}
-    found = execute(job | {"arguments": arguments, "limits": LIMITS})
-    return float(found == json.dumps(expected, sort_keys=True))
+    job = {
+        "code": blocks[-1] if blocks else completion,
+        "function": function,
+        "arguments": [arguments for arguments, _ in pairs],
+        "limits": LIMITS,
+    }
+    expected_results = [result for _, result in pairs]
+    return float(execute(job) == json.dumps(expected_results, sort_keys=True))
 
 
 @cache
 def apart() -> list[str]:
     """A prefix that leaves a command no network and no other process; empty if not allowed."""
     flags = ["--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child"]
-    prefix = [shutil.which("unshare") or "unshare", *flags]
-    with suppress(OSError):
-        tried = subprocess.run([*prefix, sys.executable, "-S", "-c", ""], capture_output=True)
-        return prefix if tried.returncode == 0 else []
-    return []
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return []
+    prefix = [unshare, *flags]
+    process = subprocess.run([*prefix, sys.executable, "-S", "-c", ""], capture_output=True)
+    return prefix if process.returncode == 0 else []
 
 
 def execute(job: dict) -> str:
@@ -106,12 +111,13 @@ def child() -> None:
     job = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the completion prints
-    for name, most in job["limits"].items():
-        resource.setrlimit(getattr(resource, name), (most, most))
+    for name, limit in job["limits"].items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
     sys.addaudithook(refuse)
     names = {"__name__": "completion"}
     exec(job["code"], names)
-    results = [names[job["function"]](*arguments) for arguments in job["arguments"]]
+    function = names[job["function"]]
+    results = [function(*arguments) for arguments in job["arguments"]]
     text = json.dumps(results, sort_keys=True)
     out.write(text)
     out.flush()

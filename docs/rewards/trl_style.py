@@ -18,9 +18,9 @@ def adapt(function: Callable) -> Callable:
 
     @wraps(function)
     def wrapper(prompts: list, completions: list[str], **columns: list) -> list[float]:
-        chats = [[{"role": "assistant", "content": text}] for text in completions]
-        found = function(prompts=prompts, completions=chats, **columns)
-        return [0.0 if reward is None else reward for reward in found]
+        chats = [[{"role": "assistant", "content": completion}] for completion in completions]
+        rewards = function(prompts=prompts, completions=chats, **columns)
+        return [0.0 if reward is None else reward for reward in rewards]
 
     return wrapper
 
@@ -28,9 +28,11 @@ def adapt(function: Callable) -> Callable:
 @adapt
 def boxed(completions, solution, **kwargs):
     r"""A function as TRL's documentation has them: 1 where the last \boxed{} is the solution."""
-    contents = [completion[0]["content"] for completion in completions]
-    last = [re.findall(r"\\boxed\{\s*(-?[\d.]+)\s*\}", content)[-1:] for content in contents]
-    return [
-        None if right is None else float(found == [str(right)])
-        for found, right in zip(last, solution, strict=True)
-    ]
+    rewards = []
+    for completion, right_answer in zip(completions, solution, strict=True):
+        answers = re.findall(r"\\boxed\{\s*(-?[\d.]+)\s*\}", completion[0]["content"])
+        if right_answer is None:
+            rewards.append(None)
+        else:
+            rewards.append(float(answers[-1:] == [str(right_answer)]))
+    return rewards

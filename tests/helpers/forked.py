@@ -1,7 +1,7 @@
 """Runs scripts as `python SCRIPT ...` does, in processes forked from one that has imported their
 libraries already: that takes longer than a short run, and as long for each.
 
-    python tests/forked.py '[["grpo.py", "--seed", "1"], ...]' FOLDER [--in-turn]
+    python tests/helpers/forked.py '[["grpo.py", "--seed", "1"], ...]' FOLDER [--in-turn]
 
 Standard output and error of number i go to FOLDER/i.out and FOLDER/i.err. Prints the process ids
 and then the exit statuses (-9 if killed); with --in-turn, where one runs at a time, of each both.
@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def start(words: list[str], out: Path) -> int:
