@@ -9,14 +9,15 @@ equation 7, where eps = 0):
     L = mean over pairs of  - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
 With eps > 0, labels are taken to be wrong with this probability (conservative DPO, Mitchell 2023).
-`--loss ipo` (2310.12036) has a finite target for h per token. Two losses need no reference. With
-the mean per token m(y) = log pi(y|x) / |y|, and odds(y) = e^m(y) / (1 - e^m(y)), they are
+`--loss ipo` (2310.12036) pulls h, of means per token, to 1 / (2 beta). Two losses need no
+reference. With the mean per token m(y) = log pi(y|x) / |y|, and odds = e^m / (1 - e^m), they are
 
     simpo:  - log sigmoid(beta m(y_w) - beta m(y_l) - gamma)              (2405.14734, equation 6),
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
 
 ORPO's first term is the loss of SFT, so it can start from a base model; `--nll-coef` adds this term
-to the other losses (2404.19733). Deviations from the papers: AdamW and a linear schedule.
+to the other losses (2404.19733). Deviations from the papers: IPO's log-ratios are means per token,
+not sums; AdamW and a linear schedule.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
@@ -25,9 +26,9 @@ to the other losses (2404.19733). Deviations from the papers: AdamW and a linear
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # resume after a crash
 
-A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); plus the NLL); then
+A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); SimPO, ORPO: any), then
 `reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls by tens of nats, raise
-beta (SimPO: lower the learning rate). With ORPO it rises.
+beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
 """
 
 import gc
@@ -166,8 +167,8 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
     equation 6, lambda = beta), with the m(y) (B, 2) of `simpo_loss`.
     """
     nll = -mean_logprobs[:, 0]
-    # log(e^m / (1 - e^m)). An m nearer to 0 than 1e-7 is rounding, and 0 itself would give inf.
-    log_odds = mean_logprobs - (-torch.expm1(mean_logprobs.clamp(max=-1e-7))).log()
+    m = mean_logprobs.clamp(max=-1e-7)  # nearer to 0 is rounding; at 0, log(1 - e^m) is -inf
+    log_odds = mean_logprobs - (-torch.expm1(m)).log()  # m - log(1 - e^m)
     return nll - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
 
 
@@ -209,7 +210,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, fused=True)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
     if args.resume:
@@ -258,7 +259,8 @@ def main(args: Args) -> Path:
             "time/epoch": (step + 1) * args.batch_size / len(train_pairs),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        is_last, samples = step + 1 == total_steps, []
+        samples = []
+        is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate_policy(eval_pairs, eval_ref_logprobs)
             metrics |= eval_metrics
@@ -281,16 +283,16 @@ def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Ten
     tokens, in nats; lengths: (B, 2) in tokens. SimPO and ORPO do not read ref_logprobs.
     """
     if args.loss == "sigmoid":
-        scores = logprobs - ref_logprobs  # sums over tokens
+        scores = logprobs - ref_logprobs  # log-ratios, sums over tokens
         losses = dpo_loss(scores, args.beta, args.label_smoothing)
     elif args.loss == "ipo":
-        scores = (logprobs - ref_logprobs) / lengths  # means per token
+        scores = (logprobs - ref_logprobs) / lengths  # log-ratios, means per token
         losses = ipo_loss(scores, args.beta)
     elif args.loss == "simpo":
-        scores = logprobs / lengths  # means per token, without a reference
+        scores = logprobs / lengths  # m(y): no reference
         losses = simpo_loss(scores, args.beta, args.gamma)
     else:
-        scores = logprobs / lengths
+        scores = logprobs / lengths  # m(y); "reward" is only a name for lambda m(y) here
         losses = orpo_loss(scores, args.beta)
     if args.nll_coef > 0:
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
@@ -308,12 +310,12 @@ def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Ten
 
 # --- log-probs of pairs ------------------------------------------------------------------------
 def pair_logprobs(model: Any, pairs: list[PreferencePair], inds: Tensor) -> Tensor:
-    """log pi(y|x) (b, 2) of the pairs with these numbers; both sides in one forward pass."""
+    """log pi(y|x) (b, 2) of pairs[inds], chosen and rejected in one forward pass."""
     chosen = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
     rejected = [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
-    both_inds = torch.cat([inds, inds + len(pairs)])
+    both_inds = torch.cat([inds, inds + len(pairs)])  # into chosen + rejected
     logprobs = completion_logprobs(model, chosen + rejected, both_inds)  # (2b, T)
-    return logprobs.sum(dim=1).view(2, len(inds)).T
+    return logprobs.sum(dim=1).view(2, len(inds)).T  # b chosen rows, then b rejected ones
 
 
 @torch.no_grad()
@@ -326,7 +328,7 @@ def all_pair_logprobs(model: Any, pairs: list[PreferencePair], micro_batch_size:
 
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
-    """`micro_batches`, by the longer completion of each pair."""
+    """`micro_batches` of pairs, sorted by the prompt and the longer completion."""
     longer = [(pair.prompt_ids, max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
     return micro_batches(longer, torch.arange(len(pairs)), size)
 
@@ -336,10 +338,9 @@ def reference_pair_logprobs(
 ) -> Tensor:
     """log pi_ref(y|x) (N, 2) of the pairs to train on, from the policy before its first step.
 
-    They are computed in the batches of the first epoch: step 1 then runs the same micro-batches
-    again, and its h is exactly 0, with no difference of rounding. The last of these batches may be
-    filled up with pairs of the second epoch, which earlier batches hold too. In reverse order the
-    earlier batch writes last, and its numbers stay.
+    They are computed in the batches of the first epoch: step 1 repeats them exactly, so its h is
+    exactly 0. The last batch may run into the second epoch and repeat pairs; in reverse order a
+    pair's earliest batch writes last. Pairs that no step draws stay 0.
     """
     logprobs = torch.zeros(len(pairs), 2, device=policy.device)
     first_epoch = batches[: math.ceil(len(pairs) / args.batch_size)]
@@ -390,7 +391,7 @@ def evaluate(
     if reward_fn is not None:
         rewards = reward_fn(pairs, sequences, texts).tolist()
         metrics["eval/reward"] = np.mean(rewards)
-        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])
+        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])  # full marks
         for sample, reward in zip(samples, rewards, strict=True):
             sample["reward"] = reward
     return metrics, samples
@@ -426,8 +427,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
     reward_fns = {}
     for spec in specs:
         path, _, name = spec.rpartition(":")
+        with explain(f"{flag} {spec}"):
+            check(Path(path).is_file(), f"no file {path!r}; give path/to/file.py:function")
         with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
-            check(Path(path).is_file(), "not path/to/file.py:function")
             module_spec = spec_from_file_location(Path(path).stem, path)
             module = module_from_spec(module_spec)
             sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -435,7 +437,7 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions of one name")
+            check(name not in reward_fns, "two functions have the same name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -443,7 +445,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per prompt. Rank 0 alone calls: it may compare them."""
+    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
+    function, once for all completions, because it may compare them.
+    """
     rewards = []
     if RANK == 0:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
@@ -452,10 +456,13 @@ def call_reward_fn(
         with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
             is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
             check(is_list, f"it returned a {type(rewards).__name__}")
+            check(len(rewards) == len(texts), f"it returned {len(rewards)}")
             for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
-                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                is_number = (
+                    isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                )  # float32's
                 check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))
+    return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -473,10 +480,11 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
-        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
+        one_label = not hasattr(model, "score") or model.config.num_labels == 1
+        check(one_label, "it has more than one label")
         limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
+        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
     return shard(model, device)
 
 
@@ -583,7 +591,7 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "temperature")
         not_negative = "seed gamma label_smoothing nll_coef warmup_ratio weight_decay"
         check_numbers(args, not_negative, zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
         check(args.label_smoothing < 0.5, f"--label-smoothing must not be {args.label_smoothing}")
         loss = args.loss
         fits = loss == "sigmoid" or args.label_smoothing == 0
@@ -654,7 +662,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -668,8 +676,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -695,7 +703,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -704,7 +712,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

@@ -10,10 +10,11 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
-reference; std is that of a sample, plus 1e-4; four optimiser steps per rollout by default. Flags
-for later papers: clip-higher, token mean, masking of cut-off completions, --beta 0 (DAPO, arXiv
-2503.14476); --no-scale-rewards --loss-norm constant --beta 0 (Dr. GRPO, 2503.20783); a ratio per
-completion (GSPO, 2507.18071); each of several rewards normalised first (GDPO, 2601.05242).
+reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. Later
+papers: --clip-coef-high 0.28 --loss-norm token --mask-truncated --beta 0 (DAPO, arXiv 2503.14476,
+without dynamic sampling and length penalty); --no-scale-rewards --loss-norm constant --beta 0
+(Dr. GRPO, 2503.20783); --importance-sampling-level sequence (GSPO, 2507.18071);
+--multi-objective-aggregation normalize_then_sum (GDPO, 2601.05242).
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -84,7 +85,7 @@ class Args:
     chat: bool = False  # turn string prompts into a user's chat message
     max_prompt_length: int = 64  # longest prompt in tokens; rows with longer ones are dropped
     # --- reward ---
-    # one or more path/to/file.py:function; default without --reward-model: the right last number
+    # path/to/file.py:function, one or more; default: 1 if the last number is the answer, else 0
     reward_fn: list[str] = field(default_factory=list)
     reward_model: str | None = None  # sequence classifier with one label and --model's tokenizer
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
@@ -98,13 +99,14 @@ class Args:
     max_new_tokens: int = 24  # longest completion in tokens
     temperature: float = 1.0  # sampling temperature; it divides the logits in all log-probs too
     beta: float = 0.04  # coefficient of the KL (DeepSeekMath: 0.04); 0 loads no reference
-    kl_placement: Literal["loss", "reward"] = "loss"  # KL as k3 in the loss, or k1 in the reward
-    clip_coef: float = 0.2  # lower clip eps: ratios below 1 - this get no gradient where A < 0
-    # upper clip: ratios above 1 + this get no gradient where A > 0; default: clip_coef
+    kl_placement: Literal["loss", "reward"] = "loss"  # KL in the loss (k3) or in the reward (k1)
+    # lower clip: ratios below 1 - this get no gradient if the advantage is negative (GSPO: 3e-4)
+    clip_coef: float = 0.2
+    # upper clip: ratios above 1 + this get none if it is positive (GSPO: 4e-4); default: the lower
     clip_coef_high: float | None = None
     update_epochs: int = 1  # passes over a rollout's completions
     num_minibatches: int = 4  # optimiser steps per pass
-    scale_rewards: bool = True  # divide advantages by the group's deviation (Dr. GRPO: do not)
+    scale_rewards: bool = True  # divide advantages by the group's standard deviation
     # how tokens are averaged: per completion (GRPO), all at once (DAPO), by a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss (DAPO)
@@ -139,8 +141,9 @@ def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Te
     `scale` there is no division (Dr. GRPO). Computed in float64.
     """
     groups = rewards.double().view(-1, group_size)
+    # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    advantages = (groups - groups.mean(dim=1, keepdim=True)).masked_fill(all_equal, 0.0)  # exactly
+    advantages = (groups - groups.mean(dim=1, keepdim=True)).masked_fill(all_equal, 0.0)
     if scale:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     return advantages.view(-1).float()
@@ -159,16 +162,18 @@ def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) ->
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), and never negative. As
-    a loss its expected gradient is that of KL(pi_ref || pi).
+    On tokens sampled from pi (those of a rollout's first step) it is an unbiased estimate of
+    KL(pi || pi_ref), never negative. As a loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
 def token_weights(loss_mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """The weight (B, T) of each token in a step's loss, sum(weight * term): the means over i and t
-    of J as factors, so that the parts of micro-batches and of ranks add up, however it is split.
+    """Weights (B, T) that turn the averages over i and t in J into one sum, -sum(weight * term).
+
+    They average over the B completions of a whole optimiser step, so the losses of its
+    micro-batches and ranks add up.
     """
     lengths = loss_mask.sum(dim=1, keepdim=True)  # (B, 1)
     num_completions = (lengths > 0).sum().clamp(min=1)
@@ -197,13 +202,13 @@ def grpo_loss(
     """
     advantages = advantages[:, None]
     log_ratio = logprobs - old_logprobs
-    if level == "sequence":  # GSPO, arXiv 2507.18071, equation 7: the completion's mean
-        mask = weights > 0
+    if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
+        mask = weights > 0  # the tokens in the loss
         mean_log_ratio = (log_ratio * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         log_ratio = mean_log_ratio[:, None] * mask
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # No gradient once the ratio has left the interval as its advantage pushes (PPO, equation 7).
+    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     sums = {
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
@@ -213,7 +218,7 @@ def grpo_loss(
     if ref_logprobs is not None:
         kl = k3_kl(logprobs, ref_logprobs)
         sums["objective/kl"] = kl.sum()
-        if beta > 0:  # 0 * inf would be NaN
+        if beta > 0:  # it is 0 if the KL is in the rewards; k3 may be inf, and 0 * inf is NaN
             objective = objective - beta * kl
     return -(weights * objective).sum(), sums
 
@@ -249,7 +254,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, args.total_rollouts)
-    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode())}
     if args.resume:
@@ -277,7 +282,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: G completions per prompt, from the policy as it is now.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompts = [train_prompts[i] for i in prompt_batches[step] for _ in range(args.group_size)]
         sequences, texts = sample(prompts, args.temperature, rng)  # B of each
         completions = [completion for _, completion in sequences]
@@ -293,33 +298,38 @@ def main(args: Args) -> Path:
         score_time = time.perf_counter()
 
         # 3. Log-probs under the old policy and the reference, fixed during the update. They use the
-        # micro-batches of the first epoch, so that the first ratio is 1 to the last bit.
+        # micro-batches of the first epoch: padded otherwise, the first ratio would be 1 but for
+        # rounding.
         epochs = shuffled_minibatches(len(sequences), args.update_epochs, args.num_minibatches, rng)
-        first_epoch = []
+        first_micro_batches = []
         for minibatch in epochs[0]:
-            first_epoch += micro_batches(sequences, minibatch, args.micro_batch_size)
+            first_micro_batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
-        one_step = args.update_epochs * args.num_minibatches == 1  # then pi_old is pi_theta
+        one_step = args.update_epochs * args.num_minibatches == 1
         old_logprobs = ref_logprobs = None
-        if kl_in_reward or not one_step:
-            old_logprobs = rollout_logprobs(policy, sequences, first_epoch, args.temperature)
+        if kl_in_reward or not one_step:  # with one step pi_old is pi_theta: no extra pass
+            old_logprobs = rollout_logprobs(
+                policy, sequences, first_micro_batches, args.temperature
+            )
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(ref_model, sequences, first_epoch, args.temperature)
+            ref_logprobs = rollout_logprobs(
+                ref_model, sequences, first_micro_batches, args.temperature
+            )
 
         # 4. Advantages: rewards against the group's mean, the same for each token of a completion.
         if args.multi_objective_aggregation == "normalize_then_sum":
             advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size).to(device)
         else:
             shaped_rewards = rewards.to(device)
-            if kl_in_reward:  # k1, the log-ratio of the completion (DeepSeekMath, equation 2)
+            if kl_in_reward:  # k1, summed over the completion's tokens
                 k1 = (old_logprobs - ref_logprobs).sum(dim=1)
                 shaped_rewards = shaped_rewards - args.beta * k1
             advantages = group_advantages(shaped_rewards, args.group_size, args.scale_rewards)
 
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
-        loss_mask = mask & ended[:, None] if args.mask_truncated else mask
-        weights = torch.zeros(mask.shape, device=device)  # (B, T)
+        loss_mask = (mask & ended[:, None]) if args.mask_truncated else mask
+        weights = torch.zeros(mask.shape, device=device)  # (B, T), filled in per minibatch
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
@@ -330,9 +340,13 @@ def main(args: Args) -> Path:
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
+                    if one_step and not kl_in_reward:
+                        old = logprobs.detach()
+                    else:
+                        old = old_logprobs[inds]
                     loss, loss_sums = grpo_loss(
                         logprobs,
-                        logprobs.detach() if old_logprobs is None else old_logprobs[inds],
+                        old,
                         None if ref_logprobs is None else ref_logprobs[inds],
                         advantages[inds],
                         weights[inds],
@@ -352,7 +366,8 @@ def main(args: Args) -> Path:
 
         # 6. Log, evaluate, save.
         sums = {name: all_reduce_sum(value).item() for name, value in sums.items()}
-        num_tokens, groups = lengths.sum().item(), rewards.view(-1, args.group_size)
+        groups = rewards.view(-1, args.group_size)
+        num_tokens = lengths.sum().item()
         trained_tokens = num_tokens * args.update_epochs
         metrics = {
             "reward/mean": rewards.mean().item(),
@@ -377,7 +392,8 @@ def main(args: Args) -> Path:
         }
         if ref_model is not None:  # nats per completion
             metrics["objective/kl"] = sums["objective/kl"] / (len(sequences) * args.update_epochs)
-        is_last, samples = step + 1 == args.total_rollouts, []
+        samples = []
+        is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, sample, eval_prompts, eval_fns, eval_weights)
             metrics |= eval_metrics
@@ -404,19 +420,20 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    samples, batch_size = [], args.prompts_per_rollout * args.group_size
+    samples, is_right = [], []
+    batch_size = args.prompts_per_rollout * args.group_size
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         sequences, texts = sample(batch, args.eval_temperature, rng)
         all_rewards = [reward_fn(batch, sequences, texts) for reward_fn in reward_fns.values()]
         rewards = (reward_weights @ torch.stack(all_rewards)).tolist()
+        is_right += (all_rewards[0] >= 1).tolist()
         for i, prompt in enumerate(batch):
             row = {"prompt": prompt.text, "completion": texts[i]}
             samples.append(row | {"reward": rewards[i], "length": len(sequences[i][1])})
     metrics = {"eval/reward": np.mean([row["reward"] for row in samples])}
     if len(reward_fns) == 1 and "reward_model" not in reward_fns:  # a single rule: right is 1
-        full_marks = reward_weights.item()
-        metrics["eval/accuracy"] = np.mean([row["reward"] >= full_marks for row in samples])
+        metrics["eval/accuracy"] = np.mean(is_right)
     metrics["eval/length_mean"] = np.mean([row["length"] for row in samples])
     return metrics, samples
 
@@ -427,8 +444,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
     reward_fns = {}
     for spec in specs:
         path, _, name = spec.rpartition(":")
+        with explain(f"{flag} {spec}"):
+            check(Path(path).is_file(), f"no file {path!r}; give path/to/file.py:function")
         with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
-            check(Path(path).is_file(), "not path/to/file.py:function")
             module_spec = spec_from_file_location(Path(path).stem, path)
             module = module_from_spec(module_spec)
             sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -436,7 +454,7 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions of one name")
+            check(name not in reward_fns, "two functions have the same name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -444,7 +462,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per prompt. Rank 0 alone calls: it may compare them."""
+    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
+    function, once for all completions, because it may compare them.
+    """
     rewards = []
     if RANK == 0:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
@@ -453,10 +473,13 @@ def call_reward_fn(
         with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
             is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
             check(is_list, f"it returned a {type(rewards).__name__}")
+            check(len(rewards) == len(texts), f"it returned {len(rewards)}")
             for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
-                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                is_number = (
+                    isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                )  # float32's
                 check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))
+    return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, max_length: int, device: Any) -> Callable:
@@ -476,7 +499,7 @@ def reward_model_scores(
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        # A rank without rows scores a dummy: those of a sharded model run all passes together.
+        # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
         rows = [sequences[i][0] + sequences[i][1] for i in inds] or [[0]]
         ids, mask = pad_rows(rows, model.device)
         with autocast(model.device):
@@ -504,10 +527,11 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
-        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
+        one_label = not hasattr(model, "score") or model.config.num_labels == 1
+        check(one_label, "it has more than one label")
         limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
+        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
     return shard(model, device)
 
 
@@ -560,10 +584,12 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "update_epochs num_minibatches micro_batch_size learning_rate")
         check_numbers(args, "max_grad_norm eval_every eval_rows")
         check_numbers(args, "seed beta warmup_ratio eval_temperature", zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
-        check(args.group_size > 1, "--group-size must be at least 2, for a mean to compare with")
+        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
+        check(args.group_size > 1, "--group-size must be at least 2: one has no group's mean")
         num_completions = args.prompts_per_rollout * args.group_size
-        check(args.num_minibatches <= num_completions, "--num-minibatches: too many for a rollout")
+        check(
+            args.num_minibatches <= num_completions, f"--num-minibatches: {num_completions} at most"
+        )
         num_rewards = len(args.reward_fn) + bool(args.reward_model)
         message = f"--reward-weights: give one for each of the {num_rewards} rewards"
         check(len(args.reward_weights) in (0, num_rewards), message)
@@ -571,7 +597,8 @@ def check_args(args: Args) -> Args:
         check(finite, f"--reward-weights must not be {args.reward_weights}")
         if args.multi_objective_aggregation == "normalize_then_sum":
             usable = args.kl_placement == "loss" and args.scale_rewards
-            check(usable, "GDPO needs --kl-placement loss and --scale-rewards")
+            message = "normalize_then_sum needs --kl-placement loss and --scale-rewards"
+            check(usable, f"--multi-objective-aggregation {message}")
     return args
 
 
@@ -632,7 +659,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -646,8 +673,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -673,7 +700,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -682,7 +709,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

@@ -112,7 +112,7 @@ class LabelledRow(NamedTuple):
     sequence: tuple[list[int], list[int]]  # token ids of the prompt and of its completion
     label: bool  # whether the completion is desirable
     columns: dict  # the row's other columns, for the reward function
-    mismatched: tuple[list[int], list[int]] = ([], [])  # the prompt's, and another row's completion
+    mismatched: tuple[list[int], list[int]] = ([], [])  # its prompt, another row's completion
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -120,15 +120,15 @@ def mismatch(sequences: Sequences, max_length: int) -> Sequences:
     """The pairs (x_i, y_j) that z0 is computed from: for each row, its prompt and the completion of
     another row, token ids like the rows' own; cut off at max_length tokens.
 
-    With the rows sorted by prompt, j comes half of all rows after i. So each completion is used
-    once, and with another prompt than its own, unless more than half of the prompts are the same.
+    In the order of prompts, j is half of all rows further on than i, cyclically: each completion is
+    used once, and with another prompt, unless one prompt fills more than half of the rows.
     """
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i][0])
+    by_prompt = sorted(range(len(sequences)), key=lambda i: sequences[i][0])
     half = len(sequences) // 2
-    partners = dict(zip(order, order[half:] + order[:half], strict=True))  # i: j
+    partner_of = dict(zip(by_prompt, by_prompt[half:] + by_prompt[:half], strict=True))  # j by i
     mismatched = []
     for i, (prompt, _) in enumerate(sequences):
-        completion = sequences[partners[i]][1]
+        completion = sequences[partner_of[i]][1]
         mismatched.append((prompt, completion[: max_length - len(prompt)]))
     return mismatched
 
@@ -149,12 +149,12 @@ def kto_loss(
     """w - v (B,): w_D sigmoid(-beta (r - z0)) if desirable, and if not w_U sigmoid(beta (r - z0)).
 
     logratios: (B,) r = log pi(y|x) - log pi_ref(y|x), sums over tokens, in nats; labels: (B,) bool,
-    true for desirable. The size of the derivative by r, beta v (w - v) / w, is largest where r is
-    z0, and 0 far from it.
+    true for desirable; z0: (). |d loss / d r| = beta w s (1 - s), s = sigmoid(beta (r - z0)), is
+    largest at r = z0, and 0 far from it.
     """
-    gains = torch.where(labels, logratios - z0, z0 - logratios)
+    gains = torch.where(labels, logratios - z0, z0 - logratios)  # v = w sigmoid(beta gain)
     weights = torch.where(labels, desirable_weight, undesirable_weight)
-    return weights * torch.sigmoid(-beta * gains)
+    return weights * torch.sigmoid(-beta * gains)  # w - v, because 1 - sigmoid(a) = sigmoid(-a)
 
 
 def kto_metrics(
@@ -165,7 +165,10 @@ def kto_metrics(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> dict[str, float]:
-    """Means over the completions (B,) of a whole step; the margin if there are both kinds."""
+    """Means over the completions (B,) of a whole step; the margin if there are both kinds.
+
+    objective/kl is z0: biased, since y_j is not sampled from pi(.|x_i). eval/kl is unbiased.
+    """
     losses = kto_loss(logratios, z0, labels, beta, desirable_weight, undesirable_weight)
     metrics = {"objective/loss": losses.double().mean().item(), "objective/kl": z0.item()}
     rewards = beta * logratios
@@ -215,7 +218,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, fused=True)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
     if args.resume:
@@ -279,7 +282,8 @@ def main(args: Args) -> Path:
             "time/epoch": (step + 1) * args.batch_size / len(train_rows),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        is_last, samples = step + 1 == total_steps, []
+        samples = []
+        is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate_policy(eval_rows, eval_refs, eval_mismatched_refs)
             metrics |= eval_metrics
@@ -365,7 +369,7 @@ def evaluate(
     if reward_fn is not None:
         rewards = reward_fn(rows, sequences, texts).tolist()
         metrics["eval/reward"] = np.mean(rewards)
-        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])
+        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])  # full marks
         for sample, reward in zip(samples, rewards, strict=True):
             sample["reward"] = reward
     return metrics, samples
@@ -401,8 +405,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
     reward_fns = {}
     for spec in specs:
         path, _, name = spec.rpartition(":")
+        with explain(f"{flag} {spec}"):
+            check(Path(path).is_file(), f"no file {path!r}; give path/to/file.py:function")
         with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
-            check(Path(path).is_file(), "not path/to/file.py:function")
             module_spec = spec_from_file_location(Path(path).stem, path)
             module = module_from_spec(module_spec)
             sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -410,7 +415,7 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions of one name")
+            check(name not in reward_fns, "two functions have the same name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -418,7 +423,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per prompt. Rank 0 alone calls: it may compare them."""
+    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
+    function, once for all completions, because it may compare them.
+    """
     rewards = []
     if RANK == 0:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
@@ -427,10 +434,13 @@ def call_reward_fn(
         with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
             is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
             check(is_list, f"it returned a {type(rewards).__name__}")
+            check(len(rewards) == len(texts), f"it returned {len(rewards)}")
             for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
-                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                is_number = (
+                    isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                )  # float32's
                 check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))
+    return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -448,10 +458,11 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
-        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
+        one_label = not hasattr(model, "score") or model.config.num_labels == 1
+        check(one_label, "it has more than one label")
         limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
+        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
     return shard(model, device)
 
 
@@ -532,7 +543,7 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "epochs batch_size micro_batch_size learning_rate max_grad_norm")
         check_numbers(args, "eval_every eval_rows max_new_tokens temperature")
         check_numbers(args, "seed warmup_ratio weight_decay", zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
     return args
 
 
@@ -593,7 +604,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -607,8 +618,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -634,7 +645,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -643,7 +654,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

@@ -12,16 +12,17 @@ A completion is an episode, its tokens are the actions. Token t gets the reward
 A critic V predicts the rewards still to come. Generalised advantage estimation (GAE, arXiv
 1506.02438, equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
 
-    delta_t = r_t + gamma V_old,t+1 - V_old,t,    A_t = sum_l (gamma lambda)^l delta_t+l,
+    delta_t = r_t + gamma V_old[t+1] - V_old[t],    A_t = sum_l (gamma lambda)^l delta_[t+l],
+    R_t = A_t + V_old[t],    rho_t = (pi_theta / pi_old)_t,
     L = - mean_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
-        + vf_coef mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
-        - ent_coef mean_t H(pi_t),    rho_t = (pi_theta / pi_old)_t,    R_t = A_t + V_old,t.
+        + vf_coef mean_t 1/2 max((V_t - R_t)^2, (V_old[t] + clip(V_t - V_old[t], +-eps_v) - R_t)^2)
+        - ent_coef mean_t H(pi_t).
 
-mean_t is over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t.
-pi_old and V_old are the policy that sampled and the critic at that time. Deviations from the paper:
-no pretraining gradients; whitened advantages and clipped values, as in the code that InstructGPT
-grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion ends its episode as others
-do. `--kl-placement loss` moves the KL from the rewards into the loss (see `k2_kl`).
+pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
+over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. Deviations from
+the paper: no pretraining gradients; whitened advantages and clipped values, as in the code that
+InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion counts as ended.
+`--kl-placement loss` moves the KL from the rewards into the loss (see `k2_kl`).
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__.../model --reward-model runs/rm_.../model \
@@ -31,7 +32,8 @@ do. `--kl-placement loss` moves the KL from the rewards into the loss (see `k2_k
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # resume after a crash
 
 A healthy run: `reward/mean` and `eval/reward` rise together; `value/explained_variance` rises;
-`objective/kl` stays at a few nats. If `eval/reward` falls, the reward model is being hacked.
+`objective/kl` stays at a few nats. If `reward/mean` rises and an independent `--eval-reward-fn`
+falls, the reward model is being hacked.
 """
 
 import inspect
@@ -144,7 +146,7 @@ class Prompt(NamedTuple):
 # --- the mathematics ---------------------------------------------------------------------------
 # Tensors (B, T) hold a number per sampled token, and 0 after the end of a completion.
 def shaped_rewards(scores: Tensor, k1: Tensor | None, mask: Tensor, beta: float) -> Tensor:
-    """r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t (InstructGPT, equation 2).
+    """r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t (after InstructGPT, equation 2).
 
     Scores are (B,), the mask of sampled tokens (B, T), and k1, the log-ratios in nats, (B, T), or
     None without a reference.
@@ -157,10 +159,11 @@ def shaped_rewards(scores: Tensor, k1: Tensor | None, mask: Tensor, beta: float)
 def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """A_t = sum_l (gamma lam)^l delta_t+l,  delta_t = r_t + gamma V_t+1 - V_t  (GAE, equation 16).
 
-    All (B, T). V_t is the critic's prediction before token t. Returns A and R = A + V.
+    All (B, T) and 0 after a completion's end, so V is 0 after its last token. V_t is the critic's
+    prediction before token t. Returns A and R = A + V.
     """
     advantages = torch.zeros_like(token_rewards)
-    next_value = next_advantage = torch.zeros_like(token_rewards[:, 0])  # (B,), 0 after the last
+    next_value = next_advantage = torch.zeros_like(token_rewards[:, 0])  # (B,), at t + 1
     for t in reversed(range(token_rewards.shape[1])):
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * lam * next_advantage
@@ -169,7 +172,10 @@ def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tupl
 
 
 def whiten(x: Tensor, mask: Tensor, keep_mean: bool = False) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens, as in Ziegler et al.'s code."""
+    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens, as in Ziegler et al.'s code.
+
+    `keep_mean` adds the mean back.
+    """
     mean, variance = x[mask].mean(), x[mask].var(correction=0)
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
     if keep_mean:
@@ -180,8 +186,8 @@ def whiten(x: Tensor, mask: Tensor, keep_mean: bool = False) -> Tensor:
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), and never negative. As
-    a loss its expected gradient is that of KL(pi_ref || pi).
+    On tokens sampled from pi (those of a rollout's first step) it is an unbiased estimate of
+    KL(pi || pi_ref), never negative. As a loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
@@ -207,7 +213,7 @@ def adapt_beta(beta: float, kl: float, target: float, horizon: float, n: int) ->
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 one no better than a constant."""
+    """1 - Var(R - V) / Var(R): 1 is perfect up to a constant, 0 is no better than a constant."""
     errors, returns = (returns - values)[mask], returns[mask]
     return 1 - errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
 
@@ -300,7 +306,7 @@ def main(args: Args) -> Path:
     critic_optimizer = adamw(critic.parameters(), lr=args.critic_learning_rate)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, policy_optimizer, warmup_steps, args.total_rollouts)
-    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
     training = {"policy": (policy, policy_optimizer), "critic": (critic, critic_optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode()), "beta": args.beta}
     if args.resume:
@@ -329,7 +335,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: a completion per prompt, from the policy as it is now.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompts = [train_prompts[i] for i in prompt_batches[step]]
         sequences, texts = sample(prompts, args.temperature, rng)  # B of each
         completions = [completion for _, completion in sequences]
@@ -347,18 +353,22 @@ def main(args: Args) -> Path:
         # 3. Log-probs and values before the update, fixed during it. They use the micro-batches of
         # the first epoch, so that the first ratio is 1 to the last bit.
         epochs = shuffled_minibatches(len(sequences), args.update_epochs, args.num_minibatches, rng)
-        first_epoch = []
+        first_micro_batches = []
         for minibatch in epochs[0]:
-            first_epoch += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs = rollout_logprobs(policy, sequences, first_epoch, args.temperature)  # (B, T)
+            first_micro_batches += micro_batches(sequences, minibatch, args.micro_batch_size)
+        old_logprobs = rollout_logprobs(
+            policy, sequences, first_micro_batches, args.temperature
+        )  # (B, T)
         old_values = torch.zeros_like(old_logprobs)  # (B, T)
         with torch.no_grad():
-            for inds in first_epoch:
+            for inds in first_micro_batches:
                 old_values[inds] = critic_values(critic, sequences, inds)
-        all_reduce_sum(old_values)  # each rank has computed some rows
+        old_values = all_reduce_sum(old_values)  # each rank has computed some rows
         ref_logprobs = k1 = None
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(ref_model, sequences, first_epoch, args.temperature)
+            ref_logprobs = rollout_logprobs(
+                ref_model, sequences, first_micro_batches, args.temperature
+            )
             k1 = old_logprobs - ref_logprobs  # (B, T), the plain estimate of KL(pi_old || pi_ref)
 
         # 4. A reward per token: the KL penalty, and the score at the last. Advantages and returns.
@@ -413,6 +423,7 @@ def main(args: Args) -> Path:
                 critic_optimizer.step()
                 policy_optimizer.zero_grad()
                 critic_optimizer.zero_grad()
+            # approx_kl is that of the epoch's last minibatch, before its step.
             if args.target_kl is not None and all_reduce_sum(approx_kl) > args.target_kl:
                 break
         update_time = time.perf_counter()
@@ -444,15 +455,16 @@ def main(args: Args) -> Path:
             "time/update_seconds": update_time - score_time,
             "time/tokens_per_second": lengths.sum().item() / (update_time - start_time),
         }
-        if ref_model is not None:  # nats per completion
-            kl = k1.sum(dim=1).mean().item()
+        if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
+            kl_k1 = k1.sum(dim=1).mean().item()  # what the rewards pay and beta adapts to
             metrics["objective/kl"] = k3_kl(old_logprobs, ref_logprobs).sum(dim=1).mean().item()
-            metrics["objective/kl_k1"] = kl
-            metrics["objective/non_score_reward"] = -beta_in_reward * kl
+            metrics["objective/kl_k1"] = kl_k1
+            metrics["objective/non_score_reward"] = -beta_in_reward * kl_k1
             metrics["objective/reward"] += metrics["objective/non_score_reward"]
             if args.kl_target:
-                beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
-        is_last, samples = step + 1 == args.total_rollouts, []
+                beta = adapt_beta(beta, kl_k1, args.kl_target, args.kl_horizon, n=len(sequences))
+        samples = []
+        is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, sample, eval_prompts, eval_fns, eval_weights)
             metrics |= eval_metrics
@@ -517,19 +529,19 @@ def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
 def critic_values(critic: torch.nn.Module, sequences: Sequences, inds: Tensor) -> Tensor:
     """V_t (b, T) of sequences[inds]: the critic's output before token t, centred as scores are."""
     width = max(len(completion) for _, completion in sequences)
-    # A rank without rows reads a dummy: those of a sharded model run all passes together.
+    # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
     batch = [sequences[i] for i in inds] or [([0], [])]
     ids, _ = pad_rows([prompt + completion for prompt, completion in batch], critic.device)
     with autocast(ids.device):
         hidden = critic.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, d)
     values = critic.score(hidden.float()).squeeze(2)  # (b, L)
     values = values - getattr(critic.config, "score_mean", 0.0)
-    # V_t is read at the token before t; for the first token that is the prompt's last.
     starts = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=ids.device)
     lengths = torch.tensor([len(completion) for _, completion in batch], device=ids.device)
     t = torch.arange(width, device=ids.device)
-    columns = (starts[:, None] + t).clamp(max=ids.shape[1] - 1)  # (b, T)
-    return values.gather(1, columns).masked_fill(t >= lengths[:, None], 0.0)[: len(inds)]
+    # V_t is read one position before token t, where the critic has seen x and y_<t alone.
+    positions = (starts[:, None] + t).clamp(max=ids.shape[1] - 1)  # (b, T), masked past the end
+    return values.gather(1, positions).masked_fill(t >= lengths[:, None], 0.0)[: len(inds)]
 
 
 # --- the reward --------------------------------------------------------------------------------
@@ -538,8 +550,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
     reward_fns = {}
     for spec in specs:
         path, _, name = spec.rpartition(":")
+        with explain(f"{flag} {spec}"):
+            check(Path(path).is_file(), f"no file {path!r}; give path/to/file.py:function")
         with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
-            check(Path(path).is_file(), "not path/to/file.py:function")
             module_spec = spec_from_file_location(Path(path).stem, path)
             module = module_from_spec(module_spec)
             sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -547,7 +560,7 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions of one name")
+            check(name not in reward_fns, "two functions have the same name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -555,7 +568,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per prompt. Rank 0 alone calls: it may compare them."""
+    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
+    function, once for all completions, because it may compare them.
+    """
     rewards = []
     if RANK == 0:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
@@ -564,10 +579,13 @@ def call_reward_fn(
         with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
             is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
             check(is_list, f"it returned a {type(rewards).__name__}")
+            check(len(rewards) == len(texts), f"it returned {len(rewards)}")
             for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
-                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                is_number = (
+                    isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                )  # float32's
                 check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))
+    return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, max_length: int, device: Any) -> Callable:
@@ -587,7 +605,7 @@ def reward_model_scores(
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        # A rank without rows scores a dummy: those of a sharded model run all passes together.
+        # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
         rows = [sequences[i][0] + sequences[i][1] for i in inds] or [[0]]
         ids, mask = pad_rows(rows, model.device)
         with autocast(model.device):
@@ -615,10 +633,11 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
-        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
+        one_label = not hasattr(model, "score") or model.config.num_labels == 1
+        check(one_label, "it has more than one label")
         limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
+        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
     return shard(model, device)
 
 
@@ -673,9 +692,12 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "micro_batch_size learning_rate max_grad_norm eval_every eval_rows")
         check_numbers(args, "seed missing_eos_penalty gamma gae_lambda vf_coef ent_coef", zero=True)
         check_numbers(args, "beta warmup_ratio eval_temperature", zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
         check(max(args.gamma, args.gae_lambda) <= 1, "--gamma or --gae-lambda is more than 1")
-        check(args.num_minibatches <= args.prompts_per_rollout, "--num-minibatches: too many")
+        check(
+            args.num_minibatches <= args.prompts_per_rollout,
+            f"--num-minibatches: {args.prompts_per_rollout} at most",
+        )
         message = "without --reward-model give --reward-fn, and --critic-init sft or scratch"
         needs_no_model = args.reward_fn and args.critic_init != "reward_model"
         check(args.reward_model or needs_no_model, message)
@@ -748,7 +770,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -762,8 +784,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -789,7 +811,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -798,7 +820,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

@@ -6,9 +6,9 @@ turns the gradient of the expected reward into an expectation that samples estim
     grad E[r] = E[ (r - b) grad log pi(o|q) ],    log pi(o|q) = sum_t log pi(o_t | q, o_<t).
 
 E[grad log pi(o|q)] is 0, so a baseline b that does not depend on o leaves the mean as it is, and a
-good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): the mean reward of the
-prompt's other k - 1 completions. --beta subtracts beta log(pi(o|q) / pi_ref(o|q)) from r, and so
-maximises E[r] - beta KL(pi || pi_ref).
+good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): of a prompt's k completions,
+b is the mean reward of the other k - 1. --beta subtracts beta log(pi(o|q) / pi_ref(o|q)) from r, a
+constant in the gradient, and so maximises E[r] - beta KL(pi || pi_ref).
 
 grpo.py with --num-minibatches 1 --no-scale-rewards --beta 0 --loss-norm constant has the gradient
 of leave-one-out times (k - 1) / (k max_new_tokens). Deviations from RLOO: no KL by default, a rule
@@ -106,7 +106,7 @@ def baseline_advantages(returns: Tensor, group_size: int, baseline: str) -> Tens
     if baseline == "leave_one_out":  # the mean of the prompt's other completions (RLOO)
         b = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
     elif baseline == "batch_mean":
-        b = groups.mean()
+        b = groups.mean()  # includes r itself: scales the expected gradient by (B - 1) / B
     else:
         b = torch.zeros_like(groups)
     return (groups - b).view(-1).float()
@@ -164,7 +164,7 @@ def main(args: Args) -> Path:
     progress = tqdm(range(checkpoint["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: k completions per prompt, from the policy as it is now.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, texts = sample(prompts, rng)  # B of each
@@ -172,7 +172,7 @@ def main(args: Args) -> Path:
 
         # 2. Returns: rewards, minus beta times the log-ratio to the reference.
         rewards = reward_fn(prompts, sequences, texts).to(device)  # (B,)
-        log_ratio = torch.zeros_like(rewards)
+        log_ratio = torch.zeros_like(rewards)  # log(pi(o|q) / pi_ref(o|q)), nats; no gradient
         if ref_model is not None:
             policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
             ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
@@ -193,11 +193,12 @@ def main(args: Args) -> Path:
         # 4. Log, evaluate, save.
         metrics = {
             "reward/mean": rewards.mean().item(),
-            "objective/kl": log_ratio.mean().item(),  # nats per completion
+            "objective/kl": log_ratio.mean().item(),  # nats per completion; 0 without --beta
             "policy/grad_norm": grad_norm,
             "completions/length_mean": np.mean([len(completion) for _, completion in sequences]),
         }
-        is_last, samples = step + 1 == args.total_rollouts, []
+        samples = []
+        is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
             metrics |= eval_metrics
@@ -234,8 +235,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
     reward_fns = {}
     for spec in specs:
         path, _, name = spec.rpartition(":")
+        with explain(f"{flag} {spec}"):
+            check(Path(path).is_file(), f"no file {path!r}; give path/to/file.py:function")
         with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
-            check(Path(path).is_file(), "not path/to/file.py:function")
             module_spec = spec_from_file_location(Path(path).stem, path)
             module = module_from_spec(module_spec)
             sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -243,7 +245,7 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions of one name")
+            check(name not in reward_fns, "two functions have the same name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -251,7 +253,9 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per prompt. Rank 0 alone calls: it may compare them."""
+    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
+    function, once for all completions, because it may compare them.
+    """
     rewards = []
     if RANK == 0:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
@@ -260,10 +264,13 @@ def call_reward_fn(
         with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
             is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
             check(is_list, f"it returned a {type(rewards).__name__}")
+            check(len(rewards) == len(texts), f"it returned {len(rewards)}")
             for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
-                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                is_number = (
+                    isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
+                )  # float32's
                 check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))
+    return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -281,10 +288,11 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
-        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
+        one_label = not hasattr(model, "score") or model.config.num_labels == 1
+        check(one_label, "it has more than one label")
         limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
+        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
     return shard(model, device)
 
 
@@ -395,7 +403,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -409,8 +417,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -436,7 +444,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -445,7 +453,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

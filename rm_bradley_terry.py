@@ -20,7 +20,7 @@ decay; the scores are not shifted, but the mean score of held-out preferred comp
 
 A healthy run: with a new head and no margin the first loss is near chance level, ln 2 = 0.69;
 `eval/pair_accuracy` rises to the rate at which people agree (InstructGPT: 0.73);
-`eval/calibration_error` ends below 0.1. If `eval/loss` rises again: fewer epochs.
+`eval/calibration_error` ends below 0.1 (without margins). If `eval/loss` rises again: fewer epochs.
 """
 
 import json
@@ -116,15 +116,17 @@ def bradley_terry_loss(r_w: Tensor, r_l: Tensor, margins: Tensor, center_coef: f
     return preference_loss + center_coef * (r_w + r_l).square()
 
 
-def calibration(margins: Tensor, bins: int = 5) -> tuple[list[dict[str, float]], float]:
+def calibration(score_gaps: Tensor, bins: int = 5) -> tuple[list[dict[str, float]], float]:
     """Do completions that are predicted to win with 80 % win in 80 % of such pairs?
 
-    The higher score of a pair is predicted to win with p = sigmoid(|r_w - r_l|), from margins
+    The higher score of a pair is predicted to win with p = sigmoid(|r_w - r_l|), from gaps
     r_w - r_l (N,). Returns a row for each bin of p that has pairs, and the expected calibration
     error (Guo et al. 2017, arXiv 1706.04599).
     """
-    predicted = margins.double().abs().sigmoid()  # p
-    observed = (margins.double().sign() + 1) / 2  # 1 where the higher score won; a tie counts half
+    predicted = score_gaps.double().abs().sigmoid()  # p
+    observed = (
+        score_gaps.double().sign() + 1
+    ) / 2  # 1 where the higher score won; a tie counts half
     bin_inds = ((predicted - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     table = []
     for bin_ind in bin_inds.unique().tolist():
@@ -138,7 +140,7 @@ def calibration(margins: Tensor, bins: int = 5) -> tuple[list[dict[str, float]],
         }
         table.append(row)
     gaps = [row["pairs"] * abs(row["predicted"] - row["observed"]) for row in table]
-    return table, sum(gaps) / len(margins)
+    return table, sum(gaps) / len(score_gaps)
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def main(args: Args) -> Path:
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
     training = {"model": (model, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
     if args.resume:
@@ -209,7 +211,8 @@ def main(args: Args) -> Path:
             "time/epoch": (step + 1) * args.batch_size / len(train_pairs),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        is_last, samples = step + 1 == total_steps, []
+        samples = []
+        is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, run_dir, model, eval_pairs)
             metrics |= eval_metrics
@@ -272,7 +275,7 @@ def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
 
 def last_token_scores(model: Any, sequences: list[list[int]]) -> Tensor:
     """Scores (b,) in float32: the head's output at the last token of each list of token ids."""
-    # A rank without rows scores a dummy: those of a sharded model run all passes together.
+    # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
     ids, mask = pad_rows(sequences or [[0]], model.device)
     with autocast(model.device):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -418,7 +421,7 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "save_every max_length epochs batch_size micro_batch_size")
         check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows eval_samples")
         check_numbers(args, "seed center_coef warmup_ratio weight_decay", zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
     return args
 
 
@@ -479,7 +482,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -493,8 +496,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -520,7 +523,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -529,7 +532,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

@@ -5,9 +5,9 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
 with N completion tokens in the batch, each completion's EOS among them: stage 1 of InstructGPT
-(arXiv 2203.02155, section 3.5). Deviations from the paper: no dropout (the paper: 0.2); 4 epochs
-(16); a warm-up and a linear decay (a cosine decay to 10 %); the last model is saved (the one that a
-reward model prefers).
+(arXiv 2203.02155, section 3.5). Deviations (the paper's choice in brackets): no dropout [0.2]; 4
+epochs [16]; a warm-up and a linear decay [a cosine decay to 10 %]; the last model is saved [the one
+with the best reward model score].
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
@@ -123,7 +123,7 @@ def main(args: Args) -> Path:
     total_steps = math.ceil(args.epochs * len(train_sequences) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # a function of the step alone: nothing to save or load
+    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_sequences).encode())}
     if args.resume:
@@ -169,7 +169,8 @@ def main(args: Args) -> Path:
             "time/epoch": (step + 1) * args.batch_size / len(train_sequences),
             "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
         }
-        is_last, samples = step + 1 == total_steps, []
+        samples = []
+        is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
             eval_metrics, samples = evaluate(
                 args, policy, tokenizer, stop_ids, sequences=eval_sequences, prompts=eval_prompts
@@ -228,10 +229,11 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
     with explain(f"{flag} {source}"):
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"missing from it, or unknown to {type(model).__name__}: {wrong}")
-        check(not hasattr(model, "score") or model.config.num_labels == 1, "more than one label")
+        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
+        one_label = not hasattr(model, "score") or model.config.num_labels == 1
+        check(one_label, "it has more than one label")
         limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags allow {max_length}")
+        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
     return shard(model, device)
 
 
@@ -298,7 +300,7 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows eval_samples")
         check_numbers(args, "max_new_tokens")
         check_numbers(args, "seed warmup_ratio weight_decay temperature", zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must not be {args.warmup_ratio}")
+        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
     return args
 
 
@@ -359,7 +361,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
             (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if RANK == 0:
         start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"--resume {run_dir}: not a run, or one that another process is at work on"):
+        with explain(f"{run_dir}: not a run, or another process is at work on it"):
             start_run.lock.acquire(timeout=0)
     wandb_run = None
     if RANK == 0 and args.track:
@@ -373,8 +375,8 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"step {step + 1} stopped; is --learning-rate too high?"):
-        check(math.isfinite(norm), f"gradient norm {norm}; stopped run: {run_dir}")
+    with explain(f"{run_dir} stopped in step {step + 1}"):
+        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
     return norm
 
 
@@ -400,7 +402,7 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # another one is another run
+        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
@@ -409,7 +411,8 @@ def load_checkpoint(
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
     with explain(f"--resume {run_dir}"):
-        check(saved["step"] <= total_steps, f"it is at step {saved['step']} of {total_steps}")
+        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
+        check(saved["step"] <= total_steps, at_step)
     if RANK == 0:
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         for name, size in saved["logs"].items():

@@ -30,10 +30,10 @@ def generate(
     """Sample a completion (token ids) for each prompt (token ids).
 
     A completion ends with the first of `stop_ids` (may be empty) that is drawn, and includes it, or
-    after `max_new_tokens`. Temperature 0 is greedy. The model is a causal one of transformers; one
-    whose cache changes its logits is a ValueError. Under torchrun each rank samples a part, and all
+    after `max_new_tokens`. Temperature 0 is greedy. The model is a causal one of transformers; a
+    ValueError if its logits differ with its cache. Under torchrun each rank samples a part, and all
     ranks return all completions. Random numbers for all are drawn at once, by a CPU generator in
-    the same state on each rank: so a completion depends neither on other prompts nor on the ranks.
+    the same state on each rank: so it depends (up to rounding) on no other prompt and on no rank.
     """
     if model.training or temperature < 0 or not all(prompts):
         raise ValueError("generate: training mode, a temperature below 0, or an empty prompt")
@@ -72,10 +72,10 @@ def decode(
         running = (~ended).nonzero().squeeze(1)
         if len(running) == 0 or t + 1 == max_new_tokens:
             break
-        # Sequences that have ended leave the batch: at once, or, since each batch size needs a CUDA
-        # graph of its own, when they are half of it.
-        most = len(rows) // 2 if decoder.static else len(rows) - 1
-        if decoder.left_padded and len(running) <= most:
+        # Sequences that have ended leave the batch. Each batch size needs a CUDA graph of its own,
+        # so with a static cache they leave when half of the batch has ended.
+        limit = len(rows) // 2 if decoder.static else len(rows) - 1
+        if decoder.left_padded and len(running) <= limit:
             rows, tokens, ended = rows[running], tokens[running], ended[running]
             decoder.select(running)
         logits = decoder.next_logits(tokens)
@@ -97,9 +97,10 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor
 class CachedDecoder:
     """A model and its cache: reads B prompts, then one more token of each sequence per call.
 
-    Most models' prompts are `left_padded`, equal neighbours are read once, sequences can be dropped
-    later. For the others all prompts have one length and stay. On a GPU launching the kernels of a
-    step takes longer than running them: a CUDA graph launches all, on tensors of a `static` cache.
+    With `left_padded` (most models) prompts of different lengths share a batch, equal neighbours
+    are read once, and sequences can be dropped. Without it all prompts have one length and none is
+    dropped. A `static` cache (CUDA) has fixed tensors, so that a CUDA graph can launch all kernels
+    of a step at once: one by one, launching takes longer than running them.
     """
 
     def __init__(self, model: Any, prompts: list, max_new_tokens: int, left_padded: bool):
@@ -107,16 +108,19 @@ class CachedDecoder:
         self.left_padded, self.static = left_padded, False
         self.cache = {}  # the model's argument for its cache, by name
         ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
-        self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,)
+        self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
         if left_padded:
             layer_types = {type(layer) for layer in DynamicCache(config=model.config).layers}
             if any(layer.__module__ != DynamicLayer.__module__ for layer in layer_types):
                 raise ValueError("a cache of the model's own may count padding in its blocks")
             # A sliding window is not captured: Python decides how it moves.
             self.static = layer_types == {DynamicLayer} and use_static_cache(ids.device)
-            both = torch.cat([ids, mask.long()], dim=1)
-            both, self.prompt_of = both.unique_consecutive(dim=0, return_inverse=True)
-            ids, mask = both.chunk(2, dim=1)
+            # Equal neighbours are read once; the mask tells padding from a token with the same id.
+            ids_and_mask = torch.cat([ids, mask.long()], dim=1)
+            ids_and_mask, self.prompt_of = ids_and_mask.unique_consecutive(
+                dim=0, return_inverse=True
+            )
+            ids, mask = ids_and_mask.chunk(2, dim=1)
         if self.static:
             cache_length = ids.shape[1] + max_new_tokens
             self.cache["past_key_values"] = SameTypeStaticCache(model.config, cache_length)
@@ -141,12 +145,12 @@ class CachedDecoder:
         self.tokens = self.tokens[rows]
         self.positions = self.positions[rows]
         self.mask = self.mask[rows]
-        self.num_calls = 0
+        self.num_calls = 0  # on these tensors; a graph captured on other ones is void
         self.replay = None
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token (B,) of each sequence."""
-        self.tokens.copy_(tokens[:, None])
+        self.tokens.copy_(tokens[:, None])  # in place: a captured graph reads this tensor
         self.positions += 1
         self.num_calls += 1
         if not self.static:
@@ -173,6 +177,7 @@ class CachedDecoder:
 
 def can_pad_left(model: torch.nn.Module) -> bool:
     """Whether a `CachedDecoder` may pad and drop the model's sequences; tried on short prompts."""
+    # Reading 1, 2, 3 and then 4 and 5 with a cache must give the logits of all five without one.
     ids = torch.tensor([[1, 2, 3, 4, 5]], device=model.device)
     expected = model(input_ids=ids, use_cache=False).logits[0, -1].softmax(dim=0)
     exact = model.dtype == torch.float32 and not use_bfloat16(model.device)
@@ -184,13 +189,16 @@ def can_pad_left(model: torch.nn.Module) -> bool:
         with suppress(Exception):  # a cache of another form fails in its own way
             decoder = CachedDecoder(model, prompts, 2, left_padded)
             decoder.prompt_logits()
-            decoder.select(torch.arange(len(prompts), device=model.device)[-2:])
+            last_two = torch.arange(len(prompts), device=model.device)[-2:]
+            decoder.select(last_two)
             decoder.next_logits(ids[0, 3].expand(2))
             logits = decoder.next_logits(ids[0, 4].expand(2))
             error = (logits[0].softmax(dim=0) - expected).norm()
             if error <= tolerance * expected.norm():
                 return left_padded
-    raise ValueError(f"generate: {type(model).__name__} gives other logits with a cache")
+    raise ValueError(
+        f"generate: {type(model).__name__} fails with a key/value cache, or gives other logits"
+    )
 
 
 class SameTypeStaticCache(StaticCache):
@@ -203,7 +211,7 @@ class SameTypeStaticCache(StaticCache):
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """CUDA-only: record the kernels of `step` without running them; returns what replays them."""
     graph = torch.cuda.CUDAGraph()
-    # Records those of this thread; NCCL has threads of its own.
+    # CUDA calls of other threads, such as NCCL's, must not invalidate the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
 
@@ -250,7 +258,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
-    # torch gives the input embedding of this id no gradient, and where pad == eos it is the EOS.
+    # torch gives the input embedding at padding_idx no gradient; where pad == eos that is the EOS.
     model.get_input_embeddings().padding_idx = None
     if WORLD_SIZE == 1:
         return model.to(device)

@@ -49,7 +49,7 @@ def completion_logprobs(
     """
     if isinstance(model, FSDPModule) and not hasattr(model, "logprobs"):
         model.logprobs = types.MethodType(_completion_logprobs, model)
-        register_fsdp_forward_method(model, "logprobs")  # for those FSDP gathers weights
+        register_fsdp_forward_method(model, "logprobs")  # FSDP gathers weights around it too
     compute = getattr(model, "logprobs", types.MethodType(_completion_logprobs, model))
     logprobs, entropies = compute(sequences, rows, temperature, entropy)
     return (logprobs, entropies) if entropy else logprobs
@@ -68,7 +68,7 @@ def rollout_logprobs(
 
 
 def micro_batches(sequences: Sequences, rows: Tensor, size: int) -> Iterator[Tensor]:
-    """Row numbers (b,) in groups of similar length, as many on each rank: the last may be empty."""
+    """Row numbers (b,), longest first; each rank gets as many groups, and its last may be empty."""
     lengths = torch.tensor([len(sequences[i][0]) + len(sequences[i][1]) for i in rows])
     rows = rows[lengths.argsort(descending=True, stable=True)]
     for group in rows.split(size * WORLD_SIZE):
@@ -79,7 +79,7 @@ def _completion_logprobs(
     model: Any, sequences: Sequences, rows: Sequence, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     width = max(len(completion) for _, completion in sequences)
-    # A rank without rows runs a dummy: those of a sharded model run all passes together.
+    # A rank without rows runs a dummy: sharded, all ranks must run every forward pass.
     batch = [sequences[i] for i in rows] or [([0], [])]
     # Padding on the right needs no attention mask: attention only looks back.
     ids, mask = pad_rows([prompt + completion for prompt, completion in batch], model.device)
@@ -90,9 +90,10 @@ def _completion_logprobs(
     with autocast(ids.device):
         hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, d)
         head = output_head(model, ids[:1, :1])
-    hidden = hidden[:, :-1][is_completion[:, 1:]]  # (N, d); the state at t - 1 predicts token t
+    hidden = hidden[:, :-1][is_completion[:, 1:]]  # (N, d): state t - 1 predicts token t, of N
     tokens = ids[is_completion][:, None]  # (N, 1)
     values = ChunkedLogprobs.apply(hidden, tokens, temperature, entropy, *head)
+    # Back to (b, T), with zeros after each completion's end.
     lengths = is_completion.sum(dim=1, keepdim=True)[: len(rows)]
     out_mask = torch.arange(width, device=ids.device) < lengths  # (b, T)
     empty = torch.zeros(out_mask.shape, device=ids.device)
@@ -133,7 +134,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     With 150,000 tokens in the vocabulary the logits are the largest tensor of all. Here they exist
     for a chunk of positions at a time, and again in the backward pass, where their gradient takes
-    their place. The forward pass ends with the first chunk, with which the backward pass begins.
+    their place. The forward pass takes the chunks from last to first: the log-probs of the first
+    are then still in the buffer when the backward pass begins with it.
     """
 
     @staticmethod
@@ -151,7 +153,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         compute_head = head
         if use_bfloat16(hidden.device):  # cast once, not per chunk
             compute_head = head._replace(weight=head.weight.bfloat16())
-        for chunk in reversed(chunks):
+        for chunk in reversed(chunks):  # in place: logits, divided by temperature, log-probs
             logits = head_logits(hidden[chunk], logits_buffer, compute_head)
             for start in range(0, len(logits), rows_per_block):
                 block = slice(start, start + rows_per_block)
@@ -200,8 +202,8 @@ class ChunkedLogprobs(torch.autograd.Function):
                     slope = slope * (1 - (logits / head.cap).square())
                 factor = -g
                 if grad_entropies is not None:
-                    to_mean = log_p.clamp(min=-1e4) + entropies[chunk][block]
-                    factor = factor - grad_entropies[chunk][block] * to_mean
+                    log_p_plus_h = log_p.clamp(min=-1e4) + entropies[chunk][block]
+                    factor = factor - grad_entropies[chunk][block] * log_p_plus_h
                 grad = log_p.exp().mul_(factor).scatter_add_(1, y[chunk][block], g)
                 torch.mul(grad, slope, out=log_p)  # in the place of the log-probs
             grad_logits = log_probs.to(head.weight.dtype)
@@ -249,7 +251,7 @@ def output_head(model: Any, token: Tensor) -> OutputHead:
 
 # --- prompts and completions as token ids ------------------------------------------------------
 class UnusableRow(ValueError):
-    """A row of the data that is dropped and counted; the message goes on "dropped 3 rows ..."."""
+    """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
 
 
 def encode_pair(
@@ -268,7 +270,7 @@ def encode_pair(
     prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
     ids = encode(tokenizer, prompt + completion)
     if ids[: len(prompt_ids)] != prompt_ids:
-        raise UnusableRow("that change the prompt's tokens (begin the completion with the space)")
+        raise UnusableRow("that change the prompt's tokens (a space belongs to the completion)")
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     completion_ids = [*ids[len(prompt_ids) :], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)

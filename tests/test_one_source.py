@@ -73,12 +73,12 @@ def test_every_flag_is_read_by_its_script(path):
 # Lines at most.
 CEILINGS = {
     "sft.py": 470,
-    "reinforce.py": 510,
-    "rm_bradley_terry.py": 590,
-    "dpo.py": 770,
-    "kto.py": 710,
-    "grpo.py": 750,
-    "ppo_rlhf.py": 860,
+    "reinforce.py": 520,
+    "rm_bradley_terry.py": 600,
+    "dpo.py": 780,
+    "kto.py": 720,
+    "grpo.py": 770,
+    "ppo_rlhf.py": 880,
 }
 
 
@@ -96,7 +96,7 @@ def test_ceilings_and_the_algorithm_first():
         at = [next(i for i, line in enumerate(lines) if line.startswith(o)) for o in order]
         assert at == sorted(at), f"{name}: {order} is the order"
     common = sum(len(path.read_text().splitlines()) for path in Path("common").glob("*.py"))
-    assert common <= 630 and len(list(Path("common").iterdir())) <= 3  # the cache is the third
+    assert common <= 640 and len(list(Path("common").iterdir())) <= 3  # the cache is the third
 
 
 def function(path, name):

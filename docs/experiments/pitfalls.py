@@ -89,7 +89,7 @@ def stopped_run(command: str, seed: int) -> Run:
         arguments = [*command.split(), "--seed", str(seed), "--output-dir", str(output_dir)]
         process = run_python(arguments, OMP_NUM_THREADS="1")
         error = process.stderr.strip().splitlines()[-1]
-        if "stopped run" not in error:
+        if "gradient norm" not in error:
             raise RuntimeError(f"{' '.join(arguments)} was to stop: {error}")
         newest = max(output_dir.glob("*"))
         (newest / "error.txt").write_text(error)
@@ -135,7 +135,7 @@ def nan_table() -> dict:
     last_rollouts, grad_norms = [], []
     for seed in SEEDS:
         error = (stopped_run(sick_command, seed).folder / "error.txt").read_text()
-        rollout, grad_norm = re.search(r"step (\d+) stopped.* gradient norm (\w+)", error).groups()
+        rollout, grad_norm = re.search(r"in step (\d+): gradient norm (\w+)", error).groups()
         last_rollouts.append(rollout)
         grad_norms.append(grad_norm)
     sick = ["sick", ", ".join(last_rollouts), ", ".join(grad_norms), ", ".join("-" for _ in SEEDS)]
