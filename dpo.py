@@ -60,8 +60,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.functional import logsigmoid
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler
-from transformers import logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, GenerationConfig, get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
 from common.generation import shard
@@ -472,6 +472,9 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(source)
         stop_ids = find_stop_ids(source, tokenizer)
         check(stop_ids, "neither tokenizer nor generation config has an EOS")
+        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
+        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
+        check(len(tokenizer) <= vocab_size, message)
     return tokenizer, stop_ids
 
 

@@ -54,7 +54,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import GenerationConfig, get_scheduler, logging
+from transformers import AutoConfig, GenerationConfig, get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, content
 from common.generation import encode, find_stop_ids, generate, pad_rows, shard
@@ -216,10 +216,11 @@ def grpo_loss(
         "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
     }
     if ref_logprobs is not None:
-        kl = k3_kl(logprobs, ref_logprobs)
-        sums["objective/kl"] = kl.sum()
-        if beta > 0:  # it is 0 if the KL is in the rewards; k3 may be inf, and 0 * inf is NaN
-            objective = objective - beta * kl
+        sums["objective/kl"] = k3_kl(logprobs, ref_logprobs).detach().sum()
+        if beta > 0:  # 0 if the KL is in the rewards
+            left_out = weights == 0  # k3 may be inf there, and 0 * inf is NaN
+            ref_logprobs = ref_logprobs.masked_fill(left_out, 0.0)
+            objective = objective - beta * k3_kl(logprobs.masked_fill(left_out, 0.0), ref_logprobs)
     return -(weights * objective).sum(), sums
 
 
@@ -519,6 +520,9 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(source)
         stop_ids = find_stop_ids(source, tokenizer)
         check(stop_ids, "neither tokenizer nor generation config has an EOS")
+        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
+        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
+        check(len(tokenizer) <= vocab_size, message)
     return tokenizer, stop_ids
 
 

@@ -49,8 +49,8 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler
-from transformers import logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, GenerationConfig, get_scheduler, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
 from common.generation import shard
@@ -190,6 +190,8 @@ def main(args: Args) -> Path:
     # --- data and models ---
     tokenizer, stop_ids = load_tokenizer(args.model)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
+    if len({row.label for row in train_rows}) == 1:
+        print(f"{args.train_split}: all labels are of one kind, so there is no margin to learn")
     eval_rows = load_labelled(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     reward_fn = None
     if args.eval_reward_fn != "none":
@@ -450,6 +452,9 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(source)
         stop_ids = find_stop_ids(source, tokenizer)
         check(stop_ids, "neither tokenizer nor generation config has an EOS")
+        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
+        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
+        check(len(tokenizer) <= vocab_size, message)
     return tokenizer, stop_ids
 
 

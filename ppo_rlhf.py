@@ -268,7 +268,9 @@ def value_loss(
     if clip_coef is not None:
         clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
         losses = torch.maximum(unclipped_losses, 0.5 * (clipped_values - returns).square())
-    sums = {"value/loss": losses.sum(), "value/clip_fraction": (losses > unclipped_losses).sum()}
+    has_left = (values - old_values).abs() > (clip_coef or math.inf)
+    is_clipped = has_left & (losses > unclipped_losses)
+    sums = {"value/loss": losses.sum(), "value/clip_fraction": is_clipped.sum()}
     return (weights * losses).sum(), sums
 
 
@@ -625,6 +627,9 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(source)
         stop_ids = find_stop_ids(source, tokenizer)
         check(stop_ids, "neither tokenizer nor generation config has an EOS")
+        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
+        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
+        check(len(tokenizer) <= vocab_size, message)
     return tokenizer, stop_ids
 
 

@@ -48,7 +48,8 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, GenerationConfig, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, content, encode, find_stop_ids
 from common.generation import generate, shard
@@ -280,6 +281,9 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(source)
         stop_ids = find_stop_ids(source, tokenizer)
         check(stop_ids, "neither tokenizer nor generation config has an EOS")
+        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
+        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
+        check(len(tokenizer) <= vocab_size, message)
     return tokenizer, stop_ids
 
 

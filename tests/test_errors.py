@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -373,9 +374,8 @@ def test_output_dir_is_looked_at_before_anything_is_loaded(name, tmp_path):
 @pytest.mark.parametrize("name", ["ppo_rlhf", "dpo", "kto"])
 def test_the_default_rule_judges_the_default_dataset_alone(name, tmp_path):
     script, runs = SCRIPTS[name], {}
-    data = dataset(
-        tmp_path, [row_of("on wednesday i saw jaws .", " it ran") | {"rejected": " it"}] * 4
-    )
+    row = row_of("on wednesday i saw jaws .", " it ran") | {"rejected": " it"}
+    data = dataset(tmp_path, [row, row | {"label": False}] * 2)
     rule = "./tiny/reviews/gold.py:sentiment"  # typed, it judges any dataset
     for key, flags in {"own": {}, "typed": dict(eval_reward_fn=rule), "tiny": {}}.items():
         flags |= {"output_dir": str(tmp_path / key)} | ({} if key == "tiny" else {"dataset": data})
@@ -747,7 +747,7 @@ def test_a_checkpoint_that_is_broken_or_of_another_script(name, tmp_path, stoppe
 
 @EACH
 def test_resume_on_other_rows(name, tmp_path):
-    rows = [row_of("1+2=", f"#{i}") for i in (3, 5)] * 2
+    rows = [row_of("1+2=", f"#{i}") | {"label": i == 3} for i in (3, 5)] * 2
     flags = dict(model="tiny/arithmetic/policy", dataset=dataset(tmp_path, rows))
     if name == "ppo_rlhf":
         flags |= dict(reward_model=None, reward_fn=[grpo.LAST_NUMBER], critic_init="sft")
@@ -807,3 +807,39 @@ def test_ctrl_c_ends_a_run_that_can_be_resumed(tmp_path):
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["step"]
     args = grpo.parse_args(["--resume", str(run_dir), "--total-rollouts", str(saved + 1)])
     assert grpo.main(args) == run_dir and (run_dir / "model").exists()
+
+
+# --- main as a function -------------------------------------------------------------------------
+
+
+def test_main_in_a_thread_leaves_ctrl_c_alone(tmp_path):
+    """As a notebook or a server may call it."""
+    handler = signal.getsignal(signal.SIGINT)
+    run_dirs = []
+    args = tiny_args("grpo", dict(output_dir=str(tmp_path)))
+    thread = threading.Thread(target=lambda: run_dirs.append(grpo.main(args)))
+    thread.start()
+    thread.join()
+    assert (run_dirs[0] / "model").is_dir()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_dev_mode_shows_where_an_error_comes_from():
+    words = [sys.executable, "-X", "dev", "sft.py", "--dataset", "no/such/folder"]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 1
+    assert (
+        "Traceback" in process.stderr and "InputError: --dataset no/such/folder" in process.stderr
+    )
+
+
+@EACH
+def test_a_tokenizer_larger_than_the_embedding(name, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy")
+    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+    tokenizer.add_tokens([f"word{i}" for i in range(50)])
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    fails(
+        name, tmp_path, "its tokenizer has 68 tokens, its embedding only", model=str(tmp_path / "m")
+    )

@@ -330,6 +330,20 @@ def test_kl_is_measured_where_it_is_not_in_the_loss():
     assert grpo_loss(*far, 0.0)[0] == 0
 
 
+def test_k3_that_overflows_at_a_masked_completion_reaches_neither_loss_nor_gradient():
+    logprobs = torch.tensor([[-200.0, -200.0], [-1.0, -2.0]], requires_grad=True)
+    weights = torch.tensor([[0.0, 0.0], [0.5, 0.5]])  # the first was cut off
+    zeros = torch.zeros(2, 2)
+    arguments = (logprobs, logprobs.detach(), zeros, torch.zeros(2), weights, 0.2, 0.2, 1.0)
+    loss, sums = grpo_loss(*arguments)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * ((math.e - 2) + (math.e**2 - 3)), rel=1e-5)
+    # d k3 / d log pi = 1 - pi_ref / pi
+    expected = torch.tensor([[0.0, 0.0], [0.5 * (1 - math.e), 0.5 * (1 - math.e**2)]])
+    torch.testing.assert_close(logprobs.grad, expected)
+    assert sums["objective/kl"].isinf()  # the metric counts all completions
+
+
 def test_token_weights_by_hand():
     mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
     # Row 2 was masked out: two completions and four tokens count.

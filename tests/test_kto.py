@@ -282,7 +282,7 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
     printed = capsys.readouterr().out
     assert printed.startswith(f"train: 4 of {len(rows)} rows; dropped 2 whose prompt leaves no")
     assert "; dropped 5 with an empty prompt or completion, first " in printed
-    merged = "; dropped 1 that change the prompt's tokens (begin the completion with the"
+    merged = "; dropped 1 that change the prompt's tokens (a space belongs to the completion)"
     assert (merged in printed) == (not chat)
     summary = "train: 4 of 4 desirable; 0 pairs split in two; 2 cut off at --max-length "
     assert printed.endswith(f"{summary}{flags['max_length']}\n")
@@ -628,7 +628,9 @@ def test_without_a_reward_function_there_is_no_reward(tmp_path, flags):
 def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
     rows = [row | {"label": label} for row in rows_of("train", 20)]
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2)
-    assert f"train: {20 * label} of 20 desirable; " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"train: {20 * label} of 20 desirable; " in printed
+    assert "train: all labels are of one kind" in printed
     first, *_, last = metrics_of(run_dir)
     assert not {"reward/margin", "eval/margin"} & (first.keys() | last.keys())
     absent, present = ("undesirable", "desirable") if label else ("desirable", "undesirable")

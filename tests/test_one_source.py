@@ -72,12 +72,12 @@ def test_every_flag_is_read_by_its_script(path):
 
 # Lines at most.
 CEILINGS = {
-    "sft.py": 470,
+    "sft.py": 480,
     "reinforce.py": 520,
     "rm_bradley_terry.py": 600,
     "dpo.py": 780,
     "kto.py": 720,
-    "grpo.py": 770,
+    "grpo.py": 780,
     "ppo_rlhf.py": 880,
 }
 

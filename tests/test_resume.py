@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from background import Background
 from scripts import SCRIPTS, short_flags
 
@@ -186,3 +188,61 @@ def test_runs_never_share_a_folder(tmp_path, monkeypatch):
         args = script.Args(output_dir=str(tmp_path), exp_name="x")
         folders = {script.start_run(args)[0] for _ in range(3)}
         assert len(folders) == 3
+
+
+# --- what a resume refuses, and what it mends ----------------------------------------------------
+
+
+@pytest.fixture
+def finished(whole, tmp_path):
+    """A copy of a finished run: the script, and the folder."""
+    name, run_dir = whole
+    return SCRIPTS[name], Path(shutil.copytree(run_dir, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("flag", ["model", "dataset", "seed"])
+def test_what_defines_a_run_cannot_be_changed(finished, flag):
+    script, run_dir = finished
+    other = {"model": "tiny/reviews/reward_model", "dataset": "tiny", "seed": "7"}[flag]
+    args = script.parse_args(["--resume", str(run_dir), f"--{flag}", other])
+    for name in ("model", "dataset", "seed"):  # what the message says is looked at first
+        if name != flag:
+            assert getattr(args, name) == getattr(script.Args, name)
+    before = (run_dir / "args.json").read_text()
+    with pytest.raises(script.InputError):
+        script.main(args)
+    with pytest.raises(script.InputError, match=f"--{flag} cannot be changed, it was "):
+        script.load_checkpoint(args, run_dir, {}, {"data": 0}, total_steps=STEPS)
+    assert (run_dir / "args.json").read_text() == before
+
+
+def test_a_run_cannot_end_before_its_checkpoint(finished):
+    script, run_dir = finished
+    shorter = ["--epochs", "0.4"]
+    if hasattr(script.Args, "total_rollouts"):
+        shorter = ["--total-rollouts", "2"]
+    before = (run_dir / "args.json").read_text()
+    with pytest.raises(script.InputError, match=r"its checkpoint is at step 8, .* end at 2$"):
+        script.main(script.parse_args(["--resume", str(run_dir), *shorter]))
+    assert (run_dir / "args.json").read_text() == before
+
+
+def test_logs_that_were_shortened_or_deleted_do_not_stop_a_resume(finished, capsys):
+    script, run_dir = finished
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:2]))
+    (run_dir / "samples.jsonl").unlink()
+    script.main(script.parse_args(["--resume", str(run_dir)]))
+    printed = capsys.readouterr().out
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert f"{run_dir / name} has lost lines since the checkpoint" in printed
+    assert (run_dir / "metrics.jsonl").read_text() == "".join(lines[:2])
+
+
+def test_two_processes_cannot_work_on_one_run(finished):
+    script, run_dir = finished
+    words = [sys.executable, f"{script.__name__}.py", "--resume", str(run_dir)]
+    with FileLock(run_dir / ".lock"):
+        second = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert second.returncode == 1
+    assert "another process is at work on it" in second.stderr.splitlines()[-1]

@@ -304,3 +304,25 @@ def test_the_commands_of_the_page_parse_and_name_functions_that_are_there():
         for spec in args.reward_fn:
             path, _, name = spec.rpartition(":")
             assert f"\ndef {name}(" in Path(path).read_text()
+
+
+# --- how files are read and functions called ----------------------------------------------------
+
+
+def test_a_file_that_was_edited_is_read_again(tmp_path):
+    path = tmp_path / "edited.py"
+    prompts = [grpo.Prompt("1+2=", [], {})]
+    for value in (1.0, 2.0):
+        path.write_text(f"def rule(prompts, completions):\n    return [{value}]\n")
+        reward_fns = grpo.load_reward_fns("--reward-fn", [f"{path}:rule"], {})
+        assert reward_fns["rule"](prompts, [], ["#3"]).tolist() == [value]
+
+
+def test_a_function_that_changes_its_list_changes_nothing_else():
+    def shout(prompts, completions):
+        completions[0] = completions[0].upper()
+        return [1.0]
+
+    texts = ["abc"]
+    grpo.call_reward_fn("shout", shout, [grpo.Prompt("?", [], {})], [], texts)
+    assert texts == ["abc"]
