@@ -167,8 +167,8 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
     equation 6, lambda = beta), with the m(y) (B, 2) of `simpo_loss`.
     """
     nll = -mean_logprobs[:, 0]
-    m = mean_logprobs.clamp(max=-1e-7)  # nearer to 0 is rounding; at 0, log(1 - e^m) is -inf
-    log_odds = mean_logprobs - (-torch.expm1(m)).log()  # m - log(1 - e^m)
+    clamped = mean_logprobs.clamp(max=-1e-7)  # nearer to 0 is rounding; at 0 the log is -inf
+    log_odds = mean_logprobs - (-torch.expm1(clamped)).log()  # m - log(1 - e^m)
     return nll - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
 
 
@@ -210,7 +210,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, fused=True)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
+    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
     if args.resume:
@@ -328,7 +328,7 @@ def all_pair_logprobs(model: Any, pairs: list[PreferencePair], micro_batch_size:
 
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, sorted by the prompt and the longer completion."""
+    """`micro_batches` of pairs, whose length is that of the prompt and the longer completion."""
     longer = [(pair.prompt_ids, max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
     return micro_batches(longer, torch.arange(len(pairs)), size)
 

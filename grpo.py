@@ -255,7 +255,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, args.total_rollouts)
-    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
+    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode())}
     if args.resume:
@@ -298,9 +298,8 @@ def main(args: Args) -> Path:
         rewards = reward_weights @ all_rewards  # (B,)
         score_time = time.perf_counter()
 
-        # 3. Log-probs under the old policy and the reference, fixed during the update. They use the
-        # micro-batches of the first epoch: padded otherwise, the first ratio would be 1 but for
-        # rounding.
+        # 3. Log-probs under the old policy and the reference, fixed during the update. The first
+        # epoch's micro-batches pad, and so round, as the update does: the first ratio is exactly 1.
         epochs = shuffled_minibatches(len(sequences), args.update_epochs, args.num_minibatches, rng)
         first_micro_batches = []
         for minibatch in epochs[0]:
@@ -330,7 +329,7 @@ def main(args: Args) -> Path:
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         loss_mask = (mask & ended[:, None]) if args.mask_truncated else mask
-        weights = torch.zeros(mask.shape, device=device)  # (B, T), filled in per minibatch
+        weights = torch.zeros(mask.shape, device=device)  # (B, T); a minibatch's rows at its turn
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:

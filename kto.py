@@ -120,8 +120,8 @@ def mismatch(sequences: Sequences, max_length: int) -> Sequences:
     """The pairs (x_i, y_j) that z0 is computed from: for each row, its prompt and the completion of
     another row, token ids like the rows' own; cut off at max_length tokens.
 
-    In the order of prompts, j is half of all rows further on than i, cyclically: each completion is
-    used once, and with another prompt, unless one prompt fills more than half of the rows.
+    Rows are sorted by prompt; that at place p takes the completion at place p + N // 2 (mod N). So
+    each completion is used once, and with another prompt, unless one fills more than half the rows.
     """
     by_prompt = sorted(range(len(sequences)), key=lambda i: sequences[i][0])
     half = len(sequences) // 2
@@ -220,7 +220,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, fused=True)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
+    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
     if args.resume:
@@ -249,7 +249,7 @@ def main(args: Args) -> Path:
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
-        logratios = torch.zeros(len(sequences), device=device)  # of this rank; of others 0
+        logratios = torch.zeros(len(sequences), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)  # (b,)
             r = logprobs - ref_logprobs[inds]

@@ -308,7 +308,7 @@ def main(args: Args) -> Path:
     critic_optimizer = adamw(critic.parameters(), lr=args.critic_learning_rate)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     scheduler = get_scheduler(args.lr_schedule, policy_optimizer, warmup_steps, args.total_rollouts)
-    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
+    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"policy": (policy, policy_optimizer), "critic": (critic, critic_optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode()), "beta": args.beta}
     if args.resume:
@@ -439,7 +439,7 @@ def main(args: Args) -> Path:
             "completions/length_min": lengths.min().item(),
             "completions/length_max": lengths.max().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
-            "objective/reward": scores.mean().item(),  # plus the KL penalty, below
+            "objective/reward": scores.mean().item(),  # the KL penalty is added further down
             "objective/beta": beta,
             "objective/loss": all_reduce_sum(loss_sum).item() / len(policy_grad_norms),
             **means,  # per token: policy/loss, policy/entropy, ..., value/clip_fraction

@@ -160,7 +160,7 @@ def main(args: Args) -> Path:
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
+    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"model": (model, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
     if args.resume:
@@ -257,8 +257,8 @@ def evaluate(
 
 # --- scores ------------------------------------------------------------------------------------
 def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
-    """Numbers (b,) of pairs in groups of similar length, as many on each rank: the last may be
-    empty. The longer completion of a pair counts: both are padded to one length.
+    """This rank's indices (b,) into pairs, in groups of similar length. Every rank gets as many
+    groups; the last may be empty. The longer completion counts: both are padded to one length.
     """
     lengths = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
     longest_first = torch.tensor(lengths).argsort(descending=True, stable=True)
@@ -276,7 +276,7 @@ def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
 def last_token_scores(model: Any, sequences: list[list[int]]) -> Tensor:
     """Scores (b,) in float32: the head's output at the last token of each list of token ids."""
     # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
-    ids, mask = pad_rows(sequences or [[0]], model.device)
+    ids, mask = pad_rows(sequences or [[0]], model.device)  # on the right: needs no attention mask
     with autocast(model.device):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)

@@ -123,7 +123,7 @@ def main(args: Args) -> Path:
     total_steps = math.ceil(args.epochs * len(train_sequences) / args.batch_size)
     warmup_steps = int(args.warmup_ratio * total_steps)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # the schedule's formula, a function of the step alone
+    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_sequences).encode())}
     if args.resume:

@@ -115,7 +115,7 @@ class CachedDecoder:
                 raise ValueError("a cache of the model's own may count padding in its blocks")
             # A sliding window is not captured: Python decides how it moves.
             self.static = layer_types == {DynamicLayer} and use_static_cache(ids.device)
-            # Equal neighbours are read once; the mask tells padding from a token with the same id.
+            # A group's copies of a prompt are read once; the mask tells padding from real tokens.
             ids_and_mask = torch.cat([ids, mask.long()], dim=1)
             ids_and_mask, self.prompt_of = ids_and_mask.unique_consecutive(
                 dim=0, return_inverse=True

@@ -68,7 +68,7 @@ def rollout_logprobs(
 
 
 def micro_batches(sequences: Sequences, rows: Tensor, size: int) -> Iterator[Tensor]:
-    """Row numbers (b,), longest first; each rank gets as many groups, and its last may be empty."""
+    """Row numbers (b,), longest first; ranks get equally many groups, the last may be empty."""
     lengths = torch.tensor([len(sequences[i][0]) + len(sequences[i][1]) for i in rows])
     rows = rows[lengths.argsort(descending=True, stable=True)]
     for group in rows.split(size * WORLD_SIZE):
