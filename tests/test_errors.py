@@ -843,3 +843,10 @@ def test_a_tokenizer_larger_than_the_embedding(name, tmp_path):
     fails(
         name, tmp_path, "its tokenizer has 68 tokens, its embedding only", model=str(tmp_path / "m")
     )
+
+
+@REWARDED
+def test_an_answer_that_is_null_is_said_at_loading(name, tmp_path):
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1+3=", "answer": None}]
+    data = dataset(tmp_path, rows)
+    fails(name, tmp_path, "row 1 of train: --answer-column answer is null", dataset=data)

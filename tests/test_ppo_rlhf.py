@@ -1088,3 +1088,14 @@ def test_what_was_logged(tmp_path, monkeypatch):
     }
     for name, number in expected.items():
         assert row[name] == pytest.approx(number, rel=1e-4), name
+
+
+def test_rounding_is_not_counted_as_clipping():
+    """V_old + (V - V_old) need not be V to the last bit."""
+    values, old_values, returns = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0))
+    weights = torch.full_like(values, 1 / values.numel())
+    for clip_coef in (1000.0, None):
+        _, sums = ppo_rlhf.value_loss(values, old_values, returns, weights, clip_coef)
+        assert sums["value/clip_fraction"] == 0
+    _, sums = ppo_rlhf.value_loss(values, old_values, returns, weights, 0.2)
+    assert sums["value/clip_fraction"] > 0
