@@ -44,7 +44,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import AutoConfig, GenerationConfig, get_scheduler, logging
+from transformers import AutoConfig, GenerationConfig, logging
 
 from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
 from common.generation import shard
@@ -84,7 +84,7 @@ class Args:
     learning_rate: float = 1e-3  # AdamW's peak learning rate
     # how the learning rate changes after its warm-up
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    warmup_ratio: float = 0.03  # fraction of the steps over which the learning rate rises from 0
+    warmup_ratio: float = 0.03  # fraction of the steps over which the learning rate rises
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: int = 200  # steps between evaluations; always one at the start and at the end
@@ -121,9 +121,6 @@ def main(args: Args) -> Path:
     # --- optimiser, and where an interrupted run stopped ---
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
     total_steps = math.ceil(args.epochs * len(train_sequences) / args.batch_size)
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
-    lr_factor = scheduler.lr_lambdas[0]  # step -> factor; the scheduler itself is never stepped
     training = {"policy": (policy, optimizer)}
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_sequences).encode())}
     if args.resume:
@@ -149,7 +146,7 @@ def main(args: Args) -> Path:
         num_tokens = sum(len(completion) for _, completion in sequences)  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
@@ -188,6 +185,19 @@ def main(args: Args) -> Path:
     return run_dir
 
 
+def lr_factor(args: Args, step: int, total_steps: int) -> float:
+    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if args.lr_schedule == "linear":
+        return (total_steps - step) / (total_steps - warmup_steps)
+    if args.lr_schedule == "cosine":
+        progress = (step - warmup_steps) / (total_steps - warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0  # constant_with_warmup
+
+
 def evaluate(
     args: Args, policy: Any, tokenizer: Any, stop_ids: list, sequences: Sequences, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
@@ -218,6 +228,7 @@ def evaluate(
 def load_tokenizer(source: str) -> tuple[Any, list[int]]:
     """The tokenizer, and the ids that end a completion."""
     with explain(f"--model {source}"):
+        check_folder(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
         stop_ids = find_stop_ids(source, tokenizer)
         check(stop_ids, "neither tokenizer nor generation config has an EOS")
@@ -230,6 +241,7 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
 def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
+        check_folder(source)
         model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
         check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
@@ -244,6 +256,7 @@ def load_sequences(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) 
     """Token ids of prompts and completions; rows that cannot be used are dropped and counted."""
     sequences, dropped = [], defaultdict(list)
     with explain(f"--dataset {args.dataset}, {split}"):
+        check_folder(args.dataset)
         dataset = load_dataset(args.dataset, args.dataset_config, split=split)
     for index, row in enumerate(dataset):
         with explain(f"--dataset {args.dataset}, row {index} of {split}"):
@@ -319,7 +332,7 @@ def explain(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         message = str(error.__cause__ or error).strip() or repr(error)
-        raise InputError(f"{what}: {message.splitlines()[0]}") from error
+        raise InputError(f"{what}: {' '.join(message.split()):.500}") from error
 
 
 def check(condition: Any, message: str) -> None:
@@ -329,15 +342,34 @@ def check(condition: Any, message: str) -> None:
 
 
 def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
-    """The flags' values are finite and above 0 (with `zero`: or 0), or None."""
+    """The flags' values are above 0 (with `zero`: or 0) and not beyond 64 bits, or None."""
     for flag in flags.split():
         value = getattr(args, flag)
-        valid = value is None or 0 < value < math.inf or (zero and value == 0)
-        check(valid, f"--{flag.replace('_', '-')} must not be {value}")
+        valid = value is None or 0 < value < 2**63 or (zero and value == 0)
+        bound = "of at least 0" if zero else "above 0"
+        check(valid, f"--{flag.replace('_', '-')} must be a number {bound}, not {value}")
+
+
+def check_folder(source: str) -> None:
+    """A model or a dataset is a folder, or a name on the hub, which has one slash at most."""
+    folder = Path(source)
+    check(folder.exists() or source.count("/") < 2, f"there is no such folder in {Path.cwd()}")
+    check(not folder.is_file(), "it is a file, and must be a folder")
+    names = {path.name for path in folder.glob("*")}
+    check("state.json" not in names, "it was made by save_to_disk; use to_json or to_parquet")
+    is_adapter = "adapter_config.json" in names and "config.json" not in names
+    check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
+    is_gguf = any(name.endswith(".gguf") for name in names) and "config.json" not in names
+    check(not is_gguf, "it holds GGUF weights; safetensors and a config.json are needed")
+    for path in folder.glob("*.jsonl"):
+        check(path.stat().st_size > 0, f"{path.name} is empty")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; with --resume, over those that the run was started with."""
+    with explain("flags"):
+        has_value = {"True", "False", "true", "false"} & set(argv or sys.argv)
+        check(not has_value, "on is --track, off is --no-track: no True or False after them")
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if args.resume:
         with explain(f"--resume {args.resume}: not a run of this script"):
@@ -379,21 +411,27 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
     with explain(f"{run_dir} stopped in step {step + 1}"):
-        check(math.isfinite(norm), f"gradient norm {norm}: is the learning rate too high?")
+        hint = "is the learning rate too high? checkpoint.previous.pt may be from before that"
+        check(math.isfinite(norm), f"gradient norm {norm}: {hint}")
     return norm
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], checkpoint: dict) -> None:
-    """Replace checkpoint.pt; a kill at any moment leaves a whole file, the old or the new."""
+    """Replace checkpoint.pt and keep the one before, as this one may hold weights that diverge.
+
+    A kill at any moment leaves a whole file.
+    """
     for name, (model, optimizer) in training.items():
         weights, moments = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
         checkpoint[name] = {"model_state_dict": weights, "optim_state_dict": moments}
     if RANK == 0:
         checkpoint["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         new_file = run_dir / "checkpoint.tmp"
-        with explain(f"{run_dir}: no checkpoint could be written"):
+        with explain(f"{run_dir}: no checkpoint could be written (is the disk full?)"):
             try:
                 torch.save(checkpoint, new_file)
+                if (run_dir / "checkpoint.pt").exists():
+                    os.replace(run_dir / "checkpoint.pt", run_dir / "checkpoint.previous.pt")
                 os.replace(new_file, run_dir / "checkpoint.pt")
             finally:
                 new_file.unlink(missing_ok=True)
@@ -408,8 +446,11 @@ def load_checkpoint(
         for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
             same = saved_args.get(flag) == getattr(args, flag, None)
             check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
+    file = run_dir / "checkpoint.pt"
+    if not file.exists():  # killed between the two renamings of `save_checkpoint`
+        file = run_dir / "checkpoint.previous.pt"
     with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+        saved = torch.load(file, weights_only=True, mmap=True)
         check(saved["data"] == checkpoint["data"], "the training rows of --dataset have changed")
         for name, (model, optimizer) in training.items():
             dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
@@ -464,9 +505,8 @@ if __name__ == "__main__":
     except (InputError, KeyboardInterrupt) as error:
         if sys.flags.dev_mode:  # python -X dev
             raise
-        sys.exit(
-            f"error: {error}" if str(error) else "stopped; resume with --resume and its folder"
-        )
+        hint = "stopped; resume with --resume and the run's folder"
+        sys.exit(f"error: {error}" if str(error) else hint)
     if WORLD_SIZE > 1:
         torch.distributed.barrier()  # nobody leaves before rank 0 has saved
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
