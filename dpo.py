@@ -98,7 +98,8 @@ class Args:
     # --- DPO ---
     # loss of DPO (sigmoid), IPO, SimPO or ORPO
     loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
-    # cost of leaving the reference, default 0.3; simpo's scale, default 5; orpo's lambda, default 5
+    # cost of leaving the reference; of simpo the scale, of orpo lambda; default: 0.3 (sigmoid),
+    # 1 (ipo), 5 (simpo, orpo), which are for tiny/
     beta: float | None = None
     # target margin of simpo, not divided by beta (paper: 0.3 to 1.6); default with simpo: 0.5
     gamma: float | None = None
@@ -597,7 +598,8 @@ def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) ->
 def check_args(args: Args) -> Args:
     """What can be seen to be wrong before anything is loaded; fills in --loss's defaults."""
     if args.beta is None:
-        args = replace(args, beta=0.3 if args.loss in REFERENCE_LOSSES else 5.0)
+        default_beta = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5.0, "orpo": 5.0}
+        args = replace(args, beta=default_beta[args.loss])
     if args.gamma is None and args.loss == "simpo":
         args = replace(args, gamma=0.5)
     if args.eval_reward_fn is None:  # the gold reward knows the default dataset's reviews alone

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import sys
 import time
 from decimal import Decimal
 from types import SimpleNamespace
@@ -34,6 +36,7 @@ from dpo import (
     PreferencePair,
     all_pair_logprobs,
     check_args,
+    dpo_loss,
     micro_batches_of_pairs,
     pair_logprobs,
     pair_losses,
@@ -289,6 +292,18 @@ def test_an_impossible_rejected_completion_gives_a_finite_loss_and_gradient(flag
     assert loss.tolist() == [1.5 if args.loss == "orpo" else 0]
     loss.backward()
     assert logprobs.grad.tolist() == [[-0.5 if args.loss == "orpo" else 0, 0]]
+
+
+@pytest.mark.parametrize(("eps", "expected"), [(0.0, 0.0), (0.1, math.inf)])
+def test_dpo_loss_where_the_rejected_completion_is_impossible(eps, expected):
+    """The comparison is won for certain; smoothed labels forbid certainty, at any price."""
+    logratios = torch.tensor([[-3.0, -math.inf], [0.0, 0.0]], requires_grad=True)
+    losses = dpo_loss(logratios, 0.5, label_smoothing=eps)
+    assert losses.tolist() == [expected, pytest.approx(math.log(2))]  # each pair for itself
+    losses.sum().backward()
+    # The slope in the chosen log-prob, beta (sigmoid(beta h) - (1 - eps)) at h = inf and at 0.
+    assert logratios.grad[:, 0].tolist() == pytest.approx([0.5 * eps, 0.5 * (eps - 0.5)])
+    assert logratios.grad[:, 1].tolist() == pytest.approx([-0.5 * eps, -0.5 * (eps - 0.5)])
 
 
 def log_odds(mean):
@@ -796,9 +811,9 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     assert [step["step"] for step in steps] == list(range(1, 10))
     assert [row["step"] for row in (before, *steps) if "eval/loss" in row] == [0, 3, 6, 9]
     rates = [step["policy/learning_rate"] / 2e-3 for step in steps]
-    # The first rate is 0, so the first two steps are taken from the reference itself.
-    assert [step["reward/margin"] == 0 for step in steps[:3]] == [True, True, False]
-    assert rates == pytest.approx([0, 1 / 2, *(left / 7 for left in range(7, 0, -1))])
+    # The first rate is above 0, so only the first step is taken from the reference itself.
+    assert [step["reward/margin"] == 0 for step in steps[:3]] == [True, False, False]
+    assert rates == pytest.approx([1 / 3, 2 / 3, *(left / 7 for left in range(7, 0, -1))])
     assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
     rows = rows_of("train", 20)
     for number, step in enumerate(steps):
@@ -1035,3 +1050,27 @@ def test_pairs_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
     assert [len(lengths) for lengths in step] == [4] * 5
     assert all(min(a) >= max(b) for a, b in itertools.pairwise(step))
     assert max(step[0]) > min(step[-1])
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+def test_only_rank_0_writes_and_prints(tmp_path, monkeypatch):
+    """The same work as on rank 0, in one process: a run, and one that rank 0 began."""
+    flags = dict(dataset=dataset(tmp_path, rows_of("train", 20), rows_of("test", 10)))
+    flags |= dict(epochs=0.8, save_every=1)  # two steps
+    begun = run(tmp_path, **flags)
+    with open(begun / "metrics.jsonl", "a") as file:
+        file.write("of a step after the checkpoint\n")  # what rank 0 would cut off
+    files = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+
+    monkeypatch.setattr(dpo, "RANK", 1)
+    silenced, saved = [], spy_on(monkeypatch, "save_checkpoint")
+    monkeypatch.setattr(os, "dup2", lambda source, target: silenced.append(target))
+    monkeypatch.setattr(dpo.wandb, "init", None)  # a call would fail
+    run(tmp_path, **flags, track=True)
+    run(tmp_path, **flags | dict(resume=str(begun), epochs=1.2, track=True))
+    assert len(saved) == 2 + 1
+    assert silenced == [sys.stdout.fileno()] * 2
+    kept = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert kept == files

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from scripts import SCRIPTS, short_flags
 from transformers import (
     AutoModelForCausalLM,
@@ -116,6 +117,8 @@ def test_unknown_flag_and_bad_value(name, capsys):
         ("warmup_ratio", -0.1),
         ("warmup_ratio", 100.0),  # steps were meant
         ("seed", -1),
+        ("seed", 2**64),  # PyTorch takes 64 bits
+        ("learning_rate", 1e30),
     ],
 )
 def test_numbers_out_of_range(name, flag, value, tmp_path):
@@ -137,7 +140,7 @@ def test_numbers_out_of_range(name, flag, value, tmp_path):
             "normalize_then_sum needs --kl-placement loss and --scale-rewards",
         ),
         (dict(beta=-0.1), "--beta must"),
-        (dict(temperature=0.0), "--temperature must not be 0"),
+        (dict(temperature=0.0), "--temperature must be a number above 0, not 0"),
         (dict(clip_coef_high=0.0), "--clip-coef-high must"),
         (dict(num_minibatches=9), "--num-minibatches: 8 at most"),
         (dict(reward_weights=[1.0, 2.0]), "--reward-weights: give one for each of the 1 rewards"),
@@ -155,24 +158,27 @@ def test_grpo_flags(flags, message, tmp_path):
         (dict(reward_model=None, reward_fn=[grpo.LAST_NUMBER]), "and --critic-init sft or scratch"),
         (dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
         (dict(gamma=1.1), "--gamma or --gae-lambda is more than 1"),
-        (dict(gae_lambda=-0.1), "--gae-lambda must not be -0.1"),
-        (dict(clip_coef=0.0), "--clip-coef must not be 0"),
+        (dict(gae_lambda=-0.1), "--gae-lambda must be a number of at least 0, not -0.1"),
+        (dict(clip_coef=0.0), "--clip-coef must be a number above 0, not 0"),
         (
             dict(reward_weights=[1.0, 2.0]),
             "--reward-weights: give one for each of the 1 rewards",
         ),
-        (dict(beta=-0.1), "--beta must not be -0.1"),
-        (dict(ent_coef=-0.1), "--ent-coef must not be -0.1"),
-        (dict(missing_eos_penalty=-1.0), "--missing-eos-penalty must not be -1"),
-        (dict(vf_clip_coef=0.0), "--vf-clip-coef must not be 0"),
-        (dict(target_kl=-1.0), "--target-kl must not be -1"),
-        (dict(kl_target=0.0), "--kl-target must not be 0"),
-        (dict(kl_horizon=0.0), "--kl-horizon must not be 0"),
+        (dict(beta=-0.1), "--beta must be a number of at least 0, not -0.1"),
+        (dict(ent_coef=-0.1), "--ent-coef must be a number of at least 0, not -0.1"),
+        (
+            dict(missing_eos_penalty=-1.0),
+            "--missing-eos-penalty must be a number of at least 0, not -1",
+        ),
+        (dict(vf_clip_coef=0.0), "--vf-clip-coef must be a number above 0, not 0"),
+        (dict(target_kl=-1.0), "--target-kl must be a number above 0, not -1"),
+        (dict(kl_target=0.0), "--kl-target must be a number above 0, not 0"),
+        (dict(kl_horizon=0.0), "--kl-horizon must be a number above 0, not 0"),
         (dict(kl_horizon=0.8, kl_target=1.0), "--kl-horizon is so short"),
         (dict(num_minibatches=5), "--num-minibatches: 4 at most"),
-        (dict(critic_learning_rate=0.0), "--critic-learning-rate must not be 0"),
-        (dict(temperature=0.0), "--temperature must not be 0"),
-        (dict(max_new_tokens=-1), "--max-new-tokens must not be -1"),
+        (dict(critic_learning_rate=0.0), "--critic-learning-rate must be a number above 0, not 0"),
+        (dict(temperature=0.0), "--temperature must be a number above 0, not 0"),
+        (dict(max_new_tokens=-1), "--max-new-tokens must be a number above 0, not -1"),
     ],
 )
 def test_ppo_flags(flags, message, tmp_path):
@@ -182,7 +188,7 @@ def test_ppo_flags(flags, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(center_coef=-0.1), "--center-coef must not be -0.1"),
+        (dict(center_coef=-0.1), "--center-coef must be a number of at least 0, not -0.1"),
     ],
 )
 def test_reward_model_flags(flags, message, tmp_path):
@@ -192,16 +198,16 @@ def test_reward_model_flags(flags, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(beta=0.0), "--beta must not be 0"),
-        (dict(beta=math.inf), "--beta must not be inf"),
+        (dict(beta=0.0), "--beta must be a number above 0, not 0"),
+        (dict(beta=math.inf), "--beta must be a number above 0, not inf"),
         (dict(label_smoothing=0.5), "--label-smoothing must not be 0.5"),
-        (dict(label_smoothing=-0.1), "--label-smoothing must not be -0.1"),
+        (dict(label_smoothing=-0.1), "--label-smoothing must be a number of at least 0, not -0.1"),
         (
             dict(label_smoothing=0.1, loss="ipo"),
             "--label-smoothing belongs to --loss sigmoid, not ipo",
         ),
         (dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to --loss sigmoid"),
-        (dict(gamma=-0.1, loss="simpo"), "--gamma must not be -0.1"),
+        (dict(gamma=-0.1, loss="simpo"), "--gamma must be a number of at least 0, not -0.1"),
         (dict(gamma=0.5), "--gamma belongs to --loss simpo, not sigmoid"),
         (dict(gamma=0.5, loss="ipo"), "--gamma belongs to --loss simpo, not ipo"),
         (dict(gamma=0.5, loss="orpo"), "--gamma belongs to --loss simpo, not orpo"),
@@ -214,11 +220,11 @@ def test_reward_model_flags(flags, message, tmp_path):
             dict(nll_coef=0.1, loss="orpo"),
             "--nll-coef belongs to --loss sigmoid or ipo or simpo, not orpo",
         ),
-        (dict(nll_coef=-0.1), "--nll-coef must not be -0.1"),
-        (dict(nll_coef=math.inf), "--nll-coef must not be inf"),
-        (dict(temperature=0.0), "--temperature must not be 0"),
-        (dict(max_new_tokens=0), "--max-new-tokens must not be 0"),
-        (dict(epochs=0.0), "--epochs must not be 0"),
+        (dict(nll_coef=-0.1), "--nll-coef must be a number of at least 0, not -0.1"),
+        (dict(nll_coef=math.inf), "--nll-coef must be a number of at least 0, not inf"),
+        (dict(temperature=0.0), "--temperature must be a number above 0, not 0"),
+        (dict(max_new_tokens=0), "--max-new-tokens must be a number above 0, not 0"),
+        (dict(epochs=0.0), "--epochs must be a number above 0, not 0"),
         (dict(max_new_tokens=124), "it has 128 positions, the --max flags need 131"),
     ],
 )
@@ -229,17 +235,128 @@ def test_dpo_flags(flags, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(beta=0.0), "--beta must not be 0"),
-        (dict(desirable_weight=0.0), "--desirable-weight must not be 0"),
-        (dict(undesirable_weight=-1.0), "--undesirable-weight must not be -1"),
-        (dict(undesirable_weight=math.inf), "--undesirable-weight must not be inf"),
-        (dict(temperature=0.0), "--temperature must not be 0"),
-        (dict(epochs=0.0), "--epochs must not be 0"),
+        (dict(beta=0.0), "--beta must be a number above 0, not 0"),
+        (dict(desirable_weight=0.0), "--desirable-weight must be a number above 0, not 0"),
+        (dict(undesirable_weight=-1.0), "--undesirable-weight must be a number above 0, not -1"),
+        (
+            dict(undesirable_weight=math.inf),
+            "--undesirable-weight must be a number above 0, not inf",
+        ),
+        (dict(temperature=0.0), "--temperature must be a number above 0, not 0"),
+        (dict(epochs=0.0), "--epochs must be a number above 0, not 0"),
         (dict(max_new_tokens=124), "it has 128 positions, the --max flags need 131"),
     ],
 )
 def test_kto_flags(flags, message, tmp_path):
     fails("kto", tmp_path, message, **flags)
+
+
+ONE_STEP = dict(num_minibatches=1, update_epochs=1)  # per rollout
+TWO_STEPS = dict(num_minibatches=1, update_epochs=2)
+CLIP = "--clip-coef has no use with one optimiser step per rollout"
+GSPO = dict(importance_sampling_level="sequence")
+RULE = dict(reward_fn=[grpo.LAST_NUMBER], critic_init="sft")  # of ppo_rlhf, without a reward model
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message", "mended"),
+    [
+        (
+            "grpo",
+            dict(kl_placement="reward", beta=0.0),
+            "--kl-placement reward has no use with --beta 0",
+            dict(beta=0.1),
+        ),
+        (
+            "ppo_rlhf",
+            dict(kl_placement="loss", beta=0.0),
+            "--kl-placement loss has no use with --beta 0",
+            dict(beta=0.1),
+        ),
+        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, TWO_STEPS),
+        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(num_minibatches=2)),
+        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(clip_coef=0.2)),
+        ("grpo", ONE_STEP | dict(clip_coef_high=0.3), CLIP, TWO_STEPS),
+        ("grpo", ONE_STEP | dict(clip_coef_high=0.3), CLIP, dict(clip_coef_high=None)),
+        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), CLIP, TWO_STEPS),
+        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(num_minibatches=2)),
+        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(clip_coef=0.2)),
+        (
+            "ppo_rlhf",
+            dict(kl_horizon=100.0),
+            "--kl-horizon has no use without --kl-target",
+            dict(kl_target=3.0),
+        ),
+        (
+            "grpo",
+            GSPO | dict(loss_norm="token"),
+            "--importance-sampling-level sequence needs --loss-norm sequence",
+            dict(loss_norm="sequence"),
+        ),
+        (
+            "grpo",
+            GSPO | dict(loss_norm="constant"),
+            "--importance-sampling-level sequence needs --loss-norm sequence",
+            dict(importance_sampling_level="token"),
+        ),
+        (
+            "grpo",
+            dict(reward_model="none"),
+            "--reward-model: for no model write None",
+            dict(reward_model=None),
+        ),
+        (
+            "ppo_rlhf",
+            RULE | dict(reward_model="none"),
+            "--reward-model: for no model write None",
+            dict(reward_model=None),
+        ),
+    ],
+)
+def test_a_flag_that_would_have_no_use_is_refused(name, flags, message, mended, tmp_path):
+    fails(name, tmp_path, f"error: flags: {message}", **flags)
+    SCRIPTS[name].check_args(tiny_args(name, flags | mended))  # and beside what it needs it is not
+
+
+def test_a_label_column_has_no_use_beside_pairs(tmp_path):
+    data = dataset(tmp_path, [dict(prompt="on monday", chosen=" it", rejected=" a film")])
+    message = "row 0 of train: --label-column is of no use: the data has pairs"
+    fails("kto", tmp_path, message, dataset=data, label_column="x")
+
+
+def test_a_weight_is_that_of_a_single_reward_too(tmp_path):
+    """It scales what is learned from, not what is logged under the reward's own name."""
+    for name, flags, own in (
+        ("grpo", dict(prompts_per_rollout=8), "last_number"),
+        ("ppo_rlhf", dict(max_new_tokens=8), "reward_model"),
+    ):
+        rows = []
+        for weights in ([], [0.5]):
+            more = dict(total_rollouts=1, reward_weights=weights, output_dir=str(tmp_path))
+            run_dir = SCRIPTS[name].main(tiny_args(name, flags | more))
+            rows.append(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[1]))
+        assert rows[0]["reward/mean"] != 0
+        assert rows[1]["reward/mean"] == pytest.approx(rows[0]["reward/mean"] / 2)
+        assert rows[1][f"reward/{own}"] == rows[0][f"reward/{own}"]
+
+
+@EACH
+@pytest.mark.parametrize("words", [["--track", "True"], ["--scale-rewards", "False"]])
+def test_switches_take_no_value(name, words):
+    with pytest.raises(SCRIPTS[name].InputError) as end:
+        SCRIPTS[name].parse_args(words)
+    assert str(end.value) == "flags: on is --track, off is --no-track: no True or False after them"
+    assert SCRIPTS[name].parse_args(["--track"]).track
+    assert not SCRIPTS[name].parse_args(["--no-track"]).track
+
+
+def test_track_without_a_login(tmp_path):
+    words = [sys.executable, "sft.py", "--track", "--output-dir", str(tmp_path / "runs")]
+    kept = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    somebody_else = kept | {"HOME": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, env=somebody_else, timeout=100)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: --track: No API key configured.")
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -250,6 +367,34 @@ def test_model_folder(name, tmp_path):
     fails(name, tmp_path, "--model no/such/model: ", model="no/such/model")
     (tmp_path / "empty").mkdir()
     fails(name, tmp_path, "--model", model=str(tmp_path / "empty"))
+
+
+@EACH
+def test_what_is_no_model_folder(name, tmp_path):
+    file = "tiny/arithmetic/policy/config.json"
+    fails(name, tmp_path, f"--model {file}: it is a file, and must be a folder", model=file)
+    adapter, gguf, no_tokenizer = (tmp_path / kind for kind in ("adapter", "gguf", "no_tokenizer"))
+    # A PEFT adapter is saved with the tokenizer.
+    AutoTokenizer.from_pretrained("tiny/arithmetic/policy").save_pretrained(adapter)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    fails(name, tmp_path, f"--model {adapter}: it is a PEFT adapter: merge", model=str(adapter))
+    gguf.mkdir()
+    (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    fails(name, tmp_path, f"--model {gguf}: it holds GGUF weights; ", model=str(gguf))
+    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(no_tokenizer)
+    message = f"--model {no_tokenizer}: Couldn't instantiate the backend tokenizer from one of: "
+    text = fails(name, tmp_path, message, model=str(no_tokenizer))
+    assert "slow tokenizer" in text and "\n" not in text, "the whole message, in one line"
+
+
+@EACH
+def test_a_path_that_is_seen_from_another_directory(name, tmp_path, monkeypatch):
+    """It is said where was looked, as a path with two slashes cannot be a name on the hub."""
+    message = f"--dataset tiny/no/data, train: there is no such folder in {Path.cwd()}"
+    fails(name, tmp_path, message, dataset="tiny/no/data")
+    monkeypatch.chdir(tmp_path)
+    message = f"--model {SCRIPTS[name].Args.model}: there is no such folder in {tmp_path}"
+    fails(name, tmp_path, message)
 
 
 @EACH
@@ -310,14 +455,17 @@ def test_reward_model_must_have_a_trained_head_and_the_same_tokenizer(name, tmp_
     fails(name, tmp_path, "its tokenizer is not that of --model", reward_model=other)
 
 
-def test_a_output_head_another_kind_is_refused(tmp_path):
+def test_a_classifier_with_two_labels_is_refused(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(
         "tiny/reviews/policy", num_labels=2, dtype=torch.float32
     )
     model.save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained("tiny/reviews/policy").save_pretrained(tmp_path / "m")
     flag = str(tmp_path / "m")
-    fails("ppo_rlhf", tmp_path, "more than one label", reward_model=flag)
+    reviews = dict(model="tiny/reviews/policy", dataset="tiny/reviews/prompts")
+    for name in ("ppo_rlhf", "grpo"):
+        message = f"--reward-model {flag}: it has more than one label"
+        fails(name, tmp_path, message, reward_model=flag, **reviews)
     fails("rm_bradley_terry", tmp_path, f"--model {flag}: ", model=flag)
 
 
@@ -333,6 +481,27 @@ def test_dataset_folder_split_and_file(name, tmp_path):
     broken = dataset(tmp_path, [row_of("1+2=", "#3")])
     (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+2=", "comple')
     fails(name, tmp_path, f"--dataset {broken}, train: ", dataset=broken)
+
+
+@EACH
+def test_what_is_no_dataset_folder(name, tmp_path):
+    file = dataset(tmp_path, [row_of("1+2=", "#3")]) + "/train.jsonl"
+    message = f"--dataset {file}, train: it is a file, and must be a folder"
+    fails(name, tmp_path, message, dataset=file)
+    saved = str(tmp_path / "saved")
+    Dataset.from_list([row_of("1+2=", "#3")]).save_to_disk(saved)
+    message = f"--dataset {saved}, train: it was made by save_to_disk; use to_json or to_parquet"
+    fails(name, tmp_path, message, dataset=saved)
+
+
+@EACH
+def test_prompts_that_are_numbers(name, tmp_path):
+    data = dataset(tmp_path, [row_of(12, "#3")])
+    text = fails(name, tmp_path, "row 0 of train: ", dataset=data)
+    if name in ("reinforce", "ppo_rlhf", "grpo"):
+        assert text.endswith("a prompt is a string or a list of messages, not 12")
+    else:
+        assert "int" in text and "str" in text
 
 
 @EACH
@@ -495,7 +664,10 @@ def test_labels_that_are_neither_true_nor_false(label, tmp_path):
         (dict(prompt="1+2=", completion=["#3"], label=True), "found ['list', 'str']"),
         (dict(prompt=3, completion=4, label=True), "found ['int']"),
         (dict(prompt="1+2=", chosen="#3"), "found ['chosen', 'prompt']"),
-        (dict(chosen="1+2=#3", rejected="1+2=#4"), "found ['chosen', "),
+        (
+            dict(chosen="1+2=#3", rejected="1+2=#4"),
+            "no column prompt in ['chosen', 'rejected'] (is it --prompt-column none?)",
+        ),
         (dict(prompt="1+2=", chosen="#3", rejected=["#4"]), "found ['list', 'str']"),
         (dict(prompt="1+2=", completion=" ", label=True), "1 with an empty prompt or completion"),
         (dict(prompt="1+2=", chosen=None, rejected=None), "2 with an empty prompt or completion"),
@@ -522,7 +694,7 @@ def test_a_column_of_labels_that_was_typed_must_be_there(flag, tmp_path):
 def test_empty_file(name, tmp_path):
     data = dataset(tmp_path, [])
     text = fails(name, tmp_path, f"--dataset {data}, train: ", dataset=data)
-    assert not text.endswith(": ")
+    assert text.endswith((" train.jsonl is empty", " test.jsonl is empty"))
 
 
 def test_margin_that_is_no_number(tmp_path):
@@ -673,8 +845,10 @@ def test_a_run_that_diverges_is_stopped(name, tmp_path):
         if hasattr(SCRIPTS[name].Args, "group_size")
         else dict(warmup_ratio=0.0)
     )
-    text = fails(name, tmp_path, "is the learning rate too high?", learning_rate=1e30, **flags)
-    assert " stopped in step " in text
+    text = fails(name, tmp_path, "is the learning rate too high?", learning_rate=1e18, **flags)
+    assert " stopped in step " in text and text.endswith(
+        "checkpoint.previous.pt may be from before that"
+    )
 
 
 @EACH
@@ -777,7 +951,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(name, tmp_path, stopped):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(
-            SCRIPTS[name].InputError, match="no checkpoint could be written: "
+            SCRIPTS[name].InputError,
+            match=r"no checkpoint could be written \(is the disk full\?\): ",
         ) as end:
             SCRIPTS[name].save_checkpoint(run_dir, {}, {"step": 9, "x": torch.ones(10**6)})
     finally:

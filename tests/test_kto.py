@@ -27,6 +27,7 @@ from reviews import (
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import dpo
 import kto
 from common import logprobs as common_logprobs
 from kto import Args, kto_loss, kto_metrics, reference_point, sum_logprobs
@@ -285,7 +286,7 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
     merged = "; dropped 1 that change the prompt's tokens (a space belongs to the completion)"
     assert (merged in printed) == (not chat)
     summary = "train: 4 of 4 desirable; 0 pairs split in two; 2 cut off at --max-length "
-    assert printed.endswith(f"{summary}{flags['max_length']}\n")
+    assert f"{summary}{flags['max_length']}\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,6 @@ def test_preference_pairs_are_taken_apart_and_counted(tmp_path, capsys, kind):
     pairs = [
         {"prompt": "on wednesday", "chosen": " a film", "rejected": " it"},
         {"prompt": "on monday", "chosen": " the plot was dull", "rejected": " a film"},
-        {"prompt": "on sunday", "chosen": "", "rejected": " it"},  # one side is of use
     ]
     chat = kind != "strings"
     if kind in ("messages", "conversations"):
@@ -331,21 +331,136 @@ def test_preference_pairs_are_taken_apart_and_counted(tmp_path, capsys, kind):
                 pair[side] = [*before, message("assistant", pair[side])]
     flags = dict(chat=kind == "strings as chat", chat_template=chat and CHAT)
     rows = labelled(tmp_path, [pair | {"label": 7} for pair in pairs], **flags)
-    days = [ids(f"<bos> on {day}" + (" <eos> . the :" if chat else "")) for day in DAYS]
+    days = ("wednesday", "monday")
+    days = [ids(f"<bos> on {day}" + (" <eos> . the :" if chat else "")) for day in days]
     assert [(*row.sequence, row.label) for row in rows] == [
         (days[0], ids("a film <eos>"), True),
         (days[0], ids("it <eos>"), False),
         (days[1], ids("the plot was dull <eos>"), True),
         (days[1], ids("a film <eos>"), False),
-        (days[2], ids("it <eos>"), False),
     ]
-    assert [row.columns for row in rows] == [{}] * 5
+    assert [row.columns for row in rows] == [{}] * 4
     printed = capsys.readouterr().out
-    assert "train: 5 of 6 rows; dropped 1 with an empty prompt or completion, first " in printed
-    assert "train: 2 of 5 desirable; 3 pairs split in two; 0 cut off at " in printed
+    assert "train: 4 of 4 rows\ntrain: 2 of 4 desirable; 2 pairs split in two; 0 cut" in printed
 
 
-DAYS = ("wednesday", "monday", "sunday")
+def pair_of(kind, prompt, chosen, rejected):
+    """A row of that kind: strings or messages, with a prompt of their own or with one in both."""
+    if kind in ("strings", "named columns"):
+        names = ("x", "y", "z") if kind == "named columns" else ("prompt", "chosen", "rejected")
+        return dict(zip(names, (prompt, chosen, rejected), strict=True))
+    if kind == "whole strings":
+        return {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    user = [message("user", prompt)]
+    sides = [[message("assistant", side)] for side in (chosen, rejected)]
+    if kind == "messages":
+        return {"prompt": user, "chosen": sides[0], "rejected": sides[1]}
+    return {"chosen": user + sides[0], "rejected": user + sides[1]}  # conversations
+
+
+FLAGS_OF_KIND = {
+    "strings": dict(),
+    "whole strings": dict(prompt_column="none"),
+    "named columns": dict(prompt_column="x", chosen_column="y", rejected_column="z"),
+    "messages": dict(),
+    "conversations": dict(),
+}
+KINDS = pytest.mark.parametrize("kind", FLAGS_OF_KIND)
+
+
+@KINDS
+@pytest.mark.parametrize("flags", [dict(), dict(chat=True), dict(max_length=20)])
+def test_pairs_are_read_as_dpo_reads_them(tmp_path, kind, flags):
+    """Its prompts, and its completions: chosen, and then rejected."""
+    rows = read("tiny/reviews/preferences/train.jsonl")[:40]
+    rows = [pair_of(kind, row["prompt"], row["chosen"], row["rejected"]) for row in rows]
+    args = dict(dataset=dataset(tmp_path, rows), **FLAGS_OF_KIND[kind], **flags)
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.chat_template = CHAT
+    pairs = dpo.load_preference_pairs(dpo.Args(**args), "train", tokenizer, [EOS])
+    expected = []
+    for pair in pairs:
+        expected.append((pair.text, (pair.prompt_ids, pair.chosen_ids), True))
+        expected.append((pair.text, (pair.prompt_ids, pair.rejected_ids), False))
+    assert len(expected) == 80
+    found = kto.load_labelled(Args(**args), "train", tokenizer, [EOS])
+    assert [row[:3] for row in found] == expected
+    ends = [row.sequence[1][-1] == EOS for row in found]
+    assert all(ends) == ("max_length" not in flags) and any(ends)
+
+
+KEPT = pytest.mark.xfail(strict=True, reason="kto.py keeps the other side")
+
+
+@pytest.mark.parametrize(
+    ("kind", "nothing"),
+    [
+        ("strings", None),
+        ("strings", ""),
+        pytest.param("strings", " \n", marks=KEPT),
+        pytest.param("messages", "", marks=KEPT),
+        pytest.param("conversations", "", marks=KEPT),
+    ],
+)
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_with_an_empty_side_is_dropped_whole(tmp_path, capsys, kind, nothing, side):
+    """Its other side alone would make one kind of label more frequent than the other."""
+    good = {"chosen": " a film", "rejected": " it"}
+    rows = [pair_of(kind, "on wednesday", **good)]
+    rows.append(pair_of(kind, "on monday", **good | {side: nothing}))
+    labelled_rows = labelled(tmp_path, rows, chat_template=CHAT)
+    printed = capsys.readouterr().out
+    assert [row.label for row in labelled_rows] == [True, False]
+    assert "train: 2 of 4 rows; dropped 2 with an empty prompt or completion, first " in printed
+    assert "train: 1 of 2 desirable; " in printed
+
+
+TURNS = [{"role": "user", "content": "on monday"}, {"role": "assistant", "content": "it"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "on monday", "completion": " it"},
+        {"prompt": "on monday", "chosen": " it", "more": 1},
+        {"chosen": "on monday it", "rejected": "on monday a film"},
+        {"chosen": TURNS, "other": TURNS},
+        pytest.param(
+            {"completion": TURNS},
+            marks=pytest.mark.xfail(strict=True, reason="kto.py names `prompt`, its own"),
+        ),
+    ],
+)
+def test_an_error_about_columns_names_those_of_the_file(tmp_path, row):
+    with pytest.raises(kto.InputError) as end:
+        labelled(tmp_path, [row])
+    assert "row 0 of train: " in str(end.value) and str(sorted(row)) in str(end.value)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_what_nothing_can_be_learned_from_is_said(tmp_path, capsys, split):
+    """One kind of label, and one prompt: of each split, and of neither where there are two."""
+    rows = [
+        {"prompt": "on monday", "completion": " it", "label": True},
+        {"prompt": "on monday", "completion": " a film", "label": True},
+        {"prompt": "on sunday", "completion": " a film", "label": False},
+    ]
+    one_kind = f"{split}: all labels are of one kind, so there is no margin to learn\n"
+    one_prompt = f"{split}: all prompts are the same, so no pair is mismatched: z0 follows the "
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    for count, expected in ((2, True), (3, False)):
+        args = Args(dataset=dataset(tmp_path, rows[:count]))
+        kto.load_labelled(args, split, tokenizer, [EOS])
+        printed = capsys.readouterr().out
+        assert (one_kind in printed, one_prompt in printed) == (expected, expected)
+    rows[0]["label"] = False  # one prompt, but two kinds
+    kto.load_labelled(Args(dataset=dataset(tmp_path, rows[:2])), split, tokenizer, [EOS])
+    printed = capsys.readouterr().out
+    assert one_kind not in printed and one_prompt in printed
+    rows[2] |= {"label": True}  # and two prompts, but one kind
+    kto.load_labelled(Args(dataset=dataset(tmp_path, rows[1:])), split, tokenizer, [EOS])
+    printed = capsys.readouterr().out
+    assert one_kind in printed and one_prompt not in printed
 
 
 def test_of_a_conversation_the_last_message_is_the_completion(tmp_path):
@@ -650,9 +765,9 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     assert [step["step"] for step in steps] == list(range(1, 10))
     assert [row["step"] for row in (before, *steps) if "eval/loss" in row] == [0, 3, 6, 9]
     rates = [step["policy/learning_rate"] / 2e-3 for step in steps]
-    # The first rate is 0, so the first two steps are taken from the reference itself.
-    assert [step["objective/loss"] == 0.5 for step in steps[:3]] == [True, True, False]
-    assert rates == pytest.approx([0, 1 / 2, *(left / 7 for left in range(7, 0, -1))])
+    # The first step moves the policy, so the first loss alone is that of the reference itself.
+    assert [step["objective/loss"] == 0.5 for step in steps[:2]] == [True, False]
+    assert rates == pytest.approx([1 / 3, 2 / 3, *(left / 7 for left in range(7, 0, -1))])
     assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
     for number, step in enumerate(steps):
         batch = [loaded[0][1][i] for i in batch_rows(number, 8, 20, seed=1)]

@@ -625,6 +625,40 @@ def test_a_head_that_is_wrong_by_little_is_refused(spread, least, most, low, mon
         completion_logprobs(model, pairs, range(4))
 
 
+class StretchedLlama(LlamaForCausalLM):
+    """Logits that are larger than those of its head, by this part of their size."""
+
+    part = 0.0
+
+    def forward(self, *args, **inputs):
+        output = super().forward(*args, **inputs)
+        output.logits = (1 + self.part) * output.logits.float()
+        return output
+
+
+@pytest.mark.parametrize(
+    ("weights", "part", "is_known"),
+    [
+        (torch.float32, 0.7e-5, True),  # the tolerance is 1e-5
+        (torch.float32, 1.5e-5, False),
+        (torch.float32, 0.7e-2, False),
+        (torch.bfloat16, 0.7e-2, True),  # here 1e-2: a number of 8 bits is off by 4e-3 at most
+        (torch.bfloat16, 1.5e-2, False),
+    ],
+)
+def test_tolerance_of_the_heads_trial_under_autocast(weights, part, is_known, monkeypatch):
+    use_bfloat16(monkeypatch)
+    torch.manual_seed(0)
+    model = StretchedLlama(tiny_config("llama")).eval().to(weights)
+    for model.part in (part, -part):
+        vars(model).pop("head_is_known", None)
+        if is_known:
+            completion_logprobs(model, make_pairs(), range(4))
+        else:
+            with pytest.raises(ValueError, match="output head of StretchedLlama"):
+                completion_logprobs(model, make_pairs(), range(4))
+
+
 @pytest.mark.parametrize("name", ["Gemma3n", "BertLMHeadModel"])
 def test_heads_of_families_that_are_not_known_are_refused_by_name(name):
     """Their last hidden states are not, or not alone, what their logits are made of."""

@@ -1008,11 +1008,12 @@ def test_coefficients_of_the_losses_are_read(tmp_path, monkeypatch):
     gradients = spy_on_gradients(monkeypatch)
     run(tmp_path, **ONE_STEP)
     flags = dict(clip_coef=0.1, vf_clip_coef=0.3, ent_coef=0.7, vf_coef=1.5)
-    run(tmp_path, **flags, **ONE_STEP)
+    run(tmp_path, **flags, **ONE_STEP | dict(update_epochs=2))  # of one step no ratio is clipped
     run(tmp_path, vf_clip_coef=None, **ONE_STEP)
-    assert [(c["clip_coef"], c["ent_coef"]) for c in losses] == [(0.2, 0), (0.1, 0.7), (0.2, 0)]
-    assert [call["clip_coef"] for call in values] == [0.2, 0.3, None]
-    assert len(gradients) == 6  # each model is clipped by itself
+    given = [(call["clip_coef"], call["ent_coef"]) for call in losses]
+    assert given == [(0.2, 0), (0.1, 0.7), (0.1, 0.7), (0.2, 0)]
+    assert [call["clip_coef"] for call in values] == [0.2, 0.3, 0.3, None]
+    assert len(gradients) == 8  # each model is clipped by itself
     for a, b in zip(gradients[1], gradients[3], strict=True):  # the critic's, three times as large
         torch.testing.assert_close(3 * a, b, atol=1e-5, rtol=1e-4)
     assert any(not torch.allclose(a, b) for a, b in zip(gradients[0], gradients[2], strict=True))
@@ -1039,7 +1040,7 @@ def test_the_learning_rates_rise_for_a_part_of_the_rollouts_and_fall_to_zero(tmp
     flags = dict(total_rollouts=6, warmup_ratio=0.4, max_new_tokens=2, **ONE_STEP)
     rows = metrics_of(run(tmp_path, **flags))[1:]
     # int(0.4 x 6) = 2 rollouts of warm-up, then down to 0 over the 4 others
-    factors = (0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4)
+    factors = (1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4)
     for name, peak in (("policy", 5e-4), ("value", 1e-3)):
         rates = [row[f"{name}/learning_rate"] for row in rows]
         assert rates == pytest.approx([peak * factor for factor in factors])

@@ -3,10 +3,13 @@
 import itertools
 import json
 import math
+import os
+import sys
 from fractions import Fraction
 
 import pytest
 import torch
+from reviews import plain_logprobs, plain_model, watch_steps
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -21,6 +24,10 @@ BASELINES = ["none", "batch_mean", "leave_one_out"]
 def run(tmp_path, **flags):
     """A real run in a few seconds; returns its folder."""
     return reinforce.main(Args(output_dir=str(tmp_path), **{**SMALL, **flags}))
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def spy_on(monkeypatch, name, module=reinforce):
@@ -247,22 +254,31 @@ def test_micro_batch_size_does_not_change_the_gradient(baseline, tmp_path, monke
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_what_reaches_the_gradient(tmp_path, monkeypatch):
-    """The rewards of the rollout, less beta times the log-ratio of whole completions."""
-    returns = spy_on(monkeypatch, "baseline_advantages")
-    losses = spy_on(monkeypatch, "policy_gradient_loss")
-    ratios = spy_on(monkeypatch, "rollout_logprobs")
-    # A reference that is not the policy.
+def load_another_reference(monkeypatch):
+    """A reference that is not the policy; returns the list of the two models."""
     models, load = [], reinforce.load_model
 
     def load_and_move(*source):
         models.append(load(*source))
         if len(models) == 2:
-            for weight in models[1].parameters():
-                weight.data *= 1.1
+            move(models[1])
         return models[-1]
 
     monkeypatch.setattr(reinforce, "load_model", load_and_move)
+    return models
+
+
+def move(reference):
+    for weight in reference.parameters():
+        weight.data *= 1.1
+
+
+def test_what_reaches_the_gradient(tmp_path, monkeypatch):
+    """The rewards of the rollout, less beta times the log-ratio of whole completions."""
+    returns = spy_on(monkeypatch, "baseline_advantages")
+    losses = spy_on(monkeypatch, "policy_gradient_loss")
+    ratios = spy_on(monkeypatch, "rollout_logprobs")
+    models = load_another_reference(monkeypatch)
     (rows,) = (run(tmp_path, beta=0.5, baseline="batch_mean") / "metrics.jsonl",)
     metrics = json.loads(rows.read_text().splitlines()[1])
     (policy_call, reference_call) = ratios
@@ -280,10 +296,55 @@ def test_what_reaches_the_gradient(tmp_path, monkeypatch):
     assert {arguments[2] for arguments, _ in losses} == {16}
 
 
+def test_kl_and_returns_are_those_of_plain_transformers(tmp_path, monkeypatch):
+    """Of whole completions, and of the distribution that they were sampled from."""
+    load_another_reference(monkeypatch)
+    sampled = spy_on(monkeypatch, "generate")
+    judged = spy_on(monkeypatch, "call_reward_fn")
+    returns = spy_on(monkeypatch, "baseline_advantages")
+    row = metrics_of(run(tmp_path, beta=0.5))[1]
+    policy, reference = plain_model(Args.model), plain_model(Args.model)
+    move(reference)
+    _, (arguments, completions), _ = sampled  # evaluation, rollout, evaluation
+    with torch.no_grad():
+        kl = [
+            sum(plain_logprobs(policy, *pair)) - sum(plain_logprobs(reference, *pair))
+            for pair in zip(arguments[1], completions, strict=True)
+        ]
+    kl = torch.stack(kl)
+    assert kl.abs().min() > 1e-3 and kl.std() > 0.1
+    assert row["objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    ((given, *_), _), rewards = returns[0], judged[1][1]
+    torch.testing.assert_close(given, rewards - 0.5 * kl, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, monkeypatch):
+    """Of this rollout alone: nothing is left of the one before it."""
+    sampled = spy_on(monkeypatch, "generate")
+    advantages = spy_on(monkeypatch, "baseline_advantages")
+    steps = watch_steps(monkeypatch)
+    run(tmp_path, total_rollouts=2)
+    policy = plain_model(Args.model)
+    rollouts = sampled[1:3]  # evaluation, rollouts, evaluation
+    for (weights, gradient, _), (arguments, completions), (_, advantage) in zip(
+        steps, rollouts, advantages, strict=True
+    ):
+        for parameter, weight in zip(policy.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        policy.zero_grad()
+        for i, pair in enumerate(zip(arguments[1], completions, strict=True)):
+            (-advantage[i] * sum(plain_logprobs(policy, *pair)) / 16).backward()
+        assert max(g.abs().max() for g in gradient) > 0.01
+        for found, parameter in zip(gradient, policy.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
+    assert not torch.equal(steps[0][0][0], steps[1][0][0])  # a step was taken in between
+
+
 def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
     loads = spy_on(monkeypatch, "load_model")
-    run(tmp_path)
+    row = metrics_of(run(tmp_path))[1]
     assert len(loads) == 1
+    assert row["objective/kl"] == 0
     run(tmp_path, beta=0.1)
     assert len(loads) == 3
 
@@ -335,3 +396,16 @@ def test_leave_one_out_of_one(tmp_path):
     with pytest.raises(reinforce.InputError, match="--group-size"):
         run(tmp_path, group_size=1)
     assert run(tmp_path, group_size=1, baseline="none").is_dir()
+
+
+def test_only_rank_0_writes_and_prints(tmp_path, monkeypatch):
+    """The same work as on rank 0, in one process; another rank has the rewards from rank 0."""
+    monkeypatch.setattr(reinforce, "RANK", 1)
+    monkeypatch.setattr(reinforce, "call_reward_fn", lambda *given: torch.ones(len(given[-1])))
+    silenced, saved = [], spy_on(monkeypatch, "save_checkpoint")
+    monkeypatch.setattr(os, "dup2", lambda source, target: silenced.append(target))
+    monkeypatch.setattr(reinforce.wandb, "init", None)  # a call would fail
+    run(tmp_path / "runs", total_rollouts=2, save_every=1, track=True)
+    assert len(saved) == 2
+    assert not (tmp_path / "runs").exists()
+    assert silenced == [sys.stdout.fileno()]

@@ -17,6 +17,8 @@ from filelock import FileLock
 from background import Background
 from scripts import SCRIPTS, short_flags
 
+import dpo
+
 # Short, and the offline ones into a second epoch, so that reference log-probs are used again.
 SHORT = dict(train_split="train[:150]", epochs=1.7, eval_split="test[:8]", eval_samples=2)
 SHORT |= dict(total_rollouts=8, prompts_per_rollout=8, group_size=4, num_minibatches=2)
@@ -246,3 +248,71 @@ def test_two_processes_cannot_work_on_one_run(finished):
         second = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert second.returncode == 1
     assert "another process is at work on it" in second.stderr.splitlines()[-1]
+
+
+# --- the checkpoint before the last: one script, as save_checkpoint is the same in all -----------
+
+# What is logged of steps 1 and 2 is the same in a run that ends there.
+FOUR_STEPS = dict(train_split="train[:16]", batch_size=4, epochs=1.0, save_every=1)
+FOUR_STEPS |= dict(eval_split="test[:2]", eval_every=2, max_new_tokens=2, learning_rate=5e-4)
+FOUR_STEPS |= dict(lr_schedule="constant_with_warmup", warmup_ratio=0.0)
+
+
+def run_dpo(output_dir, **more):
+    return dpo.main(dpo.Args(output_dir=str(output_dir), **FOUR_STEPS | more))
+
+
+def resume_dpo(run_dir, *words):
+    return dpo.main(dpo.parse_args(["--resume", str(run_dir), *words]))
+
+
+def assert_same_run(run_dir, other_dir):
+    for found, expected in zip(contents(run_dir), contents(other_dir), strict=True):
+        assert same(found, expected)
+
+
+def step_and_largest_weight(path):
+    checkpoint = torch.load(path, weights_only=True)
+    weights = checkpoint["policy"]["model_state_dict"].values()
+    return checkpoint["step"], max(weight.abs().max().item() for weight in weights)
+
+
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory):
+    os.chdir(Path(__file__).parent.parent)
+    return run_dpo(tmp_path_factory.mktemp("four"))
+
+
+def test_a_run_that_diverges_can_go_on_from_its_previous_checkpoint(four_steps, tmp_path):
+    run_dir = run_dpo(tmp_path, epochs=0.5)
+    # Step 3 throws the weights away and is saved; step 4 finds that out.
+    with pytest.raises(dpo.InputError, match=r"step 4: .* checkpoint\.previous\.pt may be from"):
+        resume_dpo(run_dir, "--epochs", "1", "--learning-rate", "1e18")
+    step, largest = step_and_largest_weight(run_dir / "checkpoint.pt")
+    assert step == 3 and largest > 1e15
+    step, largest = step_and_largest_weight(run_dir / "checkpoint.previous.pt")
+    assert step == 2 and largest < 10
+    os.replace(run_dir / "checkpoint.previous.pt", run_dir / "checkpoint.pt")
+    resume_dpo(run_dir, "--learning-rate", "5e-4")
+    assert_same_run(run_dir, four_steps)
+
+
+def test_a_kill_between_the_two_renamings_of_a_save(four_steps, tmp_path, monkeypatch):
+    rename = os.replace
+
+    def die_in_the_second_save(source, target):
+        has_previous = Path(target).with_name("checkpoint.previous.pt").exists()
+        if Path(target).name == "checkpoint.pt" and has_previous:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", die_in_the_second_save)
+        run_dpo(tmp_path)
+    (run_dir,) = tmp_path.iterdir()
+    assert [path.name for path in run_dir.glob("checkpoint*")] == ["checkpoint.previous.pt"]
+    (run_dir / "checkpoint.tmp").write_bytes(b"a kill gives no time to delete it")
+    resume_dpo(run_dir)
+    assert_same_run(run_dir, four_steps)
+    assert not (run_dir / "checkpoint.tmp").exists()
+    assert step_and_largest_weight(run_dir / "checkpoint.previous.pt")[0] == 3

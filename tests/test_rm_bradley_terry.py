@@ -512,7 +512,7 @@ def test_steps_start_without_a_gradient_and_follow_the_schedule(tmp_path, monkey
     assert [row["step"] for row in metrics if "eval/loss" in row] == [0, 4, 8, 10]
     # int(0.25 x 10) = 2 steps of warm-up, then down to 0 over the 8 others
     rates = [row["reward/learning_rate"] for row in metrics[1:]]
-    expected = [0, 1 / 2, *(left / 8 for left in range(8, 0, -1))]
+    expected = [1 / 3, 2 / 3, *(left / 8 for left in range(8, 0, -1))]
     assert [rate / 1e-20 for rate in rates] == pytest.approx(expected)
     assert [row["time/epoch"] for row in metrics[1:]] == list(range(1, 11))
     norm = math.sqrt(sum(g.double().square().sum() for g in gradients[0]))

@@ -140,6 +140,7 @@ def begin(folder):
             patch.setattr(script, "save_checkpoint", stop)
             with pytest.raises(KeyboardInterrupt):
                 script.main(script.parse_args(started(name, "1to2", folder)))
+            script.start_run.lock.release()  # as its process, which goes on, would if it ended
     find("1", folder)
     find("1to2", folder)
     stopped, whole, four = (

@@ -2,10 +2,12 @@
 
 Capturing records the operations of a step and leaves memory as it was; replaying runs them again on
 the same memory. So a number or a branch that Python would bake into a graph shows as wrong tokens,
-and what a capturing stream refuses is refused: reading a value back, shapes that depend on values.
+and what a capturing stream refuses is refused: reading a value back, shapes that depend on values,
+and, with the tensors of `simulated_gpu.py`, copies between the two devices.
 """
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,10 +19,33 @@ REFUSED = (
     aten.unique_dim.default,
     aten.unique_consecutive.default,
 )
+READ_BACK = (torch.Tensor.tolist, torch.Tensor.numpy)  # which call no operation
 
 
 def memory(tensor):
-    return tensor.untyped_storage()
+    return getattr(tensor, "held", tensor).untyped_storage()  # of a SimTensor: what it holds
+
+
+def leaves_its_device(function, args, kwargs):
+    if function is aten.copy_.default:
+        return args[0].device != args[1].device
+    if function is aten._to_copy.default:
+        return torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
+    # What `torch.tensor(..., device=...)` ends with, after a copy that is seen by nobody.
+    return function is aten.lift_fresh.default and args[0].device.type != "cpu"
+
+
+def refuse(function):
+    raise RuntimeError(f"{function}: not permitted when stream is capturing")
+
+
+class Reader(TorchFunctionMode):
+    """Refuses what hands values to Python without an operation."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in READ_BACK:
+            refuse(function)
+        return function(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):
@@ -33,8 +58,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         indices = tree_leaves(args[1]) if function is aten.index.Tensor else []
         by_mask = any(index.dtype == torch.bool for index in indices if index is not None)
-        if function in REFUSED or by_mask:
-            raise RuntimeError(f"{function}: not permitted when stream is capturing")
+        if function in REFUSED or by_mask or leaves_its_device(function, args, kwargs):
+            refuse(function)
         for argument, schema in zip(args, function._schema.arguments, strict=False):
             if schema.alias_info is not None and schema.alias_info.is_write:
                 for tensor in tree_leaves(argument):
@@ -46,10 +71,12 @@ class Recorder(TorchDispatchMode):
 
 
 def capture(step):
-    with Recorder() as recorder:
-        output = step()
-    for written, before in recorder.before.values():
-        written.copy_(before)  # capturing runs nothing
+    try:
+        with Recorder() as recorder, Reader():
+            output = step()
+    finally:  # capturing runs nothing, nor does the part of a step before what is refused
+        for written, before in recorder.before.values():
+            written.copy_(before)
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # its casts are among the recorded operations
