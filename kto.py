@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -494,21 +495,23 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
         dataset = load_dataset(args.dataset, args.dataset_config, split=split)
     for index, row in enumerate(dataset):
         with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-            labelled = to_labelled(args, row)
-            num_pairs += len(labelled) == 2
+            labelled = to_labelled(args, row)  # two of a pair, which is used or dropped as one
             columns = {name: value for name, value in row.items() if name not in used}
-            for text, completion, label in labelled:
-                try:
+            try:
+                sequences = []
+                for text, completion, _ in labelled:
                     prompt_ids, completion_ids = encode_pair(tokenizer, text, completion, stop_ids)
                     limit = args.max_length - len(prompt_ids)  # of the completion, in tokens
                     if limit <= 0:
                         raise UnusableRow(too_long)
-                except UnusableRow as reason:
-                    dropped[str(reason)].append((text, completion))
-                    continue
-                num_cut += len(completion_ids) > limit
-                sequence = (prompt_ids, completion_ids[:limit])
-                rows.append(LabelledRow(text, sequence, label, columns))
+                    num_cut += len(completion_ids) > limit
+                    sequences.append((prompt_ids, completion_ids[:limit]))
+            except UnusableRow as reason:
+                dropped[str(reason)] += labelled
+                continue
+        num_pairs += len(labelled) == 2
+        for (text, _, label), sequence in zip(labelled, sequences, strict=True):
+            rows.append(LabelledRow(text, sequence, label, columns))
     report_rows(args, split, rows, dropped)
     num_desirable = sum(row.label for row in rows)
     message = f"{split}: {num_desirable} of {len(rows)} desirable; {num_pairs} pairs split in two"
@@ -527,14 +530,15 @@ def to_labelled(args: Args, row: dict) -> list[tuple[Any, Any, bool]]:
     if has_pairs and "completion" not in row and args.completion_column == "completion":
         check(args.label_column == "label", "--label-column is of no use: the data has pairs")
         prompt, chosen, rejected = to_preference(args, row)
-        if not chosen or not rejected:  # not a pair: both are dropped
-            chosen = rejected = ""
         return [(prompt, chosen, True), (prompt, rejected, False)]
+    columns = sorted(row)
     turns = row.get(args.completion_column)
     if args.prompt_column == "prompt" and "prompt" not in row and isinstance(turns, list):
         row = row | {"prompt": turns[:-1], args.completion_column: turns[-1:]}  # a conversation
     needed = [args.prompt_column, args.completion_column, args.label_column]
-    check(set(needed) <= set(row), f"needs the columns {needed}, found {sorted(row)}")
+    check(
+        set(needed) <= set(row), f"needs the columns {needed}, or those of pairs, found {columns}"
+    )
     prompt, completion = row[args.prompt_column] or "", row[args.completion_column] or ""
     label = row[args.label_column]
     check(label in (0, 1), f"{args.label_column} must be true or false, not {label!r:.80}")
@@ -635,18 +639,21 @@ def check(condition: Any, message: str) -> None:
 
 
 def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
-    """The flags' values are above 0 (with `zero`: or 0) and not beyond 64 bits, or None."""
-    for flag in flags.split():
-        value = getattr(args, flag)
-        valid = value is None or 0 < value < 2**63 or (zero and value == 0)
-        bound = "of at least 0" if zero else "above 0"
-        check(valid, f"--{flag.replace('_', '-')} must be a number {bound}, not {value}")
+    """The flags' values are above 0 (with `zero`: or 0) and fit into 64 bits, or are None."""
+    bound = "of at least 0" if zero else "above 0"
+    for name in flags.split():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value is not None:
+            positive = value > 0 or (zero and value == 0)
+            check(positive, f"{flag} must be a number {bound}, not {value}")
+            check(value < 2**63, f"{flag} must be below 2**63, not {value}")
 
 
 def check_folder(source: str) -> None:
     """A model or a dataset is a folder, or a name on the hub, which has one slash at most."""
     folder = Path(source)
-    check(folder.exists() or source.count("/") < 2, f"there is no such folder in {Path.cwd()}")
+    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
+    check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
     check(not folder.is_file(), "it is a file, and must be a folder")
     names = {path.name for path in folder.glob("*")}
     check("state.json" not in names, "it was made by save_to_disk; use to_json or to_parquet")
@@ -654,15 +661,18 @@ def check_folder(source: str) -> None:
     check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
     is_gguf = any(name.endswith(".gguf") for name in names) and "config.json" not in names
     check(not is_gguf, "it holds GGUF weights; safetensors and a config.json are needed")
-    for path in folder.glob("*.jsonl"):
-        check(path.stat().st_size > 0, f"{path.name} is empty")
+    for path in folder.rglob("*.json*"):
+        check(path.stat().st_size > 0, f"{path} is empty")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; with --resume, over those that the run was started with."""
-    with explain("flags"):
-        has_value = {"True", "False", "true", "false"} & set(argv or sys.argv)
-        check(not has_value, "on is --track, off is --no-track: no True or False after them")
+    words = sys.argv[1:] if argv is None else argv
+    for flag, value in pairwise(words):
+        if isinstance(getattr(Args, flag[2:].replace("-", "_"), None), bool):
+            with explain("flags"):
+                message = f"{flag} takes no value; to switch it off: --no-{flag[2:]}"
+                check(value.lower() not in ("true", "false"), message)
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if args.resume:
         with explain(f"--resume {args.resume}: not a run of this script"):
@@ -704,7 +714,7 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
     with explain(f"{run_dir} stopped in step {step + 1}"):
-        hint = "is the learning rate too high? checkpoint.previous.pt may be from before that"
+        hint = "is the learning rate too high? checkpoint.previous.pt, if any, may be from before"
         check(math.isfinite(norm), f"gradient norm {norm}: {hint}")
     return norm
 

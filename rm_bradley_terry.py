@@ -34,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -462,18 +463,21 @@ def check(condition: Any, message: str) -> None:
 
 
 def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
-    """The flags' values are above 0 (with `zero`: or 0) and not beyond 64 bits, or None."""
-    for flag in flags.split():
-        value = getattr(args, flag)
-        valid = value is None or 0 < value < 2**63 or (zero and value == 0)
-        bound = "of at least 0" if zero else "above 0"
-        check(valid, f"--{flag.replace('_', '-')} must be a number {bound}, not {value}")
+    """The flags' values are above 0 (with `zero`: or 0) and fit into 64 bits, or are None."""
+    bound = "of at least 0" if zero else "above 0"
+    for name in flags.split():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value is not None:
+            positive = value > 0 or (zero and value == 0)
+            check(positive, f"{flag} must be a number {bound}, not {value}")
+            check(value < 2**63, f"{flag} must be below 2**63, not {value}")
 
 
 def check_folder(source: str) -> None:
     """A model or a dataset is a folder, or a name on the hub, which has one slash at most."""
     folder = Path(source)
-    check(folder.exists() or source.count("/") < 2, f"there is no such folder in {Path.cwd()}")
+    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
+    check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
     check(not folder.is_file(), "it is a file, and must be a folder")
     names = {path.name for path in folder.glob("*")}
     check("state.json" not in names, "it was made by save_to_disk; use to_json or to_parquet")
@@ -481,15 +485,18 @@ def check_folder(source: str) -> None:
     check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
     is_gguf = any(name.endswith(".gguf") for name in names) and "config.json" not in names
     check(not is_gguf, "it holds GGUF weights; safetensors and a config.json are needed")
-    for path in folder.glob("*.jsonl"):
-        check(path.stat().st_size > 0, f"{path.name} is empty")
+    for path in folder.rglob("*.json*"):
+        check(path.stat().st_size > 0, f"{path} is empty")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; with --resume, over those that the run was started with."""
-    with explain("flags"):
-        has_value = {"True", "False", "true", "false"} & set(argv or sys.argv)
-        check(not has_value, "on is --track, off is --no-track: no True or False after them")
+    words = sys.argv[1:] if argv is None else argv
+    for flag, value in pairwise(words):
+        if isinstance(getattr(Args, flag[2:].replace("-", "_"), None), bool):
+            with explain("flags"):
+                message = f"{flag} takes no value; to switch it off: --no-{flag[2:]}"
+                check(value.lower() not in ("true", "false"), message)
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if args.resume:
         with explain(f"--resume {args.resume}: not a run of this script"):
@@ -531,7 +538,7 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
     with explain(f"{run_dir} stopped in step {step + 1}"):
-        hint = "is the learning rate too high? checkpoint.previous.pt may be from before that"
+        hint = "is the learning rate too high? checkpoint.previous.pt, if any, may be from before"
         check(math.isfinite(norm), f"gradient norm {norm}: {hint}")
     return norm
 

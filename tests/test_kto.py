@@ -389,17 +389,14 @@ def test_pairs_are_read_as_dpo_reads_them(tmp_path, kind, flags):
     assert all(ends) == ("max_length" not in flags) and any(ends)
 
 
-KEPT = pytest.mark.xfail(strict=True, reason="kto.py keeps the other side")
-
-
 @pytest.mark.parametrize(
     ("kind", "nothing"),
     [
         ("strings", None),
         ("strings", ""),
-        pytest.param("strings", " \n", marks=KEPT),
-        pytest.param("messages", "", marks=KEPT),
-        pytest.param("conversations", "", marks=KEPT),
+        ("strings", " \n"),
+        ("messages", ""),
+        ("conversations", ""),
     ],
 )
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
@@ -425,10 +422,7 @@ TURNS = [{"role": "user", "content": "on monday"}, {"role": "assistant", "conten
         {"prompt": "on monday", "chosen": " it", "more": 1},
         {"chosen": "on monday it", "rejected": "on monday a film"},
         {"chosen": TURNS, "other": TURNS},
-        pytest.param(
-            {"completion": TURNS},
-            marks=pytest.mark.xfail(strict=True, reason="kto.py names `prompt`, its own"),
-        ),
+        {"completion": TURNS},
     ],
 )
 def test_an_error_about_columns_names_those_of_the_file(tmp_path, row):
