@@ -37,7 +37,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -54,8 +53,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import AutoConfig, GenerationConfig, logging
 
-from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, find_stop_ids, generate
-from common.generation import shard
+from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, checkpoint_activations
+from common.generation import find_stop_ids, generate, shard
 from common.logprobs import Sequences, UnusableRow, completion_logprobs, encode_pair
 from common.logprobs import micro_batches, rollout_logprobs
 
@@ -97,6 +96,8 @@ class Args:
     epochs: float = 2.0
     batch_size: int = 32  # completions per optimiser step
     micro_batch_size: int = 32  # completions per forward pass: memory and speed, not the result
+    # recompute activations in the backward pass: much less memory, about a third slower
+    activation_checkpointing: bool = False
     learning_rate: float = 1e-3  # AdamW's peak learning rate
     # how the learning rate changes after its warm-up
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
@@ -202,6 +203,9 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(row.sequence[0]) for row in eval_rows)
     max_length = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+    if args.activation_checkpointing:
+        with explain("--activation-checkpointing"):
+            checkpoint_activations(policy)
 
     # --- the rows of each step, and the reference's log-probs (N,) of all rows ---
     rng = Generator().manual_seed(args.seed)
@@ -655,24 +659,20 @@ def check_folder(source: str) -> None:
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
     check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
     check(not folder.is_file(), "it is a file, and must be a folder")
-    names = {path.name for path in folder.glob("*")}
-    check("state.json" not in names, "it was made by save_to_disk; use to_json or to_parquet")
-    is_adapter = "adapter_config.json" in names and "config.json" not in names
-    check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
-    is_gguf = any(name.endswith(".gguf") for name in names) and "config.json" not in names
-    check(not is_gguf, "it holds GGUF weights; safetensors and a config.json are needed")
+    if not (folder / "config.json").exists():
+        is_adapter = (folder / "adapter_config.json").exists()
+        check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
+        check(
+            not [*folder.glob("*.gguf")], "GGUF weights: safetensors and a config.json are needed"
+        )
+    saved_to_disk = (folder / "state.json").exists()
+    check(not saved_to_disk, "it was made by save_to_disk; use to_json or to_parquet")
     for path in folder.rglob("*.json*"):
         check(path.stat().st_size > 0, f"{path} is empty")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; with --resume, over those that the run was started with."""
-    words = sys.argv[1:] if argv is None else argv
-    for flag, value in pairwise(words):
-        if isinstance(getattr(Args, flag[2:].replace("-", "_"), None), bool):
-            with explain("flags"):
-                message = f"{flag} takes no value; to switch it off: --no-{flag[2:]}"
-                check(value.lower() not in ("true", "false"), message)
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if args.resume:
         with explain(f"--resume {args.resume}: not a run of this script"):
@@ -746,9 +746,11 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
+        # With another value it would be another run.
+        for flag in ("seed", "model", "dataset", "loss", "train_layers", "critic_init"):
             same = saved_args.get(flag) == getattr(args, flag, None)
-            check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
+            message = f"--{flag.replace('_', '-')} cannot be changed, it was {saved_args.get(flag)}"
+            check(same, message)
     file = run_dir / "checkpoint.pt"
     if not file.exists():  # killed between the two renamings of `save_checkpoint`
         file = run_dir / "checkpoint.previous.pt"

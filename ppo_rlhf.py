@@ -49,7 +49,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -66,9 +65,11 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer, GenerationConfig, logging
 
-from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, content
-from common.generation import encode, find_stop_ids, generate, pad_rows, shard
-from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast
+from common.generation import checkpoint_activations, content, encode, find_stop_ids, generate
+from common.generation import pad_rows, shard
+from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
+from common.logprobs import rollout_logprobs
 
 FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -113,14 +114,17 @@ class Args:
     gae_lambda: float = 0.95  # GAE's lambda: 0 trusts the critic alone, 1 only observed rewards
     clip_coef: float = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: float | None = 0.2  # eps_v: V is clipped to V_old +- this; None: no clipping
-    vf_coef: float = 0.5  # factor of the value loss; Adam hardly notices: tune critic_learning_rate
+    # factor of the value loss; it matters with --critic-init policy, where both losses train the
+    # same weights; to a critic of its own Adam gives steps of nearly the same size
+    vf_coef: float = 0.5
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     whiten_rewards: bool = False  # give a rollout's token rewards variance 1; their mean stays
     target_kl: float | None = None  # no further pass above this KL(pi_old || pi), nats per token
-    # initial critic: the reward model, --model with a new head (sft), or random weights (scratch)
-    critic_init: Literal["reward_model", "sft", "scratch"] = "reward_model"
-    critic_learning_rate: float = 1e-3  # AdamW's peak learning rate for the critic
+    # initial critic: the reward model, --model with a new head (sft), random weights (scratch), or
+    # only a new head on the policy's own backbone, which both losses then train (policy)
+    critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
+    critic_learning_rate: float = 1e-3  # AdamW's peak learning rate for the critic, or its head
     beta: float = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL as k1 in the rewards, or k2 in the loss
     kl_target: float | None = None  # adapt beta to this KL(pi || pi_ref), nats per completion
@@ -128,6 +132,8 @@ class Args:
     # --- optimisation and evaluation ---
     # completions per forward pass: sets memory and speed, not the result
     micro_batch_size: int = 64
+    # recompute activations in the backward pass: much less memory, about a third slower
+    activation_checkpointing: bool = False
     learning_rate: float = 5e-4  # AdamW's peak learning rate for the policy
     # how the learning rate changes after its warm-up
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
@@ -302,6 +308,11 @@ def main(args: Args) -> Path:
         eval_fns = load_reward_fns("--eval-reward-fn", [args.eval_reward_fn], columns)
         eval_weights = torch.ones(1)
     critic = load_critic(args, device)
+    if args.activation_checkpointing:
+        with explain("--activation-checkpointing"):
+            checkpoint_activations(policy)
+            if args.critic_init != "policy":
+                checkpoint_activations(critic)
 
     # --- optimisers, and where an interrupted run stopped ---
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
@@ -362,7 +373,7 @@ def main(args: Args) -> Path:
         old_values = torch.zeros_like(old_logprobs)  # (B, T)
         with torch.no_grad():
             for inds in first_micro_batches:
-                old_values[inds] = critic_values(critic, sequences, inds)
+                old_values[inds] = critic_values(policy, critic, sequences, inds)
         old_values = all_reduce_sum(old_values)  # each rank has computed some rows
         ref_logprobs = k1 = None
         if ref_model is not None:
@@ -409,7 +420,7 @@ def main(args: Args) -> Path:
                         ent_coef=args.ent_coef,
                     )
                     pg_loss.backward()  # frees the policy's activations before the critic's
-                    values = critic_values(critic, sequences, inds)
+                    values = critic_values(policy, critic, sequences, inds)
                     v_loss, value_sums = value_loss(
                         values, old_values[inds], returns[inds], weights, args.vf_clip_coef
                     )
@@ -524,13 +535,19 @@ def evaluate(
 
 # --- the critic --------------------------------------------------------------------------------
 def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
-    """A model with one output per token, initialised as --critic-init says."""
+    """A model with one output per token, initialised as --critic-init says.
+
+    `policy`: only a head, on the policy's backbone (Ziegler et al., arXiv 1909.08593, section 2.1).
+    """
     kind = AutoModelForSequenceClassification
     source = args.reward_model if args.critic_init == "reward_model" else args.model
     torch.manual_seed(args.seed)
     with explain(f"--critic-init {args.critic_init}"):
         config = AutoConfig.from_pretrained(source, num_labels=1)
-        if args.critic_init == "scratch":
+        if args.critic_init == "policy":
+            critic = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+            torch.nn.init.normal_(critic.weight, std=(critic.in_features + 1) ** -0.5)
+        elif args.critic_init == "scratch":
             critic = kind.from_config(config, dtype=torch.float32).eval()
         else:
             critic = kind.from_pretrained(source, config=config, dtype=torch.float32)
@@ -540,16 +557,18 @@ def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
     return shard(critic, device)
 
 
-def critic_values(critic: torch.nn.Module, sequences: Sequences, inds: Tensor) -> Tensor:
+def critic_values(policy: Any, critic: Any, sequences: Sequences, inds: Tensor) -> Tensor:
     """V_t (b, T) of sequences[inds]: the critic's output before token t, centred as scores are."""
     width = max(len(completion) for _, completion in sequences)
     # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
     batch = [sequences[i] for i in inds] or [([0], [])]
-    ids, _ = pad_rows([prompt + completion for prompt, completion in batch], critic.device)
-    with autocast(ids.device):
-        hidden = critic.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, d)
-    values = critic.score(hidden.float()).squeeze(2)  # (b, L)
-    values = values - getattr(critic.config, "score_mean", 0.0)
+    backbone, head, score_mean = policy, critic, 0.0
+    if not isinstance(critic, torch.nn.Linear):  # not --critic-init policy: a model of its own
+        backbone, head = critic, critic.score
+        score_mean = getattr(critic.config, "score_mean", 0.0)
+    ids, _ = pad_rows([prompt + completion for prompt, completion in batch], backbone.device)
+    hidden = hidden_states(backbone, ids)  # (b, L, d)
+    values = head(hidden.float()).squeeze(2) - score_mean  # (b, L)
     starts = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=ids.device)
     lengths = torch.tensor([len(completion) for _, completion in batch], device=ids.device)
     t = torch.arange(width, device=ids.device)
@@ -729,7 +748,9 @@ def check_args(args: Args) -> Args:
         has_horizon = args.kl_horizon != Args.kl_horizon
         check(args.kl_target or not has_horizon, "--kl-horizon has no use without --kl-target")
         check(args.reward_model != "none", "--reward-model: for no model write None")
-        message = "without --reward-model give --reward-fn, and --critic-init sft or scratch"
+        message = (
+            "without --reward-model give --reward-fn, and --critic-init sft, scratch or policy"
+        )
         needs_no_model = args.reward_fn and args.critic_init != "reward_model"
         check(args.reward_model or needs_no_model, message)
         num_rewards = len(args.reward_fn) + bool(args.reward_model)
@@ -782,24 +803,20 @@ def check_folder(source: str) -> None:
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
     check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
     check(not folder.is_file(), "it is a file, and must be a folder")
-    names = {path.name for path in folder.glob("*")}
-    check("state.json" not in names, "it was made by save_to_disk; use to_json or to_parquet")
-    is_adapter = "adapter_config.json" in names and "config.json" not in names
-    check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
-    is_gguf = any(name.endswith(".gguf") for name in names) and "config.json" not in names
-    check(not is_gguf, "it holds GGUF weights; safetensors and a config.json are needed")
+    if not (folder / "config.json").exists():
+        is_adapter = (folder / "adapter_config.json").exists()
+        check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
+        check(
+            not [*folder.glob("*.gguf")], "GGUF weights: safetensors and a config.json are needed"
+        )
+    saved_to_disk = (folder / "state.json").exists()
+    check(not saved_to_disk, "it was made by save_to_disk; use to_json or to_parquet")
     for path in folder.rglob("*.json*"):
         check(path.stat().st_size > 0, f"{path} is empty")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; with --resume, over those that the run was started with."""
-    words = sys.argv[1:] if argv is None else argv
-    for flag, value in pairwise(words):
-        if isinstance(getattr(Args, flag[2:].replace("-", "_"), None), bool):
-            with explain("flags"):
-                message = f"{flag} takes no value; to switch it off: --no-{flag[2:]}"
-                check(value.lower() not in ("true", "false"), message)
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if args.resume:
         with explain(f"--resume {args.resume}: not a run of this script"):
@@ -873,9 +890,11 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
+        # With another value it would be another run.
+        for flag in ("seed", "model", "dataset", "loss", "train_layers", "critic_init"):
             same = saved_args.get(flag) == getattr(args, flag, None)
-            check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
+            message = f"--{flag.replace('_', '-')} cannot be changed, it was {saved_args.get(flag)}"
+            check(same, message)
     file = run_dir / "checkpoint.pt"
     if not file.exists():  # killed between the two renamings of `save_checkpoint`
         file = run_dir / "checkpoint.previous.pt"

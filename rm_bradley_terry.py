@@ -34,7 +34,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,8 +49,9 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers import AutoConfig, GenerationConfig, logging
 
-from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, find_stop_ids
-from common.generation import pad_rows, shard
+from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast
+from common.generation import checkpoint_activations, find_stop_ids, pad_rows, shard
+from common.generation import transformer_layers
 from common.logprobs import UnusableRow, encode_pair
 
 FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -83,11 +83,15 @@ class Args:
     # type of the weights in model/; training is in float32
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     # --- training and evaluation ---
+    # train the head and this many of the last layers, 0: the head alone; default: all weights
+    train_layers: int | None = None
     # c, coefficient of the term that keeps r_w + r_l near 0 (Eisenstein: 0.01)
     center_coef: float = 0.0
     epochs: float = 3.0  # passes over the training pairs
     batch_size: int = 32  # pairs per optimiser step
     micro_batch_size: int = 32  # pairs per forward pass: sets memory and speed, not the result
+    # recompute activations in the backward pass: much less memory, about a third slower
+    activation_checkpointing: bool = False
     learning_rate: float = 1e-3  # AdamW's peak learning rate
     # how the learning rate changes after its warm-up
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
@@ -155,6 +159,9 @@ def main(args: Args) -> Path:
     train_pairs = load_preferences(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_preferences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     model = load_classifier(args, tokenizer, stop_ids, device)
+    if args.activation_checkpointing:
+        with explain("--activation-checkpointing"):
+            checkpoint_activations(model)
 
     # --- optimiser, and where an interrupted run stopped ---
     optimizer = AdamW(model.parameters(), lr=args.learning_rate, fused=True)
@@ -164,7 +171,8 @@ def main(args: Args) -> Path:
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # a checkpoint brings its own
-    print(f"{run_dir}: {model.num_parameters():,} parameters on {device}")
+    trained = f"{model.num_parameters(only_trainable=True):,} of them trained"
+    print(f"{run_dir}: {model.num_parameters():,} parameters, {trained}, on {device}")
 
     # --- the loop ---
     if not args.resume:
@@ -339,6 +347,13 @@ def load_classifier(args: Args, tokenizer: Any, stop_ids: list, device: Any) -> 
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if args.train_layers is not None:
+        with explain("--train-layers"):
+            layers = transformer_layers(model)
+            check(args.train_layers <= len(layers), f"the model has only {len(layers)} layers")
+        model.requires_grad_(False)
+        for part in (model.score, *layers[len(layers) - args.train_layers :]):
+            part.requires_grad_(True)
     return shard(model, device)
 
 
@@ -436,7 +451,7 @@ def check_args(args: Args) -> Args:
     with explain("flags"):
         check_numbers(args, "save_every max_length epochs batch_size micro_batch_size")
         check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows eval_samples")
-        check_numbers(args, "seed center_coef warmup_ratio weight_decay", zero=True)
+        check_numbers(args, "train_layers seed center_coef warmup_ratio weight_decay", zero=True)
         check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
     return args
 
@@ -479,24 +494,20 @@ def check_folder(source: str) -> None:
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
     check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
     check(not folder.is_file(), "it is a file, and must be a folder")
-    names = {path.name for path in folder.glob("*")}
-    check("state.json" not in names, "it was made by save_to_disk; use to_json or to_parquet")
-    is_adapter = "adapter_config.json" in names and "config.json" not in names
-    check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
-    is_gguf = any(name.endswith(".gguf") for name in names) and "config.json" not in names
-    check(not is_gguf, "it holds GGUF weights; safetensors and a config.json are needed")
+    if not (folder / "config.json").exists():
+        is_adapter = (folder / "adapter_config.json").exists()
+        check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
+        check(
+            not [*folder.glob("*.gguf")], "GGUF weights: safetensors and a config.json are needed"
+        )
+    saved_to_disk = (folder / "state.json").exists()
+    check(not saved_to_disk, "it was made by save_to_disk; use to_json or to_parquet")
     for path in folder.rglob("*.json*"):
         check(path.stat().st_size > 0, f"{path} is empty")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; with --resume, over those that the run was started with."""
-    words = sys.argv[1:] if argv is None else argv
-    for flag, value in pairwise(words):
-        if isinstance(getattr(Args, flag[2:].replace("-", "_"), None), bool):
-            with explain("flags"):
-                message = f"{flag} takes no value; to switch it off: --no-{flag[2:]}"
-                check(value.lower() not in ("true", "false"), message)
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if args.resume:
         with explain(f"--resume {args.resume}: not a run of this script"):
@@ -570,9 +581,11 @@ def load_checkpoint(
     """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
     with explain(f"--resume {run_dir}"):
         saved_args = json.loads((run_dir / "args.json").read_text())
-        for flag in ("seed", "model", "dataset", "loss"):  # with another one it is another run
+        # With another value it would be another run.
+        for flag in ("seed", "model", "dataset", "loss", "train_layers", "critic_init"):
             same = saved_args.get(flag) == getattr(args, flag, None)
-            check(same, f"--{flag} cannot be changed, it was {saved_args.get(flag)}")
+            message = f"--{flag.replace('_', '-')} cannot be changed, it was {saved_args.get(flag)}"
+            check(same, message)
     file = run_dir / "checkpoint.pt"
     if not file.exists():  # killed between the two renamings of `save_checkpoint`
         file = run_dir / "checkpoint.previous.pt"

@@ -55,6 +55,18 @@ def completion_logprobs(
     return (logprobs, entropies) if entropy else logprobs
 
 
+def hidden_states(model: Any, ids: Tensor) -> Tensor:
+    """The last hidden states (b, L, d) of token ids (b, L), from which a head computes values.
+
+    Rows are padded on the right. The model is one of transformers, sharded or not.
+    """
+    if isinstance(model, FSDPModule) and not hasattr(model, "hidden_states"):
+        model.hidden_states = types.MethodType(_hidden_states, model)
+        register_fsdp_forward_method(model, "hidden_states")
+    compute = getattr(model, "hidden_states", types.MethodType(_hidden_states, model))
+    return compute(ids)
+
+
 @torch.no_grad()
 def rollout_logprobs(
     model: Any, sequences: Sequences, batches: Iterable[Tensor], temperature: float
@@ -75,21 +87,25 @@ def micro_batches(sequences: Sequences, rows: Tensor, size: int) -> Iterator[Ten
         yield group[RANK::WORLD_SIZE]
 
 
+def _hidden_states(model: Any, ids: Tensor) -> Tensor:
+    # Llama 4 and Mllama are their own base model. Padding on the right needs no attention mask:
+    # attention only looks back.
+    backbone = model.get_decoder().model if model.base_model is model else model.base_model
+    with autocast(ids.device):
+        return backbone(input_ids=ids, use_cache=False).last_hidden_state
+
+
 def _completion_logprobs(
     model: Any, sequences: Sequences, rows: Sequence, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     width = max(len(completion) for _, completion in sequences)
     # A rank without rows runs a dummy: sharded, all ranks must run every forward pass.
     batch = [sequences[i] for i in rows] or [([0], [])]
-    # Padding on the right needs no attention mask: attention only looks back.
     ids, mask = pad_rows([prompt + completion for prompt, completion in batch], model.device)
     starts = torch.tensor([len(prompt) for prompt, _ in batch], device=ids.device)
     is_completion = mask & (torch.arange(ids.shape[1], device=ids.device) >= starts[:, None])
-    # Llama 4 and Mllama are their own base model.
-    backbone = model.get_decoder().model if model.base_model is model else model.base_model
-    with autocast(ids.device):
-        hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, d)
-        head = output_head(model, ids[:1, :1])
+    hidden = _hidden_states(model, ids)  # (b, L, d)
+    head = output_head(model, ids[:1, :1])
     hidden = hidden[:, :-1][is_completion[:, 1:]]  # (N, d): state t - 1 predicts token t, of N
     tokens = ids[is_completion][:, None]  # (N, 1)
     values = ChunkedLogprobs.apply(hidden, tokens, temperature, entropy, *head)

@@ -155,7 +155,7 @@ def test_grpo_flags(flags, message, tmp_path):
     ("flags", "message"),
     [
         (dict(reward_model=None), "without --reward-model give --reward-fn"),
-        (dict(reward_model=None, reward_fn=[grpo.LAST_NUMBER]), "and --critic-init sft or scratch"),
+        (dict(reward_model=None, reward_fn=[grpo.LAST_NUMBER]), "and --critic-init sft, scratch or policy"),
         (dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
         (dict(gamma=1.1), "--gamma or --gae-lambda is more than 1"),
         (dict(gae_lambda=-0.1), "--gae-lambda must be a number of at least 0, not -0.1"),
@@ -199,7 +199,7 @@ def test_reward_model_flags(flags, message, tmp_path):
     ("flags", "message"),
     [
         (dict(beta=0.0), "--beta must be a number above 0, not 0"),
-        (dict(beta=math.inf), "--beta must be a number above 0, not inf"),
+        (dict(beta=math.inf), "--beta must be below 2**63, not inf"),
         (dict(label_smoothing=0.5), "--label-smoothing must not be 0.5"),
         (dict(label_smoothing=-0.1), "--label-smoothing must be a number of at least 0, not -0.1"),
         (
@@ -221,7 +221,7 @@ def test_reward_model_flags(flags, message, tmp_path):
             "--nll-coef belongs to --loss sigmoid or ipo or simpo, not orpo",
         ),
         (dict(nll_coef=-0.1), "--nll-coef must be a number of at least 0, not -0.1"),
-        (dict(nll_coef=math.inf), "--nll-coef must be a number of at least 0, not inf"),
+        (dict(nll_coef=math.inf), "--nll-coef must be below 2**63, not inf"),
         (dict(temperature=0.0), "--temperature must be a number above 0, not 0"),
         (dict(max_new_tokens=0), "--max-new-tokens must be a number above 0, not 0"),
         (dict(epochs=0.0), "--epochs must be a number above 0, not 0"),
@@ -240,7 +240,7 @@ def test_dpo_flags(flags, message, tmp_path):
         (dict(undesirable_weight=-1.0), "--undesirable-weight must be a number above 0, not -1"),
         (
             dict(undesirable_weight=math.inf),
-            "--undesirable-weight must be a number above 0, not inf",
+            "--undesirable-weight must be below 2**63, not inf",
         ),
         (dict(temperature=0.0), "--temperature must be a number above 0, not 0"),
         (dict(epochs=0.0), "--epochs must be a number above 0, not 0"),
@@ -340,16 +340,6 @@ def test_a_weight_is_that_of_a_single_reward_too(tmp_path):
         assert rows[1][f"reward/{own}"] == rows[0][f"reward/{own}"]
 
 
-@EACH
-@pytest.mark.parametrize("words", [["--track", "True"], ["--scale-rewards", "False"]])
-def test_switches_take_no_value(name, words):
-    with pytest.raises(SCRIPTS[name].InputError) as end:
-        SCRIPTS[name].parse_args(words)
-    assert str(end.value) == "flags: on is --track, off is --no-track: no True or False after them"
-    assert SCRIPTS[name].parse_args(["--track"]).track
-    assert not SCRIPTS[name].parse_args(["--no-track"]).track
-
-
 def test_track_without_a_login(tmp_path):
     words = [sys.executable, "sft.py", "--track", "--output-dir", str(tmp_path / "runs")]
     kept = {name: value for name, value in os.environ.items() if "WANDB" not in name}
@@ -380,7 +370,7 @@ def test_what_is_no_model_folder(name, tmp_path):
     fails(name, tmp_path, f"--model {adapter}: it is a PEFT adapter: merge", model=str(adapter))
     gguf.mkdir()
     (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    fails(name, tmp_path, f"--model {gguf}: it holds GGUF weights; ", model=str(gguf))
+    fails(name, tmp_path, f"--model {gguf}: GGUF weights: ", model=str(gguf))
     AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(no_tokenizer)
     message = f"--model {no_tokenizer}: Couldn't instantiate the backend tokenizer from one of: "
     text = fails(name, tmp_path, message, model=str(no_tokenizer))
@@ -694,7 +684,7 @@ def test_a_column_of_labels_that_was_typed_must_be_there(flag, tmp_path):
 def test_empty_file(name, tmp_path):
     data = dataset(tmp_path, [])
     text = fails(name, tmp_path, f"--dataset {data}, train: ", dataset=data)
-    assert text.endswith((" train.jsonl is empty", " test.jsonl is empty"))
+    assert text.endswith(("train.jsonl is empty", "test.jsonl is empty"))
 
 
 def test_margin_that_is_no_number(tmp_path):
@@ -847,7 +837,7 @@ def test_a_run_that_diverges_is_stopped(name, tmp_path):
     )
     text = fails(name, tmp_path, "is the learning rate too high?", learning_rate=1e18, **flags)
     assert " stopped in step " in text and text.endswith(
-        "checkpoint.previous.pt may be from before that"
+        "checkpoint.previous.pt, if any, may be from before"
     )
 
 

@@ -72,13 +72,13 @@ def test_every_flag_is_read_by_its_script(path):
 
 # Lines at most.
 CEILINGS = {
-    "sft.py": 480,
-    "reinforce.py": 520,
-    "rm_bradley_terry.py": 600,
-    "dpo.py": 780,
-    "kto.py": 720,
-    "grpo.py": 780,
-    "ppo_rlhf.py": 890,
+    "sft.py": 530,
+    "reinforce.py": 560,
+    "rm_bradley_terry.py": 660,
+    "dpo.py": 830,
+    "kto.py": 820,
+    "grpo.py": 840,
+    "ppo_rlhf.py": 970,
 }
 
 
@@ -96,7 +96,7 @@ def test_ceilings_and_the_algorithm_first():
         at = [next(i for i, line in enumerate(lines) if line.startswith(o)) for o in order]
         assert at == sorted(at), f"{name}: {order} is the order"
     common = sum(len(path.read_text().splitlines()) for path in Path("common").glob("*.py"))
-    assert common <= 640 and len(list(Path("common").iterdir())) <= 3  # the cache is the third
+    assert common <= 690 and len(list(Path("common").iterdir())) <= 3  # the cache is the third
 
 
 def function(path, name):

@@ -570,7 +570,7 @@ ROW = [1, 7, 9, 5, 3, 8, 2]
 def values_of(critic, row, *others):
     """Values of a row's completion, behind three tokens of prompt, from a batch with others."""
     pairs = [*others, (row[:3], row[3:])]
-    *_, values = critic_values(critic, pairs, torch.arange(len(pairs)))
+    *_, values = critic_values(None, critic, pairs, torch.arange(len(pairs)))
     assert len(values) == max(len(completion) for _, completion in pairs)
     assert (values[len(row) - 3 :] == 0).all()
     return values[: len(row) - 3]
@@ -608,10 +608,10 @@ def test_a_value_depends_on_the_tokens_before_its_own_and_no_others(changed):
 def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_zero():
     critic = tiny_critic(score_mean=0.7)
     pairs = [(ROW[:3], ROW[3:]), (ROW[:1], ROW[1:]), (ROW, [4])]
-    everything = critic_values(critic, pairs, torch.arange(3))
-    found = critic_values(critic, pairs, torch.tensor([2, 0]))
+    everything = critic_values(None, critic, pairs, torch.arange(3))
+    found = critic_values(None, critic, pairs, torch.tensor([2, 0]))
     torch.testing.assert_close(found, everything[[2, 0]], atol=1e-5, rtol=1e-5)
-    none = critic_values(critic, pairs, torch.arange(0))
+    none = critic_values(None, critic, pairs, torch.arange(0))
     assert none.shape == (0, 6)
     none.sum().backward()
     # FSDP's processes add up gradients together: each must have one for every weight.
@@ -650,7 +650,7 @@ def test_the_critic_learns_the_embedding_of_the_padding_id(critic_init):
     # Where pad == eos it is a real token, which torch would leave out.
     critic = load_critic(Args(critic_init=critic_init), CPU)
     assert critic.config.pad_token_id == 0
-    critic_values(critic, [([1, 0], [7, 9])], torch.arange(1)).sum().backward()
+    critic_values(None, critic, [([1, 0], [7, 9])], torch.arange(1)).sum().backward()
     assert critic.get_input_embeddings().weight.grad[0].norm() > 0
 
 

@@ -43,6 +43,8 @@ MORE = {
     "dpo": dict(nll_coef=0.1),
     "kto": dict(desirable_weight=1.3),
     "dpo-orpo": dict(loss="orpo"),  # without a reference
+    "rm_bradley_terry-layers": dict(train_layers=1, activation_checkpointing=True),
+    "ppo_rlhf-shared": dict(critic_init="policy", activation_checkpointing=True),
     "grpo-gdpo": dict(
         REVIEWS,
         multi_objective_aggregation="normalize_then_sum",

@@ -37,7 +37,7 @@ def watch(script, step):
     models = weakref.WeakSet()
 
     def checked_shard(model, device):
-        whole = model.num_parameters()
+        whole = sum(weight.numel() for weight in model.parameters())
         sharded = shard(model, device)
         weights = list(sharded.parameters())
         assert all(isinstance(weight, DTensor) for weight in weights)
@@ -45,8 +45,10 @@ def watch(script, step):
         most = sum(weight.shape[1:].numel() for weight in weights)
         assert abs(sum(weight.to_local().numel() for weight in weights) - whole / size) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
-        layers = sharded.config.num_hidden_layers
         roots = {"model", "score"} if hasattr(model, "score") else {""}
+        layers = 0  # of a lone head
+        if hasattr(model, "config"):
+            layers = sharded.config.num_hidden_layers
         assert units == roots | {f"model.layers.{i}" for i in range(layers)}
         models.add(sharded)
         return sharded
