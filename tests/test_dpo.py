@@ -785,7 +785,7 @@ def test_samples_of_the_default_dataset_are_rated_by_its_gold_reward(tmp_path):
 
 @pytest.mark.parametrize(
     ("loss", "beta", "gamma"),
-    [("sigmoid", 0.3, None), ("ipo", 0.3, None), ("simpo", 5, 0.5), ("orpo", 5, None)],
+    [("sigmoid", 0.3, None), ("ipo", 1.0, None), ("simpo", 5, 0.5), ("orpo", 5, None)],
 )
 def test_args_json_holds_the_beta_and_gamma_that_the_loss_has_by_default(
     tmp_path, loss, beta, gamma
