@@ -421,11 +421,17 @@ def sample_completions(
 ) -> list[list[int]]:
     """Token ids of one completion per prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    complete = partial(generate, policy, max_new_tokens=args.max_new_tokens, stop_ids=stop_ids)
     completions, batch_size = [], 2 * args.batch_size  # it needs less memory than training
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        completions += complete(batch, temperature=args.temperature, rng=rng)
+        completions += generate(
+            policy,
+            batch,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            stop_ids=stop_ids,
+            rng=rng,
+        )
     return completions
 
 

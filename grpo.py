@@ -267,12 +267,17 @@ def main(args: Args) -> Path:
     print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
     # --- the loop ---
-    complete = partial(generate, policy, max_new_tokens=args.max_new_tokens, stop_ids=stop_ids)
-
     def sample(prompts: list[Prompt], temperature: float, rng: Generator) -> tuple[Sequences, list]:
         """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
         prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids = complete(prompt_ids, temperature=temperature, rng=rng)
+        completion_ids = generate(
+            policy,
+            prompt_ids,
+            max_new_tokens=args.max_new_tokens,
+            temperature=temperature,
+            stop_ids=stop_ids,
+            rng=rng,
+        )
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         return list(zip(prompt_ids, completion_ids, strict=True)), texts
 
@@ -310,8 +315,9 @@ def main(args: Args) -> Path:
             first_micro_batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
         one_step = args.update_epochs * args.num_minibatches == 1
+        is_old_the_policy = one_step and not kl_in_reward  # pi_old is pi_theta: no extra pass
         old_logprobs = ref_logprobs = None
-        if kl_in_reward or not one_step:  # with one step pi_old is pi_theta: no extra pass
+        if not is_old_the_policy:
             old_logprobs = rollout_logprobs(
                 policy, sequences, first_micro_batches, args.temperature
             )
@@ -345,7 +351,7 @@ def main(args: Args) -> Path:
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
-                    if one_step and not kl_in_reward:
+                    if is_old_the_policy:
                         old = logprobs.detach()
                     else:
                         old = old_logprobs[inds]

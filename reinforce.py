@@ -155,12 +155,17 @@ def main(args: Args) -> Path:
     print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
     # --- the loop ---
-    complete = partial(generate, policy, max_new_tokens=args.max_new_tokens, stop_ids=stop_ids)
-
     def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, list[str]]:
         """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
         prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids = complete(prompt_ids, temperature=1.0, rng=rng)
+        completion_ids = generate(
+            policy,
+            prompt_ids,
+            max_new_tokens=args.max_new_tokens,
+            temperature=1.0,
+            stop_ids=stop_ids,
+            rng=rng,
+        )
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         return list(zip(prompt_ids, completion_ids, strict=True)), texts
 

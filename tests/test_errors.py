@@ -155,7 +155,10 @@ def test_grpo_flags(flags, message, tmp_path):
     ("flags", "message"),
     [
         (dict(reward_model=None), "without --reward-model give --reward-fn"),
-        (dict(reward_model=None, reward_fn=[grpo.LAST_NUMBER]), "and --critic-init sft, scratch or policy"),
+        (
+            dict(reward_model=None, reward_fn=[grpo.LAST_NUMBER]),
+            "and --critic-init sft, scratch or policy",
+        ),
         (dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
         (dict(gamma=1.1), "--gamma or --gae-lambda is more than 1"),
         (dict(gae_lambda=-0.1), "--gae-lambda must be a number of at least 0, not -0.1"),

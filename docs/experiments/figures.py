@@ -74,7 +74,15 @@ def reward_model(experiment: Experiment) -> dict:
         "pair accuracy": ("(default)", "pair accuracy", 3),
         "calibration error": ("(default)", "calibration error", 3),
     }
-    return {"reward model": experiment.table_by_seed(columns)}
+    layers = {
+        "loss": ("loss", 3),
+        "pair accuracy": ("pair accuracy", 3),
+        "calibration error": ("calibration error", 3),
+    }
+    return {
+        "reward model": experiment.table_by_seed(columns),
+        "reward model layers": experiment.table_by_flags(layers),
+    }
 
 
 def reinforce(experiment: Experiment) -> dict:
@@ -429,7 +437,10 @@ def format_reward(experiment: Experiment) -> dict:
 # of another run of the same experiment and seed: {its label}.
 EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
     "sft": ({"(default)": "sft.py"}, sft),
-    "reward_model": ({"(default)": "rm_bradley_terry.py"}, reward_model),
+    "reward_model": (
+        variants("rm_bradley_terry.py", "", "--train-layers 1", "--train-layers 0"),
+        reward_model,
+    ),
     "grpo": (
         {
             "(default)": "grpo.py",
@@ -508,6 +519,7 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
             "--vf-clip-coef None",
             "--critic-init sft",
             "--critic-init scratch",
+            "--critic-init policy",
             "--gae-lambda 1",
             "--num-minibatches 1",
         ),
