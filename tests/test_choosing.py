@@ -101,7 +101,9 @@ def test_bytes_of_a_parameter():
     """16 if trained, 4 if frozen; with more tokens or rows only the last parts change."""
     model, mixed = MODELS["Qwen2.5-0.5B"], PRECISIONS["mixed"]  # tied: all models of one size
     expected = dict(sft=16, rm=16, reinforce=16, reinforce_kl=20, ppo=40, ppo_rule=36, grpo=20)
-    expected |= dict(grpo_no_kl=16, grpo_rm=24, dpo=16, dpo_online=20, simpo=16, kto=16)
+    expected |= dict(
+        ppo_shared=24, grpo_no_kl=16, grpo_rm=24, dpo=16, dpo_online=20, simpo=16, kto=16
+    )
     for name, total in expected.items():
         parts = memory(model, ALGORITHMS[name], mixed, **DEFAULTS)["update"]
         state = sum(parts.values()) - parts["copies"] - parts["activations"]

@@ -402,3 +402,16 @@ def test_learning_in_bfloat16_with_the_static_cache(name, metric, least, tmp_pat
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert rows[0][metric] < 0.45
     assert rows[-1][metric] >= least
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+def test_cards_that_only_emulate_bfloat16_compute_in_float32(monkeypatch, is_real):
+    """T4, V100, RTX 20: they say yes to bfloat16 if emulation counts."""
+
+    def is_bf16_supported(including_emulation=True):
+        return including_emulation or is_real
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    card = torch.device("cuda", 0)
+    assert common.generation.use_bfloat16(card) == is_real
+    assert not common.generation.use_bfloat16(torch.device("cpu"))

@@ -321,3 +321,17 @@ def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):
     state = torch.load(run(tmp_path) / "checkpoint.pt", weights_only=True)
     (group,) = state["policy"]["optim_state_dict"]["param_groups"]
     assert group["betas"] == (0.9, 0.95)
+
+
+def test_each_step_starts_without_a_gradient(tmp_path, monkeypatch):
+    gradients, clip = [], sft.clip_grad_norm
+
+    def capture(model, *args):
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        return clip(model, *args)
+
+    monkeypatch.setattr(sft, "clip_grad_norm", capture)
+    # One batch is one epoch, so that both steps see the same rows; and hardly anything changes.
+    run(tmp_path, train_split="train[:8]", batch_size=8, epochs=2.0, learning_rate=1e-20)
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-3)

@@ -75,6 +75,9 @@ CONSTANTS = {
         ),
         "ppo": needs("PPO", ["policy", "critic"], ["reference", "reward"], samples="one"),
         "ppo_rule": needs("PPO with a rule", ["policy", "critic"], ["reference"], samples="one"),
+        "ppo_shared": needs(
+            "PPO, value head on the policy", ["policy"], ["reference", "reward"], samples="one"
+        ),
         "grpo": needs("GRPO, GSPO, GDPO", ["policy"], ["reference"], samples="group"),
         "grpo_no_kl": needs("GRPO without a KL (DAPO, Dr. GRPO)", ["policy"], samples="group"),
         "grpo_rm": needs(
