@@ -264,13 +264,15 @@ class MicroBatchRecorder:
         self.has_moments = self.has_gradients = False
 
 
-def measure_script(name: str) -> dict:
-    """Peak of two optimiser steps with models of 27M parameters, and their micro-batches."""
+def measure_script(
+    name: str, sizes: dict[str, int] = measuring.MEDIUM, micro_batch_size: int = ROWS, **more: Any
+) -> dict:
+    """Peak of two optimiser steps with random models of these sizes, and their micro-batches."""
     script = SCRIPTS[name]
     recorder = MicroBatchRecorder(script)
-    flags = measuring.two_steps(script, ROWS)
+    flags = measuring.two_steps(script, micro_batch_size) | more
     with tempfile.TemporaryDirectory() as folder:
-        large_models = measuring.large_models(script, Path(folder))
+        large_models = measuring.large_models(script, Path(folder), sizes)
         script.main(script.Args(output_dir=folder, **flags))  # what is made once
         recorder.clear()
         before = measuring.reset_peak()
@@ -291,7 +293,7 @@ def measure_script(name: str) -> dict:
     algorithm = CONSTANTS["algorithms"][algorithm_of(name)]
     work = {"micro_batch": rows // algorithm["rows"], "prompt": length, "completion": 0}
     if algorithm["samples"]:
-        group_size = getattr(script.Args, "group_size", 1)
+        group_size = flags.get("group_size", getattr(script.Args, "group_size", 1))
         work |= {"rollout": flags["prompts_per_rollout"] * group_size, "group": group_size}
     return {
         "run": f"`{name}.py`",

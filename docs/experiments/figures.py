@@ -568,7 +568,13 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
     ),
     "gdpo": (gdpo_commands(), gdpo),
 }
-MODULES = ("theory", "choosing", "variance", "pitfalls")  # those with a function results()
+MODULES = (
+    "theory",
+    "choosing",
+    "real_size",
+    "variance",
+    "pitfalls",
+)  # those with a function results()
 
 
 def overview() -> dict:

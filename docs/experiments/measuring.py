@@ -70,17 +70,18 @@ def random_model(
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def enlarge(source: str, folder: Path) -> str:
-    """A random model of 27M parameters in the place of a tiny one, with its tokenizer."""
-    config = AutoConfig.from_pretrained(
-        source,
-        dtype="float32",
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-    )
+MEDIUM = dict(  # 27M parameters
+    hidden_size=512,
+    intermediate_size=1_536,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+)
+
+
+def enlarge(source: str, folder: Path, sizes: dict[str, int]) -> str:
+    """A random model of these sizes in the place of a tiny one, with its tokenizer."""
+    config = AutoConfig.from_pretrained(source, dtype="float32", **sizes)
     auto_class = AutoModelForCausalLM
     if "Classification" in config.architectures[0]:
         auto_class = AutoModelForSequenceClassification
@@ -109,12 +110,11 @@ def two_steps(script: Any, micro_batch_size: int) -> dict[str, Any]:
     return flags
 
 
-def large_models(script: Any, folder: Path) -> dict[str, str]:
-    """Flags that put random models of 27M parameters, made in the folder, in the place of tiny
-    ones."""
+def large_models(script: Any, folder: Path, sizes: dict[str, int] = MEDIUM) -> dict[str, str]:
+    """Flags that put random models, made in the folder, in the place of tiny ones."""
     flags = {}
     for flag in ("model", "reward_model"):
         source = getattr(script.Args, flag, None)
         if source:
-            flags[flag] = enlarge(source, folder / flag)
+            flags[flag] = enlarge(source, folder / flag, sizes)
     return flags

@@ -4,6 +4,7 @@
     python docs/experiments/speed.py grpo dpo dpo_online rm sft
     pip install "trl==1.12.0"                    # the last release that has a PPO trainer
     python docs/experiments/speed.py ppo
+    python docs/experiments/speed.py --activation-checkpointing grpo dpo sft     # on both sides
     python docs/experiments/speed.py --floor grpo ppo dpo dpo_online rm sft      # without TRL
     python docs/experiments/speed.py --profile grpo ppo dpo rm sft               # without TRL
 
@@ -212,7 +213,7 @@ def train_ours(work: Work, steps: int, folder: str) -> None:
     import_module(work.script).main(args)
 
 
-# --- TRL's side: the same in float32, without gradient checkpointing, as ours on a CPU ---------
+# --- TRL's side: the same in float32, and with activation checkpointing where ours has it ------
 def train_trl(work: Work, steps: int, folder: str) -> None:
     """Train with TRL for some optimiser steps."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -225,7 +226,8 @@ def train_trl(work: Work, steps: int, folder: str) -> None:
         output_dir=folder,
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
+        gradient_checkpointing=args.activation_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
         report_to="none",
         save_strategy="no",
         weight_decay=0.0,
@@ -634,11 +636,13 @@ def profile(work: Work, steps: int) -> str:
     return ", ".join(shares)
 
 
-def measure(name: str, side: str, steps: int | None, folder: str) -> Any:
+def measure(name: str, side: str, steps: int | None, folder: str, checkpointing: bool) -> Any:
     """What a process of its own finds out."""
     if name == "generate":
         return measure_sampling(side, folder)
     work = (TINY | real_works(folder))[name]
+    if checkpointing:
+        work.flags = work.flags | {"activation_checkpointing": True}
     if side == "floor":
         return measure_floor(work, steps or work.steps)
     if side == "profile":
@@ -690,6 +694,7 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--medium", action="store_true", help="float32 matmul precision, of both")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="of both sides")
     sides = ["ours", "trl", "floor", "profile"]
     parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
@@ -697,13 +702,15 @@ def main() -> None:
     if args.side:  # in a process of its own
         if args.medium:
             torch.set_float32_matmul_precision("medium")
-        print(json.dumps(measure(args.works[0], args.side, args.steps, args.folder)))
+        work, checkpointing = args.works[0], args.activation_checkpointing
+        print(json.dumps(measure(work, args.side, args.steps, args.folder, checkpointing)))
         return
     if (args.floor or args.profile) and "generate" in args.works:
         parser.error("--floor and --profile are of training")
     if args.data and not (args.tokenizer and Path(args.data).is_dir()):
         parser.error("--data needs a --tokenizer, and to be a folder")
 
+    print(f"processor: {processor_name()}", end="\n\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         if any(name not in TINY for name in args.works):
             print(make_real(folder, args.tokenizer, args.data), end="\n\n", flush=True)
@@ -734,6 +741,13 @@ def main() -> None:
                 print(table_row(ours, theirs, is_rate), flush=True)
 
 
+def processor_name() -> str:
+    """As the system calls it, and whether it has AMX, on which ratios depend."""
+    words = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    names = re.findall(r"model name\s*: (.*)", words)
+    return (names or ["unknown"])[0] + (", AMX" if "amx_tile" in words else "")
+
+
 def run_side(args: argparse.Namespace, name: str, side: str, folder: str) -> Any:
     """What `measure` returns, in a process of its own."""
     command = [__file__, name, "--side", side, "--folder", folder]
@@ -741,6 +755,8 @@ def run_side(args: argparse.Namespace, name: str, side: str, folder: str) -> Any
         command += ["--steps", str(args.steps)]
     if args.medium:
         command += ["--medium"]
+    if args.activation_checkpointing:
+        command += ["--activation-checkpointing"]
     return run_for_json(command)
 
 
