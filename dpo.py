@@ -146,7 +146,7 @@ def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
     """
     margin = beta * (logratios[:, 0] - logratios[:, 1])  # beta h
     losses = -(1 - label_smoothing) * logsigmoid(margin)
-    if label_smoothing > 0:  # 0 times the infinite term of a log-prob of -inf would be NaN
+    if label_smoothing > 0:  # if log pi(y_l|x) is -inf, the second term is 0 * -inf: NaN
         losses = losses - label_smoothing * logsigmoid(-margin)
     return losses
 
@@ -173,7 +173,8 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
     equation 6, lambda = beta), with the m(y) (B, 2) of `simpo_loss`.
     """
     nll = -mean_logprobs[:, 0]
-    clamped = mean_logprobs.clamp(max=-1e-7)  # nearer to 0 is rounding; at 0 the log is -inf
+    # float32 may round m to 0, where log(1 - e^m) would be -inf.
+    clamped = mean_logprobs.clamp(max=-1e-7)
     log_odds = mean_logprobs - (-torch.expm1(clamped)).log()  # m - log(1 - e^m)
     return nll - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
 
@@ -205,10 +206,13 @@ def main(args: Args) -> Path:
     # --- the pairs of each step, and the reference's log-probs (N, 2) of all pairs ---
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
+    # Permutations that fill every batch, the last one too: they may be one more than --epochs.
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
     orders = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(orders).split(args.batch_size)[:total_steps]
-    train_ref_logprobs = torch.zeros(len(train_pairs), 2, device=device)  # 0 where it is not read
+    train_ref_logprobs = torch.zeros(
+        len(train_pairs), 2, device=device
+    )  # not read by simpo, orpo, online
     eval_ref_logprobs = torch.zeros(len(eval_pairs), 2, device=device)
     if args.loss in REFERENCE_LOSSES:  # no checkpoint is loaded yet: the policy is the reference
         if ref_model is None:
@@ -221,7 +225,9 @@ def main(args: Args) -> Path:
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # not that of the checkpoint
+    optimizer.param_groups[0]["weight_decay"] = (
+        args.weight_decay
+    )  # set last: a checkpoint brings its own
     print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
     # --- the loop ---
@@ -283,7 +289,9 @@ def main(args: Args) -> Path:
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
+    --lr-schedule says.
+    """
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -311,11 +319,11 @@ def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Ten
         scores = logprobs / lengths  # m(y): no reference
         losses = simpo_loss(scores, args.beta, args.gamma)
     else:
-        scores = logprobs / lengths  # m(y); "reward" is only a name for lambda m(y) here
+        scores = logprobs / lengths  # m(y), as in simpo
         losses = orpo_loss(scores, args.beta)
     if args.nll_coef > 0:
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
-    chosen, rejected = scores.detach().unbind(dim=1)
+    chosen, rejected = scores.detach().unbind(dim=1)  # (B,); the implicit reward is beta * score
     metrics = {
         "reward/margin": args.beta * (chosen - rejected),
         "reward/accuracy": 0.5 + 0.5 * (chosen - rejected).sign(),  # a tie counts half
@@ -353,13 +361,14 @@ def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[T
 
 
 def reference_pair_logprobs(
-    args: Args, policy: Any, pairs: list[PreferencePair], batches: tuple[Tensor]
+    args: Args, policy: Any, pairs: list[PreferencePair], batches: tuple[Tensor, ...]
 ) -> Tensor:
     """log pi_ref(y|x) (N, 2) of the pairs to train on, from the policy before its first step.
 
-    They are computed in the batches of the first epoch: step 1 repeats them exactly, so its h is
-    exactly 0. The last batch may run into the second epoch and repeat pairs; in reverse order a
-    pair's earliest batch writes last. Pairs that no step draws stay 0.
+    They are computed in the batches of the first epoch: step 1 then runs the same micro-batches
+    again, and its h is exactly 0, with no difference of rounding. The last of these batches may be
+    filled up with pairs of the second epoch, which earlier batches hold too. In reverse order the
+    earlier batch writes last, and its numbers stay. Pairs that no step draws stay 0.
     """
     logprobs = torch.zeros(len(pairs), 2, device=policy.device)
     first_epoch = batches[: math.ceil(len(pairs) / args.batch_size)]
@@ -380,7 +389,7 @@ def evaluate(
     pairs: list[PreferencePair],
     ref_logprobs: Tensor,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics of the held-out pairs and of one completion per prompt, and the samples."""
+    """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
     logprobs = all_pair_logprobs(policy, pairs, args.micro_batch_size)
     lengths = torch.tensor([pair.lengths for pair in pairs], device=policy.device)  # (N, 2)
     losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths)
@@ -421,7 +430,7 @@ def sample_completions(
 ) -> list[list[int]]:
     """Token ids of one completion per prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    completions, batch_size = [], 2 * args.batch_size  # it needs less memory than training
+    completions, batch_size = [], 2 * args.batch_size  # sampling needs less memory than training
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         completions += generate(
@@ -462,7 +471,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions have the same name")
+            is_taken = name in {*reward_fns, "reward_model", "mean", "std"}
+            check(not is_taken, "another reward, or a metric, has this name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -470,8 +480,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
-    function, once for all completions, because it may compare them.
+    """Rewards (B,) of texts[i], the completion of prompts[i], by a function that only rank 0 calls,
+    once for all completions, because it may compare them. Reward models read `sequences` instead.
     """
     rewards = []
     if RANK == 0:

@@ -103,13 +103,13 @@ class Args:
     kl_placement: Literal["loss", "reward"] = "loss"  # KL in the loss (k3) or in the reward (k1)
     # lower clip: ratios below 1 - this get no gradient if the advantage is negative (GSPO: 3e-4)
     clip_coef: float = 0.2
-    # upper clip: ratios above 1 + this get none if it is positive (GSPO: 4e-4); default: the lower
+    # upper clip: no gradient above 1 + this if it is positive (GSPO: 4e-4); default: --clip-coef
     clip_coef_high: float | None = None
     update_epochs: int = 1  # passes over a rollout's completions
     num_minibatches: int = 4  # optimiser steps per pass
     # divide advantages by the group's standard deviation; --no-scale-rewards: do not
     scale_rewards: bool = True
-    # how tokens are averaged: per completion (GRPO), all at once (DAPO), by a constant (Dr. GRPO)
+    # mean over tokens: of each completion (GRPO), of all (DAPO), or sum by a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss (DAPO)
     # a ratio for each token (GRPO), or one for the whole completion (GSPO)
@@ -166,18 +166,18 @@ def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) ->
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi (those of a rollout's first step) it is an unbiased estimate of
-    KL(pi || pi_ref), never negative. As a loss it has the expected gradient of KL(pi_ref || pi).
+    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
+    loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
 def token_weights(loss_mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T) that turn the averages over i and t in J into one sum, -sum(weight * term).
+    """Weights (n, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
 
-    They average over the B completions of a whole optimiser step, so the losses of its
-    micro-batches and ranks add up.
+    They count a minibatch's n completions that have a token in the loss, all of one optimiser step,
+    so the losses of its micro-batches and ranks add up.
     """
     lengths = loss_mask.sum(dim=1, keepdim=True)  # (B, 1)
     num_completions = (lengths > 0).sum().clamp(min=1)
@@ -202,14 +202,16 @@ def grpo_loss(
     """-J(theta) (equation 3) over some completions of a step, and sums over tokens for the log.
 
     Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 after a
-    completion's end. Advantages are (B,), weights (B, T) those of `token_weights`.
+    completion's end. Advantages are (B,), weights (B, T) those of `token_weights`. The sums are of
+    the tokens in the loss; at level `sequence` each has its completion's ratio.
     """
     advantages = advantages[:, None]
-    log_ratio = logprobs - old_logprobs
+    left_out = weights == 0  # a ratio may be inf there, and 0 * inf is NaN
+    log_ratio = (logprobs - old_logprobs).masked_fill(left_out, 0.0)
     if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
-        mask = weights > 0  # the tokens in the loss
-        mean_log_ratio = (log_ratio * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        log_ratio = mean_log_ratio[:, None] * mask
+        in_loss = ~left_out
+        mean_log_ratio = log_ratio.sum(dim=1) / in_loss.sum(dim=1).clamp(min=1)
+        log_ratio = mean_log_ratio[:, None] * in_loss
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
@@ -222,7 +224,6 @@ def grpo_loss(
     if ref_logprobs is not None:
         sums["objective/kl"] = k3_kl(logprobs, ref_logprobs).detach().sum()
         if beta > 0:  # 0 if the KL is in the rewards
-            left_out = weights == 0  # k3 may be inf there, and 0 * inf is NaN
             ref_logprobs = ref_logprobs.masked_fill(left_out, 0.0)
             objective = objective - beta * k3_kl(logprobs.masked_fill(left_out, 0.0), ref_logprobs)
     return -(weights * objective).sum(), sums
@@ -249,7 +250,8 @@ def main(args: Args) -> Path:
 
     # --- rewards ---
     columns = train_prompts[0].columns
-    reward_fns = load_reward_fns("--reward-fn", args.reward_fn, columns)  # by name
+    # By name: functions of (prompts, sequences, texts), which return rewards (B,).
+    reward_fns = load_reward_fns("--reward-fn", args.reward_fn, columns)
     if args.reward_model:
         reward_fns["reward_model"] = load_reward_model(args, tokenizer, max_length, device)
     reward_weights = torch.tensor(args.reward_weights or [1.0] * len(reward_fns))  # (K,)
@@ -294,7 +296,7 @@ def main(args: Args) -> Path:
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompts = [train_prompts[i] for i in prompt_batches[step] for _ in range(args.group_size)]
-        sequences, texts = sample(prompts, args.temperature, rng)  # B of each
+        sequences, texts = sample(prompts, args.temperature, rng)  # B = prompts x G of each
         completions = [completion for _, completion in sequences]
         lengths = torch.tensor([len(ids) for ids in completions], device=device)  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for ids in completions], device=device)  # (B,)
@@ -307,15 +309,16 @@ def main(args: Args) -> Path:
         rewards = reward_weights @ all_rewards  # (B,)
         score_time = time.perf_counter()
 
-        # 3. Log-probs under the old policy and the reference, fixed during the update. The first
-        # epoch's micro-batches pad, and so round, as the update does: the first ratio is exactly 1.
+        # 3. Log-probs under the old policy and the reference, fixed during the update. In the first
+        # epoch's micro-batches: same padding, same rounding, so the first ratio is exactly 1.
         epochs = shuffled_minibatches(len(sequences), args.update_epochs, args.num_minibatches, rng)
         first_micro_batches = []
         for minibatch in epochs[0]:
             first_micro_batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
         one_step = args.update_epochs * args.num_minibatches == 1
-        is_old_the_policy = one_step and not kl_in_reward  # pi_old is pi_theta: no extra pass
+        # With one step pi_old is pi_theta and needs no pass; but k1 is needed before that step.
+        is_old_the_policy = one_step and not kl_in_reward
         old_logprobs = ref_logprobs = None
         if not is_old_the_policy:
             old_logprobs = rollout_logprobs(
@@ -340,7 +343,7 @@ def main(args: Args) -> Path:
         factor = lr_factor(args, step, args.total_rollouts)
         optimizer.param_groups[0]["lr"] = args.learning_rate * factor
         loss_mask = (mask & ended[:, None]) if args.mask_truncated else mask
-        weights = torch.zeros(mask.shape, device=device)  # (B, T); a minibatch's rows at its turn
+        weights = torch.zeros(mask.shape, device=device)  # (B, T), filled minibatch by minibatch
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
@@ -379,7 +382,7 @@ def main(args: Args) -> Path:
         sums = {name: all_reduce_sum(value).item() for name, value in sums.items()}
         groups = rewards.view(-1, args.group_size)
         num_tokens = lengths.sum().item()
-        trained_tokens = num_tokens * args.update_epochs
+        loss_tokens = max(loss_mask.sum().item(), 1) * args.update_epochs
         metrics = {
             "reward/mean": rewards.mean().item(),
             **{f"reward/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
@@ -390,10 +393,10 @@ def main(args: Args) -> Path:
             "completions/length_max": lengths.max().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
             "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
-            "policy/entropy": sums["policy/entropy"] / trained_tokens,
-            "policy/approx_kl": sums["policy/approx_kl"] / trained_tokens,
-            "policy/clip_fraction_low": sums["policy/clip_fraction_low"] / trained_tokens,
-            "policy/clip_fraction_high": sums["policy/clip_fraction_high"] / trained_tokens,
+            "policy/entropy": sums["policy/entropy"] / (num_tokens * args.update_epochs),
+            "policy/approx_kl": sums["policy/approx_kl"] / loss_tokens,
+            "policy/clip_fraction_low": sums["policy/clip_fraction_low"] / loss_tokens,
+            "policy/clip_fraction_high": sums["policy/clip_fraction_high"] / loss_tokens,
             "policy/grad_norm": np.mean(grad_norms),
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
             "time/rollout_seconds": rollout_time - start_time,
@@ -421,7 +424,9 @@ def main(args: Args) -> Path:
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
+    --lr-schedule says.
+    """
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -478,7 +483,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions have the same name")
+            is_taken = name in {*reward_fns, "reward_model", "mean", "std"}
+            check(not is_taken, "another reward, or a metric, has this name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -486,8 +492,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
-    function, once for all completions, because it may compare them.
+    """Rewards (B,) of texts[i], the completion of prompts[i], by a function that only rank 0 calls,
+    once for all completions, because it may compare them. Reward models read `sequences` instead.
     """
     rewards = []
     if RANK == 0:
@@ -607,6 +613,8 @@ def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) ->
 
 def check_args(args: Args) -> Args:
     """What can be seen to be wrong before anything is loaded; fills in the default reward."""
+    if args.reward_model == "none":
+        args = replace(args, reward_model=None)
     if not args.reward_fn and not args.reward_model:
         args = replace(args, reward_fn=[LAST_NUMBER])
     with explain("flags"):
@@ -616,19 +624,18 @@ def check_args(args: Args) -> Args:
         check_numbers(args, "max_grad_norm eval_every eval_rows")
         check_numbers(args, "seed beta warmup_ratio eval_temperature", zero=True)
         check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
-        check(args.group_size > 1, "--group-size must be at least 2: one has no group's mean")
+        check(args.group_size > 1, "--group-size must be at least 2: with 1 all advantages are 0")
         message = "--kl-placement reward has no use with --beta 0"
         check(args.beta > 0 or args.kl_placement == "loss", message)
         has_clip = args.clip_coef != Args.clip_coef or args.clip_coef_high is not None
         one_step = args.update_epochs * args.num_minibatches == 1
-        message = "--clip-coef has no use with one optimiser step per rollout: all ratios are 1"
-        check(not (has_clip and one_step), message)
+        message = "with one optimiser step per rollout all ratios are 1"
+        check(not (has_clip and one_step), f"--clip-coef and --clip-coef-high: {message}")
         if args.importance_sampling_level == "sequence":
             message = (
                 "--importance-sampling-level sequence needs --loss-norm sequence (GSPO, eq. 5)"
             )
             check(args.loss_norm == "sequence", message)
-        check(args.reward_model != "none", "--reward-model: for no model write None")
         num_completions = args.prompts_per_rollout * args.group_size
         check(
             args.num_minibatches <= num_completions, f"--num-minibatches: {num_completions} at most"

@@ -18,8 +18,7 @@ completions are mismatched once, for all of the data; AdamW and a linear schedul
     python kto.py --resume runs/kto__1__...                # resume after a crash
 
 A healthy run: the first loss is half the mean weight, and `reward/margin` rises from 0. If
-`reward/desirable` sinks and `eval/kl` passes ten nats: lower the learning rate, or raise w_D or
-beta.
+`reward/desirable` sinks and `eval/kl` passes ten nats: lower the learning rate, or raise w_D.
 """
 
 import gc
@@ -81,14 +80,15 @@ class Args:
     completion_column: str = "completion"
     chosen_column: str = "chosen"  # column of a desirable completion, in data of pairs
     rejected_column: str = "rejected"  # column of an undesirable completion, in data of pairs
-    label_column: str = "label"  # column that is true or 1 for desirable completions, else false
+    label_column: str = "label"  # column that is true or 1 for desirable completions, or false or 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     # prompt and completion together, in tokens; longer completions are cut off
     max_length: int = 128
     # --- KTO ---
     # cost of leaving the reference
     beta: float = 0.1
-    # w_D, weight of desirable rows; w_D n_D should be 1 to 3/2 times w_U n_U, with n_D and n_U rows
+    # w_D, weight of desirable completions; w_D x their number should be 1 to 1.5 times w_U x the
+    # number of undesirable ones
     desirable_weight: float = 1.33
     undesirable_weight: float = 1.0  # w_U, weight of undesirable completions
     # --- optimisation and evaluation ---
@@ -117,7 +117,10 @@ class LabelledRow(NamedTuple):
     sequence: tuple[list[int], list[int]]  # token ids of the prompt and of its completion
     label: bool  # whether the completion is desirable
     columns: dict  # the row's other columns, for the reward function
-    mismatched: tuple[list[int], list[int]] = ([], [])  # its prompt, another row's completion
+    mismatched: tuple[list[int], list[int]] = (
+        [],
+        [],
+    )  # its prompt, another row's completion; filled in last
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -126,7 +129,8 @@ def mismatch(sequences: Sequences, max_length: int) -> Sequences:
     another row, token ids like the rows' own; cut off at max_length tokens.
 
     Rows are sorted by prompt; that at place p takes the completion at place p + N // 2 (mod N). So
-    each completion is used once, and with another prompt, unless one fills more than half the rows.
+    each completion is used once. Rows of one prompt are neighbours, and half of all rows further on
+    another one begins, unless one prompt fills more than half of the rows.
     """
     by_prompt = sorted(range(len(sequences)), key=lambda i: sequences[i][0])
     half = len(sequences) // 2
@@ -154,8 +158,8 @@ def kto_loss(
     """w - v (B,): w_D sigmoid(-beta (r - z0)) if desirable, and if not w_U sigmoid(beta (r - z0)).
 
     logratios: (B,) r = log pi(y|x) - log pi_ref(y|x), sums over tokens, in nats; labels: (B,) bool,
-    true for desirable; z0: (). |d loss / d r| = beta w s (1 - s), s = sigmoid(beta (r - z0)), is
-    largest at r = z0, and 0 far from it.
+    true for desirable; z0: (). The slope in r, beta w s (1 - s) in size with
+    s = sigmoid(beta (r - z0)), is largest at r = z0 and tends to 0 far from it.
     """
     gains = torch.where(labels, logratios - z0, z0 - logratios)  # v = w sigmoid(beta gain)
     weights = torch.where(labels, desirable_weight, undesirable_weight)
@@ -210,6 +214,7 @@ def main(args: Args) -> Path:
     # --- the rows of each step, and the reference's log-probs (N,) of all rows ---
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
+    # Permutations that fill every batch, the last one too: they may be one more than --epochs.
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
     orders = [torch.randperm(len(train_rows), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(orders).split(args.batch_size)[:total_steps]
@@ -228,7 +233,9 @@ def main(args: Args) -> Path:
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # not that of the checkpoint
+    optimizer.param_groups[0]["weight_decay"] = (
+        args.weight_decay
+    )  # set last: a checkpoint brings its own
     print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
     # --- the loop ---
@@ -305,7 +312,9 @@ def main(args: Args) -> Path:
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
+    --lr-schedule says.
+    """
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -325,7 +334,7 @@ def sum_logprobs(args: Args, model: Any, sequences: Sequences) -> Tensor:
 
 
 def reference_logprobs(
-    args: Args, policy: Any, sequences: Sequences, batches: tuple[Tensor]
+    args: Args, policy: Any, sequences: Sequences, batches: tuple[Tensor, ...]
 ) -> Tensor:
     """log pi_ref(y|x) (N,) of the sequences to train on, from the policy before its first step.
 
@@ -352,7 +361,7 @@ def evaluate(
     ref_logprobs: Tensor,
     mismatched_ref_logprobs: Tensor,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics of the held-out rows and of one completion per prompt, and the samples."""
+    """Metrics of the held-out rows and of one sampled completion for each, and the samples."""
     logprobs = sum_logprobs(args, policy, [row.sequence for row in rows])
     mismatched_logprobs = sum_logprobs(args, policy, [row.mismatched for row in rows])
     held_out = kto_metrics(
@@ -398,7 +407,7 @@ def sample_completions(
 ) -> list[list[int]]:
     """Token ids of one completion per prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    completions, batch_size = [], 2 * args.batch_size  # it needs less memory than training
+    completions, batch_size = [], 2 * args.batch_size  # sampling needs less memory than training
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         completions += generate(
@@ -439,7 +448,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions have the same name")
+            is_taken = name in {*reward_fns, "reward_model", "mean", "std"}
+            check(not is_taken, "another reward, or a metric, has this name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -447,8 +457,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
-    function, once for all completions, because it may compare them.
+    """Rewards (B,) of texts[i], the completion of prompts[i], by a function that only rank 0 calls,
+    once for all completions, because it may compare them. Reward models read `sequences` instead.
     """
     rewards = []
     if RANK == 0:
@@ -529,7 +539,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
     if num_desirable in (0, len(rows)):
         print(f"{split}: all labels are of one kind, so there is no margin to learn")
     if len({str(row.text) for row in rows}) == 1:
-        print(f"{split}: all prompts are the same, so no pair is mismatched: z0 follows the policy")
+        print(f"{split}: all prompts are the same, so no pair is mismatched and z0 means little")
     mismatched = mismatch([row.sequence for row in rows], args.max_length)
     return [row._replace(mismatched=pair) for row, pair in zip(rows, mismatched, strict=True)]
 

@@ -99,7 +99,8 @@ class Args:
     reward_fn: list[str] = field(default_factory=list)  # reward functions, path/to/file.py:function
     # weight of each reward function, then that of the reward model; default: all 1
     reward_weights: list[float] = field(default_factory=list)
-    # function of eval/reward; none: the training rewards; default: gold.py on tiny/reviews, or none
+    # file.py:function of eval/reward, or none: the training rewards; default: tiny/reviews/gold.py
+    # for the default dataset, else none
     eval_reward_fn: str | None = None
     missing_eos_penalty: float = 0.0  # subtracted from the score of a cut-off completion
     # --- PPO ---
@@ -115,7 +116,7 @@ class Args:
     clip_coef: float = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: float | None = 0.2  # eps_v: V is clipped to V_old +- this; None: no clipping
     # factor of the value loss; it matters with --critic-init policy, where both losses train the
-    # same weights; to a critic of its own Adam gives steps of nearly the same size
+    # same weights; a separate critic hardly notices it, because Adam normalises its gradient
     vf_coef: float = 0.5
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
@@ -128,7 +129,7 @@ class Args:
     beta: float = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL as k1 in the rewards, or k2 in the loss
     kl_target: float | None = None  # adapt beta to this KL(pi || pi_ref), nats per completion
-    kl_horizon: float = 1_280  # completions in which an adapted beta changes by 20% at most
+    kl_horizon: float = 1_280  # completions in which an adapted beta changes by about 20% at most
     # --- optimisation and evaluation ---
     # completions per forward pass: sets memory and speed, not the result
     micro_batch_size: int = 64
@@ -164,10 +165,10 @@ def shaped_rewards(scores: Tensor, k1: Tensor | None, mask: Tensor, beta: float)
 
 
 def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t = sum_l (gamma lam)^l delta_t+l,  delta_t = r_t + gamma V_t+1 - V_t  (GAE, equation 16).
+    """A_t = sum_l (gamma lam)^l delta_[t+l],  delta_t = r_t + gamma V_[t+1] - V_t  (equation 16).
 
-    All (B, T) and 0 after a completion's end, so V is 0 after its last token. V_t is the critic's
-    prediction before token t. Returns A and R = A + V.
+    All (B, T) and 0 after a completion's end, so V is 0 after its last token. V_t is V_old[t], the
+    critic's prediction before token t. Returns A and R = A + V.
     """
     advantages = torch.zeros_like(token_rewards)
     next_value = next_advantage = torch.zeros_like(token_rewards[:, 0])  # (B,), at t + 1
@@ -193,8 +194,8 @@ def whiten(x: Tensor, mask: Tensor, keep_mean: bool = False) -> Tensor:
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi (those of a rollout's first step) it is an unbiased estimate of
-    KL(pi || pi_ref), never negative. As a loss it has the expected gradient of KL(pi_ref || pi).
+    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
+    loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
@@ -236,16 +237,16 @@ def policy_loss(
     beta: float,
     ent_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's part of L over some completions of a step, and sums over tokens for the log.
+    """The policy's part of L over some completions of a minibatch, and sums of tokens for the log.
 
     Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref (None: no reference),
     and the entropy of pi_theta, are in nats. Weights (B, T) are 1 / sampled tokens of the whole
-    step, so that the losses of micro-batches and of ranks add up, and 0 after a completion's end.
+    minibatch, so the losses of micro-batches and ranks add up, and 0 after a completion's end.
     """
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    # No gradient once the ratio has left the interval as its advantage pushes (PPO, equation 7).
+    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     surrogate = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
     loss = surrogate
     if beta > 0:  # the KL is in the loss, not in the rewards
@@ -255,7 +256,7 @@ def policy_loss(
     return (weights * loss).sum(), {
         "policy/loss": surrogate.sum(),
         "policy/entropy": entropy.sum(),
-        "policy/ratio": ratio[weights > 0].sum(),
+        "policy/ratio": ratio[weights > 0].sum(),  # 1 at padding, where the other terms are 0
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
@@ -275,6 +276,7 @@ def value_loss(
     if clip_coef is not None:
         clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
         losses = torch.maximum(unclipped_losses, 0.5 * (clipped_values - returns).square())
+    # Inside the interval the two losses differ too, but only by rounding.
     has_left = (values - old_values).abs() > (clip_coef or math.inf)
     is_clipped = has_left & (losses > unclipped_losses)
     sums = {"value/loss": losses.sum(), "value/clip_fraction": is_clipped.sum()}
@@ -299,7 +301,8 @@ def main(args: Args) -> Path:
 
     # --- rewards, and the critic, which may start as the reward model ---
     columns = train_prompts[0].columns
-    reward_fns = load_reward_fns("--reward-fn", args.reward_fn, columns)  # by name
+    # By name: functions of (prompts, sequences, texts), which return rewards (B,).
+    reward_fns = load_reward_fns("--reward-fn", args.reward_fn, columns)
     if args.reward_model:
         reward_fns["reward_model"] = load_reward_model(args, tokenizer, max_length, device)
     reward_weights = torch.tensor(args.reward_weights or [1.0] * len(reward_fns))  # (K,)
@@ -360,7 +363,7 @@ def main(args: Args) -> Path:
         mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
         rollout_time = time.perf_counter()
 
-        # 2. Score: each reward, and their weighted sum; a cut-off completion pays a penalty.
+        # 2. Score: each reward, and their weighted sum; a cut-off completion is penalised.
         rewards_by_name = {name: fn(prompts, sequences, texts) for name, fn in reward_fns.items()}
         rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (B,)
         scores = rewards.to(device) - args.missing_eos_penalty * ~ended  # (B,)
@@ -473,7 +476,7 @@ def main(args: Args) -> Path:
             "time/tokens_per_second": lengths.sum().item() / (update_time - start_time),
         }
         if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
-            kl_k1 = k1.sum(dim=1).mean().item()  # what the rewards pay and beta adapts to
+            kl_k1 = k1.sum(dim=1).mean().item()  # the KL of the rewards; beta adapts to it
             metrics["objective/kl"] = k3_kl(old_logprobs, ref_logprobs).sum(dim=1).mean().item()
             metrics["objective/kl_k1"] = kl_k1
             metrics["objective/non_score_reward"] = -beta_in_reward * kl_k1
@@ -498,7 +501,9 @@ def main(args: Args) -> Path:
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
+    --lr-schedule says.
+    """
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -598,7 +603,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions have the same name")
+            is_taken = name in {*reward_fns, "reward_model", "mean", "std"}
+            check(not is_taken, "another reward, or a metric, has this name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -606,8 +612,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
-    function, once for all completions, because it may compare them.
+    """Rewards (B,) of texts[i], the completion of prompts[i], by a function that only rank 0 calls,
+    once for all completions, because it may compare them. Reward models read `sequences` instead.
     """
     rewards = []
     if RANK == 0:
@@ -727,6 +733,8 @@ def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) ->
 
 def check_args(args: Args) -> Args:
     """What can be seen to be wrong before anything is loaded; fills in the reward of evaluation."""
+    if args.reward_model == "none":
+        args = replace(args, reward_model=None)
     if args.eval_reward_fn is None:
         gold = "tiny/reviews/gold.py:sentiment"
         args = replace(args, eval_reward_fn=gold if args.dataset == Args.dataset else "none")
@@ -746,13 +754,12 @@ def check_args(args: Args) -> Args:
         message = "--kl-placement loss has no use with --beta 0"
         check(args.beta > 0 or args.kl_placement == Args.kl_placement, message)
         one_step = args.update_epochs * args.num_minibatches == 1
-        message = "--clip-coef has no use with one optimiser step per rollout: all ratios are 1"
-        check(args.clip_coef == Args.clip_coef or not one_step, message)
-        message = "--vf-clip-coef has no use with one optimiser step per rollout: V is V_old"
-        check(args.vf_clip_coef in (None, Args.vf_clip_coef) or not one_step, message)
+        message = "with one optimiser step per rollout all ratios are 1, and V is V_old"
+        check(args.clip_coef == Args.clip_coef or not one_step, f"--clip-coef: {message}")
+        has_clip = args.vf_clip_coef not in (None, Args.vf_clip_coef)
+        check(not (has_clip and one_step), f"--vf-clip-coef: {message}")
         has_horizon = args.kl_horizon != Args.kl_horizon
         check(args.kl_target or not has_horizon, "--kl-horizon has no use without --kl-target")
-        check(args.reward_model != "none", "--reward-model: for no model write None")
         message = (
             "without --reward-model give --reward-fn, and --critic-init sft, scratch or policy"
         )

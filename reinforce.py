@@ -256,7 +256,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
             module_spec.loader.exec_module(module)
             function = getattr(module, name)
             inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            check(name not in reward_fns, "two functions have the same name")
+            is_taken = name in {*reward_fns, "reward_model", "mean", "std"}
+            check(not is_taken, "another reward, or a metric, has this name")
         reward_fns[name] = partial(call_reward_fn, name, function)
     return reward_fns
 
@@ -264,8 +265,8 @@ def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Cal
 def call_reward_fn(
     name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of a completion per row with `.text` and `.columns`. Only rank 0 calls the
-    function, once for all completions, because it may compare them.
+    """Rewards (B,) of texts[i], the completion of prompts[i], by a function that only rank 0 calls,
+    once for all completions, because it may compare them. Reward models read `sequences` instead.
     """
     rewards = []
     if RANK == 0:

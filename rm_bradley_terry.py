@@ -129,9 +129,8 @@ def calibration(score_gaps: Tensor, bins: int = 5) -> tuple[list[dict[str, float
     error (Guo et al. 2017, arXiv 1706.04599).
     """
     predicted = score_gaps.double().abs().sigmoid()  # p
-    observed = (
-        score_gaps.double().sign() + 1
-    ) / 2  # 1 where the higher score won; a tie counts half
+    # r_w is always the winner's: 1 where the prediction is right, 0 where not, 1/2 at a tie.
+    observed = (score_gaps.double().sign() + 1) / 2
     bin_inds = ((predicted - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     table = []
     for bin_ind in bin_inds.unique().tolist():
@@ -170,7 +169,9 @@ def main(args: Args) -> Path:
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # a checkpoint brings its own
+    optimizer.param_groups[0]["weight_decay"] = (
+        args.weight_decay
+    )  # set last: a checkpoint brings its own
     trained = f"{model.num_parameters(only_trainable=True):,} of them trained"
     print(f"{run_dir}: {model.num_parameters():,} parameters, {trained}, on {device}")
 
@@ -209,7 +210,7 @@ def main(args: Args) -> Path:
         metrics = {
             "objective/loss": losses.mean().item(),
             "reward/accuracy": (chosen > rejected).float().mean().item(),
-            "reward/margin": (chosen - rejected).mean().item(),
+            "reward/margin": (chosen - rejected).mean().item(),  # r_w - r_l, not m
             "reward/chosen": chosen.mean().item(),
             "reward/rejected": rejected.mean().item(),
             "reward/grad_norm": grad_norm,
@@ -237,7 +238,9 @@ def main(args: Args) -> Path:
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
+    --lr-schedule says.
+    """
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -74,7 +74,7 @@ class Args:
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
     max_length: int = 128  # of prompt + completion in tokens; longer rows are dropped and counted
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
-    # type of the weights in model/; training is in float32
+    # type of the weights in model/; they are float32 while training
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     # --- optimisation and evaluation ---
     # passes over the training rows
@@ -191,7 +191,9 @@ def main(args: Args) -> Path:
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises over the warm-up from its first step on, then decays."""
+    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
+    --lr-schedule says.
+    """
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -33,28 +33,27 @@ def generate(
 ) -> list[list[int]]:
     """Sample a completion (token ids) for each prompt (token ids).
 
-    A completion ends with the first of `stop_ids` (may be empty) that is drawn, and includes it, or
+    Sampling stops at the first token in `stop_ids` (a list that may be empty), which is kept, or
     after `max_new_tokens`. Temperature 0 is greedy. The model is a causal one of transformers; a
     ValueError if its logits differ with its cache. Under torchrun each rank samples a part, and all
     ranks return all completions. Random numbers for all are drawn at once, by a CPU generator in
-    the same state on each rank: so it depends (up to rounding) on no other prompt and on no rank.
+    the same state on each rank: up to rounding, a completion depends on its prompt and place alone.
     """
     if model.training or temperature < 0 or not all(prompts):
         raise ValueError("generate: training mode, a temperature below 0, or an empty prompt")
     uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
     mine = range(len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE)
     batches, completions = defaultdict(list), {}
-    with unsharded(model):
+    with unsharded(model), autocast(model.device):
         if mine and not hasattr(model, "can_pad_left"):
             model.can_pad_left = can_pad_left(model)
         for i in mine:  # all in one batch, or a batch for each length
             batches[0 if model.can_pad_left else len(prompts[i])].append(i)
-        with autocast(model.device):
-            for batch in batches.values():
-                batch_prompts = [prompts[i] for i in batch]
-                numbers = uniform[batch].to(model.device)
-                decoded = decode(model, batch_prompts, numbers, temperature, stop_ids)
-                completions.update(zip(batch, decoded, strict=True))
+        for batch in batches.values():
+            batch_prompts = [prompts[i] for i in batch]
+            numbers = uniform[batch].to(model.device)
+            decoded = decode(model, batch_prompts, numbers, temperature, stop_ids)
+            completions.update(zip(batch, decoded, strict=True))
     return all_gather([completions[i] for i in mine])
 
 
@@ -67,7 +66,7 @@ def decode(
     logits = decoder.prompt_logits()  # (B, V)
     stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
     sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
-    rows = torch.arange(len(prompts), device=model.device)  # the row of `sampled` of each sequence
+    rows = torch.arange(len(prompts), device=model.device)  # of `sampled`, of the batch's sequences
     ended = torch.zeros_like(rows, dtype=torch.bool)
     for t in range(max_new_tokens):
         tokens = sample_tokens(logits, temperature, uniform[rows, t])
@@ -87,7 +86,9 @@ def decode(
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
-    """Tokens (B,) from softmax(logits (B, V) / temperature) by uniform (B,), float64 in [0, 1)."""
+    """Tokens (B,) from softmax(logits (B, V) / temperature), by inversion: the first token whose
+    cumulative probability exceeds its number in uniform (B,), float64 in [0, 1).
+    """
     if temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
@@ -116,6 +117,7 @@ class CachedDecoder:
         if left_padded:
             layer_types = {type(layer) for layer in DynamicCache(config=model.config).layers}
             if any(layer.__module__ != DynamicLayer.__module__ for layer in layer_types):
+                # `can_pad_left` then tries it without padding.
                 raise ValueError("a cache of the model's own may count padding in its blocks")
             # A sliding window is not captured: Python decides how it moves.
             self.static = layer_types == {DynamicLayer} and use_static_cache(ids.device)
@@ -136,7 +138,7 @@ class CachedDecoder:
         """Logits (B, V) of the first token of each completion."""
         logits = self.step()
         self.tokens, self.positions = self.tokens[:, -1:], self.positions[:, -1:]
-        if self.static:  # covers the columns to come, so that it never changes
+        if self.static:  # ones for columns to come, which the causal mask hides: a fixed shape
             self.mask = torch.nn.functional.pad(self.mask, (0, self.max_new_tokens), value=1)
         self.select(self.prompt_of)
         return logits[self.prompt_of]
@@ -159,7 +161,7 @@ class CachedDecoder:
         self.num_calls += 1
         if not self.static:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        elif self.num_calls == 2:  # in the first call libraries set themselves up
+        elif self.num_calls == 2:  # the first call warms libraries up, outside the graph
             try:
                 self.replay = capture(self.step)
             except RuntimeError as error:
@@ -289,14 +291,14 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
-    units = []
     if isinstance(model, PreTrainedModel):
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
-        layers = model._no_split_modules or ()
-        units = [part for part in reversed([*model.modules()]) if type(part).__name__ in layers]
     if WORLD_SIZE == 1:
         return model.to(device)
+    layers = getattr(model, "_no_split_modules", None) or ()
+    # FSDP wants inner modules before those that contain them.
+    units = [part for part in reversed([*model.modules()]) if type(part).__name__ in layers]
     units += [model.base_model, model.score] if hasattr(model, "score") else [model]
     for unit in units:
         # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
@@ -319,10 +321,12 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
     for unit in units:
         unit.unshard()
         unit._forward_pre_hooks, unit._forward_hooks = {}, {}
-    yield
-    for unit, (pre_hooks, forward_hooks) in zip(units, hooks, strict=True):
-        unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, forward_hooks
-        unit.reshard()
+    try:
+        yield
+    finally:
+        for unit, (pre_hooks, forward_hooks) in zip(units, hooks, strict=True):
+            unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, forward_hooks
+            unit.reshard()
 
 
 # --- tokens of texts ---------------------------------------------------------------------------
@@ -357,11 +361,13 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str | list[dict], **template_options: Any) -> list[int]:
-    """Token ids of a string as it is, or of chat messages through the chat template."""
+    """Token ids of chat messages through the chat template, or of a string: with the tokenizer's
+    BOS, and without an EOS that it appends.
+    """
     if isinstance(text, str):
         ids = tokenizer(text).input_ids
         if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
-            ids = ids[:-1]  # appended by the tokenizer: as a prompt it would have ended already
+            ids = ids[:-1]  # a prompt that ends with EOS would be over
     else:
         turns = [turn | {"content": content(turn)} for turn in text]
         rendered = tokenizer.apply_chat_template(turns, tokenize=False, **template_options)
@@ -372,7 +378,7 @@ def encode(tokenizer: Any, text: str | list[dict], **template_options: Any) -> l
             raise ValueError(f"the chat template of {name} leaves out what {last['role']!r} says")
         ids = tokenizer(rendered, add_special_tokens=False).input_ids
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
-        raise ValueError("two BOS, one added by the tokenizer")
+        raise ValueError("two BOS at the start of the token ids")
     return ids
 
 

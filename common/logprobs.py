@@ -17,7 +17,7 @@ from common.generation import pad_rows, use_bfloat16
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
 
-MAX_LOGITS = 2**26  # that exist at one time: 256 MiB in float32
+MAX_LOGITS = 2**26  # held at one time: 256 MiB in float32
 NOT_CAUSAL = ("xlnet", "cpmant")  # model types in which later tokens change earlier ones
 
 
@@ -43,9 +43,9 @@ def completion_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-prob of each completion token given all tokens before it: (b, T), float32.
 
-    `out[b, t] = log pi(y_t | x, y_<t)` with (x, y) = sequences[rows[b]]; T is the longest
-    completion of all sequences, b may be 0. With `entropy` also that of pi(. | x, y_<t). The model
-    is a causal one of transformers, sharded or not.
+    `out[i, t] = log pi(y_t | x, y_<t)` with (x, y) = sequences[rows[i]]; T is the longest
+    completion of all sequences, `rows` may be empty. With `entropy` also that of pi(. | x, y_<t).
+    The model is a causal one of transformers, sharded or not.
     """
     if isinstance(model, FSDPModule) and not hasattr(model, "logprobs"):
         model.logprobs = types.MethodType(_completion_logprobs, model)
@@ -71,7 +71,9 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
 def rollout_logprobs(
     model: Any, sequences: Sequences, batches: Iterable[Tensor], temperature: float
 ) -> Tensor:
-    """`completion_logprobs` (B, T) of all sequences; `batches` of all ranks hold each row once."""
+    """`completion_logprobs` (B, T) of all sequences, without gradient; each row must be in exactly
+    one batch of one rank.
+    """
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for rows in batches:
@@ -80,7 +82,10 @@ def rollout_logprobs(
 
 
 def micro_batches(sequences: Sequences, rows: Tensor, size: int) -> Iterator[Tensor]:
-    """Row numbers (b,), longest first; ranks get equally many groups, the last may be empty."""
+    """Row numbers (b,) of this rank's micro-batches, longest sequences first, `size` rows at most.
+
+    All ranks get equally many micro-batches; the last may be empty.
+    """
     lengths = torch.tensor([len(sequences[i][0]) + len(sequences[i][1]) for i in rows])
     rows = rows[lengths.argsort(descending=True, stable=True)]
     for group in rows.split(size * WORLD_SIZE):
@@ -106,7 +111,7 @@ def _completion_logprobs(
     is_completion = mask & (torch.arange(ids.shape[1], device=ids.device) >= starts[:, None])
     hidden = _hidden_states(model, ids)  # (b, L, d)
     head = output_head(model, ids[:1, :1])
-    hidden = hidden[:, :-1][is_completion[:, 1:]]  # (N, d): state t - 1 predicts token t, of N
+    hidden = hidden[:, :-1][is_completion[:, 1:]]  # (N, d): that at t - 1 predicts token t
     tokens = ids[is_completion][:, None]  # (N, 1)
     values = ChunkedLogprobs.apply(hidden, tokens, temperature, entropy, *head)
     # Back to (b, T), with zeros after each completion's end.
@@ -179,7 +184,8 @@ class ChunkedLogprobs(torch.autograd.Function):
                 if entropy:  # the clamp makes 0 * -inf 0
                     p_log_p = log_p.exp() * log_p.clamp(min=-1e4)
                     entropies[chunk][block] = -p_log_p.sum(dim=1, keepdim=True)
-            logprobs[chunk] = logits.gather(1, y[chunk])  # log-probs by now
+            log_probs = logits  # the same memory
+            logprobs[chunk] = log_probs.gather(1, y[chunk])
         ctx.save_for_backward(hidden, y, log_sums, entropies, head.weight, head.bias)
         ctx.logits_buffer, ctx.buffer_shape = logits_buffer, logits_buffer.shape
         ctx.chunks, ctx.rows_per_block = chunks, rows_per_block
@@ -209,6 +215,8 @@ class ChunkedLogprobs(torch.autograd.Function):
             if chunk.start > 0 or not first_is_kept:
                 head_logits(hidden[chunk], logits_buffer, head)
                 log_probs.div_(ctx.temperature).sub_(log_sums[chunk])
+            # With gradients g of log p(y) and g_H of H, that of logit_j / temperature is
+            # g (1[j = y] - p_j) - g_H p_j (log p_j + H); `slope` is the rest of the chain rule.
             for start in range(0, len(log_probs), ctx.rows_per_block):
                 block = slice(start, start + ctx.rows_per_block)
                 log_p, g = log_probs[block], grad_logprobs[chunk][block]
@@ -222,22 +230,25 @@ class ChunkedLogprobs(torch.autograd.Function):
                     factor = factor - grad_entropies[chunk][block] * log_p_plus_h
                 grad = log_p.exp().mul_(factor).scatter_add_(1, y[chunk][block], g)
                 torch.mul(grad, slope, out=log_p)  # in the place of the log-probs
-            grad_logits = log_probs.to(head.weight.dtype)
+            grad_out = log_probs  # the same memory: by now the gradient of W h + b
+            low_precision_grad = grad_out.to(head.weight.dtype)
             states = hidden[chunk].to(head.weight.dtype)
-            grad_hidden[chunk] = (grad_logits @ head.weight).to(hidden.dtype)
+            grad_hidden[chunk] = (low_precision_grad @ head.weight).to(hidden.dtype)
             if head.weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.T, states)  # no second tensor of the weight's size
+                grad_weight.addmm_(
+                    low_precision_grad.T, states
+                )  # no second tensor of the weight's size
             else:
-                grad_weight += grad_logits.T @ states
+                grad_weight += low_precision_grad.T @ states
             if bias is not None:
-                grad_bias += log_probs.sum(dim=0)
+                grad_bias += grad_out.sum(dim=0)
         return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
 
 
 def output_head(model: Any, token: Tensor) -> OutputHead:
     """The model's output head, tried once on one token (1, 1).
 
-    A ValueError if the architecture does to its logits what is not known here.
+    A ValueError if the model computes its logits in a way that `OutputHead` cannot express.
     """
     module, config = model.get_output_embeddings(), model.config.get_text_config()
     unknown = ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")
@@ -275,7 +286,8 @@ def encode_pair(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of its completion, which ends with its first stop id.
 
-    The two are tokenised as one text, as the model would meet them, and cut at the prompt's length.
+    The two are tokenised as one text and cut after the prompt, whose tokens must be the same as
+    without the completion: that is how the model meets them when it samples.
     """
     for part in (prompt, completion):
         text = part if isinstance(part, str) else content(part[-1])
@@ -286,7 +298,7 @@ def encode_pair(
     prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
     ids = encode(tokenizer, prompt + completion)
     if ids[: len(prompt_ids)] != prompt_ids:
-        raise UnusableRow("that change the prompt's tokens (a space belongs to the completion)")
+        raise UnusableRow("whose completion merges with the prompt's last token (a space may help)")
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     completion_ids = [*ids[len(prompt_ids) :], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)

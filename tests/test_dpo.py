@@ -536,7 +536,7 @@ def test_long_sides_are_cut_off_and_unusable_pairs_dropped_and_both_are_counted(
         f"; dropped 2 whose prompt leaves no room in --max-length {flags['max_length']}, f"
         in printed
     )
-    merged = "; dropped 2 that change the prompt's tokens (a space belongs to the completion)"
+    merged = "; dropped 2 whose completion merges with the prompt's last token (a space may help)"
     assert (merged in printed) == (not chat)
     assert printed.endswith(f"train: 5 pairs are cut off at --max-length {flags['max_length']}\n")
 

@@ -256,7 +256,6 @@ def test_kto_flags(flags, message, tmp_path):
 
 ONE_STEP = dict(num_minibatches=1, update_epochs=1)  # per rollout
 TWO_STEPS = dict(num_minibatches=1, update_epochs=2)
-CLIP = "--clip-coef has no use with one optimiser step per rollout"
 GSPO = dict(importance_sampling_level="sequence")
 RULE = dict(reward_fn=[grpo.LAST_NUMBER], critic_init="sft")  # of ppo_rlhf, without a reward model
 
@@ -276,14 +275,49 @@ RULE = dict(reward_fn=[grpo.LAST_NUMBER], critic_init="sft")  # of ppo_rlhf, wit
             "--kl-placement loss has no use with --beta 0",
             dict(beta=0.1),
         ),
-        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, TWO_STEPS),
-        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(num_minibatches=2)),
-        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(clip_coef=0.2)),
-        ("grpo", ONE_STEP | dict(clip_coef_high=0.3), CLIP, TWO_STEPS),
-        ("grpo", ONE_STEP | dict(clip_coef_high=0.3), CLIP, dict(clip_coef_high=None)),
-        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), CLIP, TWO_STEPS),
-        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(num_minibatches=2)),
-        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(clip_coef=0.2)),
+        (
+            "grpo",
+            ONE_STEP | dict(clip_coef=0.1),
+            "--clip-coef and --clip-coef-high: with one optimiser",
+            TWO_STEPS,
+        ),
+        (
+            "grpo",
+            ONE_STEP | dict(clip_coef=0.1),
+            "--clip-coef and --clip-coef-high: with one optimiser",
+            dict(num_minibatches=2),
+        ),
+        (
+            "grpo",
+            ONE_STEP | dict(clip_coef=0.1),
+            "--clip-coef and --clip-coef-high: with one optimiser",
+            dict(clip_coef=0.2),
+        ),
+        (
+            "grpo",
+            ONE_STEP | dict(clip_coef_high=0.3),
+            "--clip-coef and --clip-coef-high: with one optimiser",
+            TWO_STEPS,
+        ),
+        (
+            "grpo",
+            ONE_STEP | dict(clip_coef_high=0.3),
+            "--clip-coef and --clip-coef-high: with one optimiser",
+            dict(clip_coef_high=None),
+        ),
+        ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), "--clip-coef: with one optimiser", TWO_STEPS),
+        (
+            "ppo_rlhf",
+            ONE_STEP | dict(clip_coef=0.1),
+            "--clip-coef: with one optimiser",
+            dict(num_minibatches=2),
+        ),
+        (
+            "ppo_rlhf",
+            ONE_STEP | dict(clip_coef=0.1),
+            "--clip-coef: with one optimiser",
+            dict(clip_coef=0.2),
+        ),
         (
             "ppo_rlhf",
             dict(kl_horizon=100.0),
@@ -303,22 +337,23 @@ RULE = dict(reward_fn=[grpo.LAST_NUMBER], critic_init="sft")  # of ppo_rlhf, wit
             dict(importance_sampling_level="token"),
         ),
         (
-            "grpo",
-            dict(reward_model="none"),
-            "--reward-model: for no model write None",
-            dict(reward_model=None),
-        ),
-        (
             "ppo_rlhf",
-            RULE | dict(reward_model="none"),
-            "--reward-model: for no model write None",
-            dict(reward_model=None),
+            ONE_STEP | dict(vf_clip_coef=0.3),
+            "--vf-clip-coef: with one optimiser",
+            dict(vf_clip_coef=None),
         ),
     ],
 )
 def test_a_flag_that_would_have_no_use_is_refused(name, flags, message, mended, tmp_path):
     fails(name, tmp_path, f"error: flags: {message}", **flags)
     SCRIPTS[name].check_args(tiny_args(name, flags | mended))  # and beside what it needs it is not
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf"])
+def test_none_is_no_reward_model(name):
+    script = SCRIPTS[name]
+    args = script.Args(reward_model="none", **(RULE if name == "ppo_rlhf" else {}))
+    assert script.check_args(args).reward_model is None
 
 
 def test_a_label_column_has_no_use_beside_pairs(tmp_path):
@@ -738,7 +773,7 @@ def test_judge_of_samples(name, tmp_path):
 def test_two_reward_functions_of_one_name(name, tmp_path):
     flags = dict(reward_fn=["tiny/reviews/gold.py:sentiment"] * 2, reward_weights=[1.0])
     flags["reward_weights"] = [1.0] * (2 + (name == "ppo_rlhf"))
-    fails(name, tmp_path, "two functions have the same name", **flags)
+    fails(name, tmp_path, "another reward, or a metric, has this name", **flags)
 
 
 def test_reward_file_that_does_not_import(tmp_path):

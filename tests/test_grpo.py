@@ -307,7 +307,7 @@ def test_loss_metrics_by_hand():
     # Rows to be raised, to be lowered and to be left alone; the last column is padding.
     ratio = torch.tensor([[1.5, 1.25, 0.25, 0.75, 1.0]]).repeat(3, 1)
     advantages, zeros = torch.tensor([0.5, -0.5, 0.0]), torch.zeros(3, 5)
-    _, sums = grpo_loss(ratio.log(), zeros, None, advantages, zeros, 0.2, 0.3, 0.0)
+    _, sums = grpo_loss(ratio.log(), zeros, None, advantages, zeros + 1, 0.2, 0.3, 0.0)
     assert sums["policy/clip_fraction_high"] == 1  # 1.5 in row 0, above 1.3
     assert sums["policy/clip_fraction_low"] == 2  # 0.25 and 0.75 in row 1, below 0.8
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
@@ -328,6 +328,20 @@ def test_kl_is_measured_where_it_is_not_in_the_loss():
     # exp(200) is infinite in float32, and 0 times that would be NaN.
     far = (torch.tensor([[-200.0, -200.0]]), *arguments[1:])
     assert grpo_loss(*far, 0.0)[0] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_ratio_that_overflows_at_a_masked_completion_reaches_neither_loss_nor_gradient(level):
+    """exp(199) is infinite in float32, and with A < 0 the minimum keeps it."""
+    logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], requires_grad=True)
+    old_logprobs = torch.tensor([[-1.0, -1.0], [-200.0, -1.0]])
+    advantages, weights = torch.tensor([-1.0, -1.0]), torch.tensor([[0.5, 0.5], [0.0, 0.0]])
+    loss, _ = grpo_loss(
+        logprobs, old_logprobs, None, advantages, weights, 0.2, 0.2, 0.0, level=level
+    )
+    loss.backward()
+    assert loss.item() == 1.0
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.5, 0.5], [0.0, 0.0]]))
 
 
 @pytest.mark.parametrize("ref", [0.0, -math.inf])
@@ -692,7 +706,7 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, max_new_tokens=8)
     flags |= dict(prompts_per_rollout=7, beta=0.1, mask_truncated=True, temperature=1.3)
     _, row = metrics_of(run(tmp_path, **flags))
-    (_, _, _, stop_ids, _, _), completions = sampled[1]  # after that of the first evaluation
+    (*_, stop_ids, _), completions = sampled[1]  # after that of the first evaluation
     lengths = [len(completion) for completion in completions]
     assert row["completions/length_mean"] == pytest.approx(mean(lengths))
     assert (row["completions/length_min"], row["completions/length_max"]) == (min(lengths), 8)
@@ -715,9 +729,12 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     u = [(c["ref"] - c["logprobs"]).double() for c in losses]
     kl = sum((x.exp() - x - 1).sum().item() for x in u)
     assert row["objective/kl"] == pytest.approx(kl / (2 * 28), rel=1e-3) and kl > 1e-3
+    # Of these only tokens that are in the loss.
+    loss_tokens = sum((call["weights"] > 0).sum().item() for call in losses)
+    assert 0 < loss_tokens < 2 * sum(lengths)
     for name in ("approx_kl", "clip_fraction_low", "clip_fraction_high"):
         total = sum(call["sums"][f"policy/{name}"].item() for call in losses)
-        assert row[f"policy/{name}"] == pytest.approx(total / (2 * sum(lengths)), rel=1e-4)
+        assert row[f"policy/{name}"] == pytest.approx(total / loss_tokens, rel=1e-4)
     entropy = sum(entropies.sum().item() for _, (_, entropies) in scored)
     assert row["policy/entropy"] == pytest.approx(entropy / (2 * sum(lengths)), rel=1e-4)
 

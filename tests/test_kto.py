@@ -283,7 +283,7 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
     printed = capsys.readouterr().out
     assert printed.startswith(f"train: 4 of {len(rows)} rows; dropped 2 whose prompt leaves no")
     assert "; dropped 5 with an empty prompt or completion, first " in printed
-    merged = "; dropped 1 that change the prompt's tokens (a space belongs to the completion)"
+    merged = "; dropped 1 whose completion merges with the prompt's last token (a space may help)"
     assert (merged in printed) == (not chat)
     summary = "train: 4 of 4 desirable; 0 pairs split in two; 2 cut off at --max-length "
     assert f"{summary}{flags['max_length']}\n" in printed
@@ -440,7 +440,7 @@ def test_what_nothing_can_be_learned_from_is_said(tmp_path, capsys, split):
         {"prompt": "on sunday", "completion": " a film", "label": False},
     ]
     one_kind = f"{split}: all labels are of one kind, so there is no margin to learn\n"
-    one_prompt = f"{split}: all prompts are the same, so no pair is mismatched: z0 follows the "
+    one_prompt = f"{split}: all prompts are the same, so no pair is mismatched and z0 means "
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     for count, expected in ((2, True), (3, False)):
         args = Args(dataset=dataset(tmp_path, rows[:count]))

@@ -73,12 +73,12 @@ def test_every_flag_is_read_by_its_script(path):
 # Lines at most.
 CEILINGS = {
     "sft.py": 530,
-    "reinforce.py": 560,
+    "reinforce.py": 570,
     "rm_bradley_terry.py": 660,
-    "dpo.py": 830,
-    "kto.py": 820,
-    "grpo.py": 840,
-    "ppo_rlhf.py": 970,
+    "dpo.py": 850,
+    "kto.py": 840,
+    "grpo.py": 850,
+    "ppo_rlhf.py": 980,
 }
 
 

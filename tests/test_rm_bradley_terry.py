@@ -713,7 +713,7 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
     assert printed.startswith(f"train: 3 of {len(rows)} rows; dropped 2 longer than --max-length ")
     assert f"; dropped {3 if chat else 4} with an empty prompt or completion, first " in printed
     assert "; dropped 2 with chosen equal to rejected, first " in printed
-    merged = "; dropped 1 that change the prompt's tokens (a space belongs to the completion)"
+    merged = "; dropped 1 whose completion merges with the prompt's last token (a space may help)"
     assert (merged in printed) == (not chat)
 
 

@@ -1,6 +1,7 @@
-"""Peak memory: of log-probabilities over a large vocabulary, and of whole training runs.
+"""Peak memory: of log-probabilities over a large vocabulary, of activations, of training runs.
 
     python docs/experiments/memory.py logprobs
+    python docs/experiments/memory.py activations
     python docs/experiments/memory.py scripts
 
 Each figure comes from a process of its own. On a CPU it is the most resident memory that Linux has
@@ -35,7 +36,7 @@ from measuring import (
 from subprocesses import run_for_json
 from transformers import LlamaConfig
 
-from common.generation import autocast
+from common.generation import autocast, checkpoint_activations
 from common.logprobs import MAX_LOGITS, completion_logprobs
 
 VOCABULARY, HIDDEN, TOKENS = 151_936, 896, 2_048  # Qwen2.5-0.5B's head
@@ -83,6 +84,35 @@ def measure_logprobs(way: str) -> dict:
     return {"extra": extra, "seconds": median_seconds(forward_and_backward, repeats=3)}
 
 
+def measure_activations(way: str) -> dict:
+    """Extra bytes and seconds of a forward and backward pass over 8 rows of 1,024 tokens."""
+    config = LlamaConfig(
+        vocab_size=50_257,
+        hidden_size=256,
+        num_hidden_layers=8,
+        intermediate_size=1_024,
+        num_attention_heads=8,
+        tie_word_embeddings=True,
+    )
+    model = random_model(config, device=DEVICE)
+    if way == "checkpointing":
+        checkpoint_activations(model)
+    ids = torch.randint(config.vocab_size, (8, 1_024)).tolist()
+    sequences = [(row[:128], row[128:]) for row in ids]
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+
+    def forward_and_backward(num_rows: int = 8) -> None:
+        completion_logprobs(model, sequences[:num_rows], range(num_rows)).sum().backward()
+
+    forward_and_backward(1)
+    before = reset_peak()
+    forward_and_backward()
+    extra = peak() - before
+    norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm().item()
+    return {"extra": extra, "seconds": median_seconds(forward_and_backward, 3), "norm": norm}
+
+
 def measure_script(name: str) -> dict:
     """Bytes of the trained model's weights, and the peak of each stage of a run."""
     from scripts import SCRIPTS
@@ -90,7 +120,7 @@ def measure_script(name: str) -> dict:
     script, stage_peaks, before = SCRIPTS[name], {}, 0
 
     def end_stage(stage: str) -> None:
-        stage_peaks[stage] = peak() - before
+        stage_peaks[stage] = max(peak() - before, stage_peaks.get(stage, 0))
         reset_peak()
 
     def ends_stage(stage: str, function: Callable) -> Callable:
@@ -107,8 +137,7 @@ def measure_script(name: str) -> dict:
         flags = two_steps(script, micro_batch_size=4) | {"output_dir": folder}
         large_flags = flags | large_models(script, Path(folder))
         script.main(script.Args(**flags))
-        if hasattr(script, "get_scheduler"):  # reinforce.py has none
-            script.get_scheduler = ends_stage("loading", script.get_scheduler)
+        script.AdamW = ends_stage("loading", script.AdamW)
         script.save_checkpoint = ends_stage("training", script.save_checkpoint)
         script.save_model = ends_stage("checkpoint", script.save_model)
         before = reset_peak()
@@ -134,6 +163,13 @@ def print_logprobs() -> None:
         )
 
 
+def print_activations() -> None:
+    for way in ("plain", "checkpointing"):
+        measured = run_for_json([__file__, "activations", "--one", way])
+        extra, seconds = measured["extra"] / MB, measured["seconds"]
+        print(f"{way}: {extra:,.0f} MB extra, {seconds:.2f} s, gradient norm {measured['norm']}")
+
+
 def print_scripts() -> None:
     from scripts import SCRIPTS
 
@@ -154,15 +190,19 @@ def print_scripts() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["logprobs", "scripts"])
+    parser.add_argument("what", choices=["logprobs", "activations", "scripts"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one and args.what == "logprobs":
         print(json.dumps(measure_logprobs(args.one)))
+    elif args.one and args.what == "activations":
+        print(json.dumps(measure_activations(args.one)))
     elif args.one:
         print(json.dumps(measure_script(args.one)))
     elif args.what == "logprobs":
         print_logprobs()
+    elif args.what == "activations":
+        print_activations()
     else:
         print_scripts()
 
