@@ -344,6 +344,11 @@ def test_the_worked_example():
     text = Path("docs/choosing.md").read_text()
     example = text.partition("**A worked example.**")[2].partition("\n\n")[0]
     assert f"has {parameters / 1e9:.2f} billion" in example
-    for per_parameter in (16 + 4, 16 + 16 + 4 + 4):
-        total = per_parameter * parameters / 1e9
+    headless = parameters - 152_064 * 3_584  # critic and reward model: without an output head
+    grpo = (16 + 4) * parameters / 1e9
+    ppo = grpo + (16 + 4) * headless / 1e9
+    for total in (grpo, ppo):
         assert f"{total:.0f} GB" in example and f"{total / 8:.0f} GB" in example
+    assert f"{(parameters - headless) / 1e9:.2f} billion parameters of its vocabulary" in " ".join(
+        example.split()
+    )

@@ -96,7 +96,7 @@ def test_ceilings_and_the_algorithm_first():
         at = [next(i for i, line in enumerate(lines) if line.startswith(o)) for o in order]
         assert at == sorted(at), f"{name}: {order} is the order"
     common = sum(len(path.read_text().splitlines()) for path in Path("common").glob("*.py"))
-    assert common <= 690 and len(list(Path("common").iterdir())) <= 3  # the cache is the third
+    assert common <= 700 and len(list(Path("common").iterdir())) <= 3  # the cache is the third
 
 
 def function(path, name):
