@@ -232,7 +232,7 @@ def test_a_step_that_reads_a_value_back_is_not_captured(planted, monkeypatch, gr
 # Of the experts of a mixture transformers counts integers, with an operation that CPUs lack.
 EXPERTS = "GraniteMoe MiniMaxM2 Mixtral Olmoe Qwen2Moe Qwen3Moe DeepseekV2 DeepseekV3".split()
 # Each kind of position, and layers between the model and its decoder.
-KINDS = "Gemma GPT2 GPTJ Llama Mllama OPT Qwen3 Whisper".split()
+KINDS = "Gemma GPT2 Llama Mllama OPT Qwen3 Whisper".split()
 DENSE = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS))
     for name in STATIC

@@ -374,7 +374,7 @@ def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch
     assert not torch.equal(steps[0][0], steps[1][0])
     tokenizer = grpo.AutoTokenizer.from_pretrained(Args.model)
     for _, _, *settings, _ in (arguments for arguments, _ in calls):
-        assert settings == [24, [tokenizer.eos_token_id], 1.0]
+        assert settings == [24, 1.0, [tokenizer.eos_token_id]]
     assert [len(arguments[1]) for arguments, _ in calls] == [4, 16, 16, 4, 16, 16, 4]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     rollouts = [arguments[1] for arguments, _ in calls if len(arguments[1]) == 16]
