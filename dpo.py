@@ -673,8 +673,9 @@ def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
     for name in flags.split():
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if value is not None:
-            positive = value > 0 or (zero and value == 0)
-            check(positive, f"{flag} must be a number {bound}, not {value}")
+            is_number = isinstance(value, int | float)  # not after an edit of args.json
+            valid = is_number and (value > 0 or (zero and value == 0))
+            check(valid, f"{flag} must be a number {bound}, not {value!r}")
             check(value < 2**63, f"{flag} must be below 2**63, not {value}")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from scripts import SCRIPTS, short_flags
 from transformers import (
     AutoModelForCausalLM,
@@ -254,6 +255,10 @@ def test_kto_flags(flags, message, tmp_path):
     fails("kto", tmp_path, message, **flags)
 
 
+def test_a_number_that_became_a_text_in_args_json(tmp_path):
+    fails("grpo", tmp_path, "flags: --seed must be a number of at least 0, not '1'", seed="1")
+
+
 ONE_STEP = dict(num_minibatches=1, update_epochs=1)  # per rollout
 TWO_STEPS = dict(num_minibatches=1, update_epochs=2)
 GSPO = dict(importance_sampling_level="sequence")
@@ -481,6 +486,20 @@ def test_reward_model_must_have_a_trained_head_and_the_same_tokenizer(name, tmp_
     fails(name, tmp_path, f"--reward-model {own}: weights missing", reward_model=own)
     (other,) = {"tiny/arithmetic/policy", "tiny/reviews/policy"} - {own}
     fails(name, tmp_path, "its tokenizer is not that of --model", reward_model=other)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf"])
+def test_a_reward_model_that_gives_no_number(name, tmp_path):
+    folder = tmp_path / "reward_model"
+    shutil.copytree("tiny/reviews/reward_model", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"] = torch.full_like(weights["score.weight"], math.inf)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = dict(reward_model=str(folder), model="tiny/reviews/policy")
+    flags |= dict(dataset="tiny/reviews/prompts", reward_fn=[])
+    if name == "ppo_rlhf":
+        flags["critic_init"] = "sft"
+    fails(name, tmp_path, "--reward-model: it gave a score that is not finite", **flags)
 
 
 def test_a_classifier_with_two_labels_is_refused(tmp_path):

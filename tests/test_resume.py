@@ -241,6 +241,7 @@ def test_logs_that_were_shortened_or_deleted_do_not_stop_a_resume(finished, caps
     assert (run_dir / "metrics.jsonl").read_text() == "".join(lines[:2])
 
 
+@pytest.mark.parametrize("whole", ["sft", "grpo"], indirect=True)  # of a process each: seconds
 def test_two_processes_cannot_work_on_one_run(finished):
     script, run_dir = finished
     words = [sys.executable, f"{script.__name__}.py", "--resume", str(run_dir)]
