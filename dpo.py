@@ -210,9 +210,8 @@ def main(args: Args) -> Path:
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
     orders = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(orders).split(args.batch_size)[:total_steps]
-    train_ref_logprobs = torch.zeros(
-        len(train_pairs), 2, device=device
-    )  # not read by simpo, orpo, online
+    # Zeros where no loss reads them: simpo, orpo, and the training pairs of --online-reference.
+    train_ref_logprobs = torch.zeros(len(train_pairs), 2, device=device)
     eval_ref_logprobs = torch.zeros(len(eval_pairs), 2, device=device)
     if args.loss in REFERENCE_LOSSES:  # no checkpoint is loaded yet: the policy is the reference
         if ref_model is None:
@@ -225,9 +224,8 @@ def main(args: Args) -> Path:
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = (
-        args.weight_decay
-    )  # set last: a checkpoint brings its own
+    # Set last: a checkpoint brings its own.
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay
     print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
     # --- the loop ---

@@ -117,10 +117,8 @@ class LabelledRow(NamedTuple):
     sequence: tuple[list[int], list[int]]  # token ids of the prompt and of its completion
     label: bool  # whether the completion is desirable
     columns: dict  # the row's other columns, for the reward function
-    mismatched: tuple[list[int], list[int]] = (
-        [],
-        [],
-    )  # its prompt, another row's completion; filled in last
+    # its prompt, another row's completion; filled in last
+    mismatched: tuple[list[int], list[int]] = ([], [])
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -233,9 +231,8 @@ def main(args: Args) -> Path:
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_rows).encode())}
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = (
-        args.weight_decay
-    )  # set last: a checkpoint brings its own
+    # Set last: a checkpoint brings its own.
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay
     print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
 
     # --- the loop ---

@@ -375,9 +375,9 @@ def main(args: Args) -> Path:
         first_micro_batches = []
         for minibatch in epochs[0]:
             first_micro_batches += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs = rollout_logprobs(
+        old_logprobs = rollout_logprobs(  # (B, T)
             policy, sequences, first_micro_batches, args.temperature
-        )  # (B, T)
+        )
         old_values = torch.zeros_like(old_logprobs)  # (B, T)
         with torch.no_grad():
             for inds in first_micro_batches:

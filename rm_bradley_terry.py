@@ -169,9 +169,8 @@ def main(args: Args) -> Path:
     checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
     if args.resume:
         checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = (
-        args.weight_decay
-    )  # set last: a checkpoint brings its own
+    # Set last: a checkpoint brings its own.
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay
     trained = f"{model.num_parameters(only_trainable=True):,} of them trained"
     print(f"{run_dir}: {model.num_parameters():,} parameters, {trained}, on {device}")
 

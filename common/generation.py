@@ -273,10 +273,10 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
 
 def all_gather(part: list) -> list:
     """The lists of all ranks, concatenated in the order of the ranks."""
-    parts = [part] * WORLD_SIZE
+    lists = [part] * WORLD_SIZE
     if WORLD_SIZE > 1:
-        torch.distributed.all_gather_object(parts, part)
-    return [item for part in parts for item in part]
+        torch.distributed.all_gather_object(lists, part)
+    return [item for one_list in lists for item in one_list]
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:

@@ -261,6 +261,7 @@ def test_a_number_that_became_a_text_in_args_json(tmp_path):
 
 ONE_STEP = dict(num_minibatches=1, update_epochs=1)  # per rollout
 TWO_STEPS = dict(num_minibatches=1, update_epochs=2)
+CLIP = "--clip-coef and --clip-coef-high: with one optimiser"  # step per rollout
 GSPO = dict(importance_sampling_level="sequence")
 RULE = dict(reward_fn=[grpo.LAST_NUMBER], critic_init="sft")  # of ppo_rlhf, without a reward model
 
@@ -280,36 +281,11 @@ RULE = dict(reward_fn=[grpo.LAST_NUMBER], critic_init="sft")  # of ppo_rlhf, wit
             "--kl-placement loss has no use with --beta 0",
             dict(beta=0.1),
         ),
-        (
-            "grpo",
-            ONE_STEP | dict(clip_coef=0.1),
-            "--clip-coef and --clip-coef-high: with one optimiser",
-            TWO_STEPS,
-        ),
-        (
-            "grpo",
-            ONE_STEP | dict(clip_coef=0.1),
-            "--clip-coef and --clip-coef-high: with one optimiser",
-            dict(num_minibatches=2),
-        ),
-        (
-            "grpo",
-            ONE_STEP | dict(clip_coef=0.1),
-            "--clip-coef and --clip-coef-high: with one optimiser",
-            dict(clip_coef=0.2),
-        ),
-        (
-            "grpo",
-            ONE_STEP | dict(clip_coef_high=0.3),
-            "--clip-coef and --clip-coef-high: with one optimiser",
-            TWO_STEPS,
-        ),
-        (
-            "grpo",
-            ONE_STEP | dict(clip_coef_high=0.3),
-            "--clip-coef and --clip-coef-high: with one optimiser",
-            dict(clip_coef_high=None),
-        ),
+        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, TWO_STEPS),
+        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(num_minibatches=2)),
+        ("grpo", ONE_STEP | dict(clip_coef=0.1), CLIP, dict(clip_coef=0.2)),
+        ("grpo", ONE_STEP | dict(clip_coef_high=0.3), CLIP, TWO_STEPS),
+        ("grpo", ONE_STEP | dict(clip_coef_high=0.3), CLIP, dict(clip_coef_high=None)),
         ("ppo_rlhf", ONE_STEP | dict(clip_coef=0.1), "--clip-coef: with one optimiser", TWO_STEPS),
         (
             "ppo_rlhf",
