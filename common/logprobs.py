@@ -231,13 +231,13 @@ class ChunkedLogprobs(torch.autograd.Function):
                 grad = log_p.exp().mul_(factor).scatter_add_(1, y[chunk][block], g)
                 torch.mul(grad, slope, out=log_p)  # in the place of the log-probs
             grad_out = log_probs  # the same memory: by now the gradient of W h + b
-            grad = grad_out.to(head.weight.dtype)
+            grad_cast = grad_out.to(head.weight.dtype)
             states = hidden[chunk].to(head.weight.dtype)
-            grad_hidden[chunk] = (grad @ head.weight).to(hidden.dtype)
+            grad_hidden[chunk] = (grad_cast @ head.weight).to(hidden.dtype)
             if head.weight.dtype == torch.float32:
-                grad_weight.addmm_(grad.T, states)  # no second tensor of the weight's size
+                grad_weight.addmm_(grad_cast.T, states)  # no second tensor of the weight's size
             else:
-                grad_weight += grad.T @ states
+                grad_weight += grad_cast.T @ states
             if bias is not None:
                 grad_bias += grad_out.sum(dim=0)
         return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
