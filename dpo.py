@@ -194,22 +194,22 @@ def main(args: Args) -> Path:
         columns = eval_pairs[0].columns
         (reward_fn,) = load_reward_fns("--eval-reward-fn", [args.eval_reward_fn], columns).values()
     longest_prompt = max(len(pair.prompt_ids) for pair in eval_pairs)
-    max_length = max(args.max_length, longest_prompt + args.max_new_tokens)
-    policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+    positions = max(args.max_length, longest_prompt + args.max_new_tokens)
+    policy = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
     if args.activation_checkpointing:
         with explain("--activation-checkpointing"):
             checkpoint_activations(policy)
     ref_model = None
     if args.online_reference:
-        ref_model = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+        ref_model = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
 
     # --- the pairs of each step, and the reference's log-probs (N, 2) of all pairs ---
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     # Permutations that fill every batch, the last one too: they may be one more than --epochs.
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
-    orders = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(orders).split(args.batch_size)[:total_steps]
+    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(shuffles).split(args.batch_size)[:total_steps]
     # Zeros where no loss reads them: simpo, orpo, and the training pairs of --online-reference.
     train_ref_logprobs = torch.zeros(len(train_pairs), 2, device=device)
     eval_ref_logprobs = torch.zeros(len(eval_pairs), 2, device=device)
@@ -511,7 +511,7 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
     return tokenizer, stop_ids
 
 
-def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
+def load_model(flag: str, source: str, kind: Any, positions: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
         check_folder(source)
@@ -520,8 +520,8 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
         check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
         one_label = not hasattr(model, "score") or model.config.num_labels == 1
         check(one_label, "it has more than one label")
-        limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
+        limit = getattr(model.config, "max_position_embeddings", positions)
+        check(positions <= limit, f"it has {limit} positions, the --max flags need {positions}")
     return shard(model, device)
 
 

@@ -293,18 +293,18 @@ def main(args: Args) -> Path:
     tokenizer, stop_ids = load_tokenizer(args.model)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
-    max_length = args.max_prompt_length + args.max_new_tokens
-    policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+    positions = args.max_prompt_length + args.max_new_tokens
+    policy = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
     ref_model = None
     if args.beta > 0:
-        ref_model = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+        ref_model = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
 
     # --- rewards, and the critic, which may start as the reward model ---
     columns = train_prompts[0].columns
     # By name: functions of (prompts, sequences, texts), which return rewards (B,).
     reward_fns = load_reward_fns("--reward-fn", args.reward_fn, columns)
     if args.reward_model:
-        reward_fns["reward_model"] = load_reward_model(args, tokenizer, max_length, device)
+        reward_fns["reward_model"] = load_reward_model(args, tokenizer, positions, device)
     reward_weights = torch.tensor(args.reward_weights or [1.0] * len(reward_fns))  # (K,)
     eval_fns, eval_weights = reward_fns, reward_weights
     if args.eval_reward_fn != "none":
@@ -348,8 +348,8 @@ def main(args: Args) -> Path:
         log(run_dir, wandb_run, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     data_epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_prompts))
-    orders = [torch.randperm(len(train_prompts), generator=rng) for _ in range(data_epochs)]
-    prompt_batches = torch.cat(orders).split(args.prompts_per_rollout)
+    shuffles = [torch.randperm(len(train_prompts), generator=rng) for _ in range(data_epochs)]
+    prompt_batches = torch.cat(shuffles).split(args.prompts_per_rollout)
     progress = tqdm(range(checkpoint["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: a completion per prompt, from the policy as it is now.
@@ -583,8 +583,10 @@ def critic_values(policy: Any, critic: Any, sequences: Sequences, inds: Tensor) 
     lengths = torch.tensor([len(completion) for _, completion in batch], device=ids.device)
     t = torch.arange(width, device=ids.device)
     # V_t is read one position before token t, where the critic has seen x and y_<t alone.
-    positions = (starts[:, None] + t).clamp(max=ids.shape[1] - 1)  # (b, T), masked past the end
-    return values.gather(1, positions).masked_fill(t >= lengths[:, None], 0.0)[: len(inds)]
+    token_positions = (starts[:, None] + t).clamp(
+        max=ids.shape[1] - 1
+    )  # (b, T), masked past the end
+    return values.gather(1, token_positions).masked_fill(t >= lengths[:, None], 0.0)[: len(inds)]
 
 
 # --- the reward --------------------------------------------------------------------------------
@@ -631,13 +633,13 @@ def call_reward_fn(
     return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
 
 
-def load_reward_model(args: Args, tokenizer: Any, max_length: int, device: Any) -> Callable:
+def load_reward_model(args: Args, tokenizer: Any, positions: int, device: Any) -> Callable:
     """The scores of --reward-model as a reward function."""
     with explain(f"--reward-model {args.reward_model}"):
         vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab().items()
         check(tokenizer.get_vocab().items() <= vocabulary, "its tokenizer is not that of --model")
     kind = AutoModelForSequenceClassification
-    model = load_model("--reward-model", args.reward_model, kind, max_length, device)
+    model = load_model("--reward-model", args.reward_model, kind, positions, device)
     return partial(reward_model_scores, model, args.micro_batch_size)
 
 
@@ -675,7 +677,7 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
     return tokenizer, stop_ids
 
 
-def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
+def load_model(flag: str, source: str, kind: Any, positions: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
         check_folder(source)
@@ -684,8 +686,8 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
         check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
         one_label = not hasattr(model, "score") or model.config.num_labels == 1
         check(one_label, "it has more than one label")
-        limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
+        limit = getattr(model.config, "max_position_embeddings", positions)
+        check(positions <= limit, f"it has {limit} positions, the --max flags need {positions}")
     return shard(model, device)
 
 

@@ -135,14 +135,14 @@ def main(args: Args) -> Path:
     tokenizer, stop_ids = load_tokenizer(args.model)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)
-    max_length = args.max_prompt_length + args.max_new_tokens
-    policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+    positions = args.max_prompt_length + args.max_new_tokens
+    policy = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
     if args.activation_checkpointing:
         with explain("--activation-checkpointing"):
             checkpoint_activations(policy)
     ref_model = None
     if args.beta > 0:
-        ref_model = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+        ref_model = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
     columns = train_prompts[0].columns
     (reward_fn,) = load_reward_fns("--reward-fn", [args.reward_fn], columns).values()
 
@@ -298,7 +298,7 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
     return tokenizer, stop_ids
 
 
-def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
+def load_model(flag: str, source: str, kind: Any, positions: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
         check_folder(source)
@@ -307,8 +307,8 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
         check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
         one_label = not hasattr(model, "score") or model.config.num_labels == 1
         check(one_label, "it has more than one label")
-        limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
+        limit = getattr(model.config, "max_position_embeddings", positions)
+        check(positions <= limit, f"it has {limit} positions, the --max flags need {positions}")
     return shard(model, device)
 
 

@@ -180,8 +180,8 @@ def main(args: Args) -> Path:
         log(run_dir, wandb_run, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
-    orders = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(orders).split(args.batch_size)
+    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(shuffles).split(args.batch_size)
     progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.

@@ -117,8 +117,8 @@ def main(args: Args) -> Path:
         train_sequences = [(x[:1], x[1:] + y) for x, y in train_sequences]
         eval_sequences = [(x[:1], x[1:] + y) for x, y in eval_sequences]
     longest_prompt = max(len(prompt) for prompt in eval_prompts)
-    max_length = max(args.max_length, longest_prompt + args.max_new_tokens)
-    policy = load_model("--model", args.model, AutoModelForCausalLM, max_length, device)
+    positions = max(args.max_length, longest_prompt + args.max_new_tokens)
+    policy = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
     if args.activation_checkpointing:
         with explain("--activation-checkpointing"):
             checkpoint_activations(policy)
@@ -141,8 +141,8 @@ def main(args: Args) -> Path:
         log(run_dir, wandb_run, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_sequences))
-    orders = [torch.randperm(len(train_sequences), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(orders).split(args.batch_size)
+    shuffles = [torch.randperm(len(train_sequences), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(shuffles).split(args.batch_size)
     progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the rows of this step.
@@ -245,7 +245,7 @@ def load_tokenizer(source: str) -> tuple[Any, list[int]]:
     return tokenizer, stop_ids
 
 
-def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) -> torch.nn.Module:
+def load_model(flag: str, source: str, kind: Any, positions: int, device: Any) -> torch.nn.Module:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     with explain(f"{flag} {source}"):
         check_folder(source)
@@ -254,8 +254,8 @@ def load_model(flag: str, source: str, kind: Any, max_length: int, device: Any) 
         check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
         one_label = not hasattr(model, "score") or model.config.num_labels == 1
         check(one_label, "it has more than one label")
-        limit = getattr(model.config, "max_position_embeddings", max_length)
-        check(max_length <= limit, f"it has {limit} positions, the --max flags need {max_length}")
+        limit = getattr(model.config, "max_position_embeddings", positions)
+        check(positions <= limit, f"it has {limit} positions, the --max flags need {positions}")
     return shard(model, device)
 
 
