@@ -583,10 +583,8 @@ def critic_values(policy: Any, critic: Any, sequences: Sequences, inds: Tensor) 
     lengths = torch.tensor([len(completion) for _, completion in batch], device=ids.device)
     t = torch.arange(width, device=ids.device)
     # V_t is read one position before token t, where the critic has seen x and y_<t alone.
-    token_positions = (starts[:, None] + t).clamp(
-        max=ids.shape[1] - 1
-    )  # (b, T), masked past the end
-    return values.gather(1, token_positions).masked_fill(t >= lengths[:, None], 0.0)[: len(inds)]
+    token_inds = (starts[:, None] + t).clamp(max=ids.shape[1] - 1)  # (b, T), masked past the end
+    return values.gather(1, token_inds).masked_fill(t >= lengths[:, None], 0.0)[: len(inds)]
 
 
 # --- the reward --------------------------------------------------------------------------------
