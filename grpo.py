@@ -515,7 +515,7 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int, device: Any) -
     """The scores of --reward-model as a reward function."""
     with explain(f"--reward-model {args.reward_model}"):
         vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab().items()
-        check(tokenizer.get_vocab().items() <= vocabulary, "its tokenizer is not that of --model")
+        check(tokenizer.get_vocab().items() <= vocabulary, "its tokenizer differs from --model's")
     kind = AutoModelForSequenceClassification
     model = load_model("--reward-model", args.reward_model, kind, positions, device)
     return partial(reward_model_scores, model, args.micro_batch_size)
@@ -714,7 +714,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def start_run(args: Args) -> tuple[Path, torch.device, Any]:
-    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
+    """The run's folder (new, or the one --resume names), this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -724,7 +724,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    run_dir = all_gather([Path(path)])[0]  # rank 0's
     if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)

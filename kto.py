@@ -8,7 +8,7 @@ step away from it counts less. Here the outcome is the log-ratio of `dpo.py`, r(
     v(x, y) = w_D sigmoid(beta (r - z0)) if y is desirable, w_U sigmoid(beta (z0 - r)) if not,
     L = mean over completions of w - v(x, y), where w is w_D or w_U.
 
-Deviations from the paper: z0 is that of the whole optimiser step, not of a micro-batch; prompts and
+Deviations from the paper: z0 covers the whole optimiser step, not a micro-batch; prompts and
 completions are mismatched once, for all of the data; AdamW and a linear schedule, not RMSprop.
 
     python kto.py                                          # tiny/reviews, half a minute on a CPU
@@ -545,7 +545,7 @@ def to_labelled(args: Args, row: dict) -> list[tuple[Any, Any, bool]]:
     """Prompt, completion and label of a row, or of each side of a preference pair."""
     has_pairs = args.chosen_column in row and args.rejected_column in row
     if has_pairs and "completion" not in row and args.completion_column == "completion":
-        check(args.label_column == "label", "--label-column is of no use: the data has pairs")
+        check(args.label_column == "label", "--label-column has no effect: the data has pairs")
         prompt, chosen, rejected = to_preference(args, row)
         return [(prompt, chosen, True), (prompt, rejected, False)]
     columns = sorted(row)
@@ -696,7 +696,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def start_run(args: Args) -> tuple[Path, torch.device, Any]:
-    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
+    """The run's folder (new, or the one --resume names), this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -706,7 +706,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    run_dir = all_gather([Path(path)])[0]  # rank 0's
     if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)

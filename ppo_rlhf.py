@@ -9,7 +9,7 @@ A completion is an episode, its tokens are the actions. Token t gets the reward
 
     r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t.
 
-A critic V predicts the rewards still to come. Generalised advantage estimation (GAE, arXiv
+A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arXiv
 1506.02438, equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
 
     delta_t = r_t + gamma V_old[t+1] - V_old[t],    A_t = sum_l (gamma lambda)^l delta_[t+l],
@@ -97,7 +97,7 @@ class Args:
     # sequence classifier with one label and --model's tokenizer; None: only reward functions
     reward_model: str | None = "tiny/reviews/reward_model"
     reward_fn: list[str] = field(default_factory=list)  # reward functions, path/to/file.py:function
-    # weight of each reward function, then that of the reward model; default: all 1
+    # weight of each reward function, then of the reward model; default: all 1
     reward_weights: list[float] = field(default_factory=list)
     # file.py:function of eval/reward, or none: the training rewards; default: tiny/reviews/gold.py
     # for the default dataset, else none
@@ -635,7 +635,7 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int, device: Any) -
     """The scores of --reward-model as a reward function."""
     with explain(f"--reward-model {args.reward_model}"):
         vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab().items()
-        check(tokenizer.get_vocab().items() <= vocabulary, "its tokenizer is not that of --model")
+        check(tokenizer.get_vocab().items() <= vocabulary, "its tokenizer differs from --model's")
     kind = AutoModelForSequenceClassification
     model = load_model("--reward-model", args.reward_model, kind, positions, device)
     return partial(reward_model_scores, model, args.micro_batch_size)
@@ -839,7 +839,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def start_run(args: Args) -> tuple[Path, torch.device, Any]:
-    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
+    """The run's folder (new, or the one --resume names), this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -849,7 +849,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    run_dir = all_gather([Path(path)])[0]  # rank 0's
     if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)

@@ -1,4 +1,4 @@
-r"""Supervised fine-tuning (SFT): imitate demonstrations. The start of every other script.
+r"""Supervised fine-tuning (SFT): imitate demonstrations. The starting point of every other script.
 
 Minimise the negative log-likelihood of completions y_i given their prompts x_i,
 
@@ -16,8 +16,8 @@ with the best reward model score].
     python sft.py --resume runs/sft__1__...                # resume after a crash
 
 A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, compare samples too: in
-the paper they still improved); the gradient norm settles after the warm-up; samples come to end by
-themselves, so `eval/truncated_fraction` falls.
+the paper they still improved); the gradient norm settles after the warm-up; more and more samples
+end with an EOS, so `eval/truncated_fraction` falls.
 """
 
 import json
@@ -389,7 +389,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def start_run(args: Args) -> tuple[Path, torch.device, Any]:
-    """The run's folder, made anew or that of --resume, this rank's device, and wandb's run."""
+    """The run's folder (new, or the one --resume names), this rank's device, and wandb's run."""
     logging.disable_progress_bar()
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -399,7 +399,7 @@ def start_run(args: Args) -> tuple[Path, torch.device, Any]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]  # that of rank 0
+    run_dir = all_gather([Path(path)])[0]  # rank 0's
     if RANK == 0 and not args.resume:
         with explain(f"--output-dir {args.output_dir}"):
             run_dir.mkdir(parents=True)

@@ -339,7 +339,7 @@ def test_none_is_no_reward_model(name):
 
 def test_a_label_column_has_no_use_beside_pairs(tmp_path):
     data = dataset(tmp_path, [dict(prompt="on monday", chosen=" it", rejected=" a film")])
-    message = "row 0 of train: --label-column is of no use: the data has pairs"
+    message = "row 0 of train: --label-column has no effect: the data has pairs"
     fails("kto", tmp_path, message, dataset=data, label_column="x")
 
 
@@ -461,7 +461,7 @@ def test_reward_model_must_have_a_trained_head_and_the_same_tokenizer(name, tmp_
     own = SCRIPTS[name].Args.model
     fails(name, tmp_path, f"--reward-model {own}: weights missing", reward_model=own)
     (other,) = {"tiny/arithmetic/policy", "tiny/reviews/policy"} - {own}
-    fails(name, tmp_path, "its tokenizer is not that of --model", reward_model=other)
+    fails(name, tmp_path, "its tokenizer differs from --model", reward_model=other)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo_rlhf"])
