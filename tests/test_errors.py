@@ -986,7 +986,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(name, tmp_path, stopped):
 
 
 def test_ctrl_c_ends_a_run_that_can_be_resumed(tmp_path):
-    words = "grpo.py --total-rollouts 40 --prompts-per-rollout 2 --num-minibatches 1 --save-every 1"
+    words = "grpo.py --total-rollouts 4000 --prompts-per-rollout 2 --num-minibatches 1"
+    words += " --save-every 1 --eval-every 4000"
     words += f" --eval-rows 4 --output-dir {tmp_path}"
     process = subprocess.Popen(
         [sys.executable, *words.split()],
