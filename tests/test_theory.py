@@ -96,7 +96,7 @@ def test_reinforce_by_enumeration():
     estimate = [sum(P[o] * R[o] * score(o)[j] for o in range(3)) for j in range(3)]
     assert estimate == pytest.approx(exact)
     told = ", ".join(f"{x:.2f}" for x in exact)
-    assert f"Half of the first and a fifth of the third are $({told})$" in GRADIENT
+    assert f"Half of the first plus a fifth of the third is $({told})$" in GRADIENT
     assert f"$J = 0.5 + 0 + 0.4 = {mean_reward:.1f}$" in GRADIENT
     first, third = (", ".join(f"{x:.1f}" for x in score(o)) for o in (0, 2))
     assert rf"$1 \times ({first})$" in GRADIENT and rf"$2 \times ({third})$" in GRADIENT
@@ -159,6 +159,52 @@ def test_the_two_views():
     assert exact[1] == pytest.approx(0.4 * (TREE["b"][1] - start))
 
 
+def test_rewards_before_a_token_have_no_share_in_its_gradient():
+    """Two tokens of two kinds each, with a reward per token: every completion with its chance."""
+    first_rewards, second_rewards = (0.3, -0.8), ((1.0, 0.0), (0.4, 3.0))
+    chances = (0.6, 0.4), ((0.5, 0.5), (0.25, 0.75))
+
+    def expected_reward(first, second):
+        """Of logits of the first token, and of the second after either first one."""
+        p, after = softmax(first), [softmax(x) for x in second]
+        return sum(
+            p[i] * after[i][j] * (first_rewards[i] + second_rewards[i][j])
+            for i in range(2)
+            for j in range(2)
+        )
+
+    first = [math.log(x) for x in chances[0]]
+    second = [[math.log(x) for x in row] for row in chances[1]]
+    exact = {"first": [slope(lambda x: expected_reward(x, second), first, j) for j in range(2)]}
+    for i in range(2):
+
+        def of_second(x, i=i):
+            return expected_reward(first, [x if i == k else second[k] for k in range(2)])
+
+        exact[i] = [slope(of_second, second[i], j) for j in range(2)]
+
+    estimates = {(key, kind): [0.0, 0.0] for key in exact for kind in ("to go", "whole", "past")}
+    for i in range(2):
+        for j in range(2):
+            chance = chances[0][i] * chances[1][i][j]
+            r_1, r_2 = first_rewards[i], second_rewards[i][j]
+            weights = {"to go": (r_1 + r_2, r_2), "whole": (r_1 + r_2,) * 2, "past": (0.0, r_1)}
+            for kind, (of_first, of_last) in weights.items():
+                for logit in range(2):
+                    score = (i == logit) - chances[0][logit]
+                    estimates["first", kind][logit] += chance * of_first * score
+                    score = (j == logit) - chances[1][i][logit]
+                    estimates[i, kind][logit] += chance * of_last * score
+    for (key, kind), estimate in estimates.items():
+        expected = [0.0, 0.0] if kind == "past" else exact[key]
+        assert estimate == pytest.approx(expected, abs=1e-9), (key, kind)
+    assert all(abs(x) > 0.01 for gradient in exact.values() for x in gradient)
+    # The script's reward-to-go: GAE with lambda = 1 and without a critic.
+    rewards = tensor([[first_rewards[1], second_rewards[1][1]]])
+    to_go, _ = ppo_rlhf.gae(rewards, torch.zeros_like(rewards), 1.0, 1.0)
+    assert to_go[0].tolist() == pytest.approx([-0.8 + 3.0, 3.0])
+
+
 def n_step(rewards, values, gamma, t, n):
     """A^(n)_t, as the page's first form; after the end rewards and values are 0."""
     at = lambda x, i: x[i] if i < len(x) else 0.0  # noqa: E731
@@ -218,7 +264,7 @@ def test_the_importance_ratio():
     weighted = sum(p * rho * r for p, rho, r in zip(P, ratios, R, strict=True))
     assert weighted == pytest.approx(sum(p * r for p, r in zip(new, R, strict=True)))
     assert rf"0.2 \times 1.5 \times 2 = {weighted:.1f}$" in GRADIENT
-    assert f"twenty of 1.1 are {1.1**20:.1f}" in GRADIENT
+    assert f"twenty ratios of 1.1 make {1.1**20:.1f}" in GRADIENT
 
 
 def clip_objective(script, ratio, advantage):
@@ -255,6 +301,154 @@ def test_the_clip_in_all_four_sign_cases(script):
     for a in (1.0, -1.0):
         for rho in (0.85, 1.0, 1.15):  # inside of the interval
             assert clip_objective(script, rho, a)[:2] == pytest.approx((rho * a, rho * a))
+
+
+def test_the_shorter_form_of_the_clip():
+    for ratio in (0.3, 0.7, 0.85, 1.0, 1.15, 1.3, 4.0):
+        for a in (0.5, -0.5):
+            short = a * (min(ratio, 1 + EPS) if a > 0 else max(ratio, 1 - EPS))
+            assert clip_objective(grpo, ratio, a)[0] == pytest.approx(short)
+    # The frequent mistake: at A = -1 and 0.7 it is the clipped term, and it does not move.
+    value, derivative, _ = clip_objective(ppo_rlhf, 0.7, -1.0)
+    assert (value, derivative) == (pytest.approx(-0.8), 0.0)
+    assert "$-0.8 < -0.7$" in GRADIENT
+
+
+def test_the_penalty_instead_of_the_clip():
+    """The derivative of rho A - beta (rho - 1 - log rho) with respect to log rho."""
+
+    def objective(log_ratio, a, beta):
+        rho = math.exp(log_ratio)
+        return rho * a - beta * (rho - 1 - log_ratio)
+
+    def derivative(rho, a, beta):
+        at = math.log(rho)
+        return (objective(at + 1e-6, a, beta) - objective(at - 1e-6, a, beta)) / 2e-6
+
+    table = rows_of("theory_penalty")
+    assert len(table) == 6
+    for (sign, ratio), cells in table.items():
+        a, rho = float(sign), float(ratio)
+        held = (a > 0 and rho > 1 + EPS) or (a < 0 and rho < 1 - EPS)
+        with_clip = 0.0 if held else rho * a
+        close(cells[2:], [with_clip, derivative(rho, a, 1), derivative(rho, a, 3)], 1)
+    # Where the two forces balance, at weight 3; at weight 1 and A = 1 nowhere.
+    balance = [3 / (3 - a) for a in (1, -1)]
+    assert [derivative(rho, a, 3) for rho, a in zip(balance, (1, -1), strict=True)] == (
+        pytest.approx([0.0, 0.0], abs=1e-6)
+    )
+    assert f"that is {balance[0]:g} for $A = 1$ and {balance[1]:g} for $A = -1$" in GRADIENT
+    assert [derivative(rho, 1, 1) for rho in (0.1, 1.0, 9.0)] == pytest.approx([1.0] * 3, rel=1e-6)
+    # policy/approx_kl is that KL: its mean over tokens of the old policy.
+    k3_means = sum(q * (p / q - 1 - math.log(p / q)) for p, q in zip(FAR, NEAR, strict=True))
+    assert k3_means == pytest.approx(kl(NEAR, FAR))
+
+
+def test_stale_rollouts():
+    """Completions of the policy P, one optimiser step of a policy that has moved on."""
+    now, advantages = (0.4, 0.3, 0.3), [r - 0.9 for r in R]
+    weights = [p / q for p, q in zip(now, P, strict=True)]
+    held = [w > 1 + EPS if a > 0 else w < 1 - EPS for w, a in zip(weights, advantages, strict=True)]
+    assert held == [False, False, True]
+    products = [w * a for w, a in zip(weights, advantages, strict=True)]
+    cases = {  # whose completions, and the coefficient of each
+        "not corrected": (P, advantages),
+        "clipped ratio to the behaviour policy": (P, [*products[:2], 0.0]),
+        "decoupled": (P, products),
+        "decoupled, weights up to 1.25": (P, [*products[:2], 1.25 * 1.1]),
+        "no staleness: own completions": (now, advantages),
+    }
+    table, means = rows_of("theory_stale"), {}
+    assert [*table] == [*cases]
+    for name, (sampled_from, coefficients) in cases.items():
+        each = [[c * ((i == j) - now[j]) for j in range(3)] for i, c in enumerate(coefficients)]
+        mean = [
+            sum(p * row[j] for p, row in zip(sampled_from, each, strict=True)) for j in range(3)
+        ]
+        squares = [sum((x - m) ** 2 for x, m in zip(row, mean, strict=True)) for row in each]
+        variance = sum(p * x for p, x in zip(sampled_from, squares, strict=True))
+        close(table[name][1:2], coefficients, 2)
+        close(table[name][2:3], mean, 3)
+        close(table[name][3:], [variance], 2)
+        means[name] = mean, variance
+    exact = gradient(lambda x: sum(p * r for p, r in zip(softmax(x), R, strict=True)), now)
+    for name in ("decoupled", "no staleness: own completions"):
+        assert means[name][0] == pytest.approx(exact, abs=1e-9)
+    # "exactly the gradient of mu, that of section 1"
+    of_mu = gradient(lambda x: sum(p * r for p, r in zip(softmax(x), R, strict=True)), P)
+    assert means["not corrected"][0] == pytest.approx(of_mu, abs=1e-9)
+    # "raises the first completion most, which by now is only average"
+    clipped = means["clipped ratio to the behaviour policy"][0]
+    assert max(clipped) == clipped[0] > 0
+    assert sum(p * r for p, r in zip(now, R, strict=True)) == pytest.approx(R[0])
+    variances = [variance for _, variance in means.values()]
+    assert variances[4] < variances[3] < variances[2]
+
+
+def test_the_entropy_bonus():
+    """One token has advantage 1, all others 0. At the best policy the gradient is 0."""
+    sizes = [
+        json.loads(Path(f"tiny/{x}/policy/config.json").read_text())
+        for x in ("arithmetic", "reviews")
+    ]
+    sizes = [*(x["vocab_size"] for x in sizes), 151_936]
+    columns = theory.compute()["tables"]["theory_entropy"]["columns"]
+    assert [int(x.split()[1].replace(",", "")) for x in columns[1:4]] == sizes
+
+    def residual(coefficient, size, odds):
+        """The gradient of minus PPO's loss by the best token's logit; odds of the others to it."""
+        best = torch.tensor(1 / (1 + odds), dtype=torch.float64)
+        rest = best.expand(size - 1) * odds / (size - 1)
+        logits = torch.cat([best[None], rest]).log().requires_grad_()
+        logprobs = logits.log_softmax(dim=0)
+        p = logprobs.exp()
+        entropy = -(p * logprobs).sum()
+        advantages, old = torch.zeros(size, 1).double(), logprobs.detach()[:, None]
+        advantages[0] = 1.0
+        bonus = entropy.expand(size, 1)
+        loss, _ = ppo_rlhf.policy_loss(
+            logprobs[:, None],
+            old,
+            None,
+            advantages,
+            bonus,
+            p.detach()[:, None],
+            EPS,
+            0.0,
+            coefficient,
+        )
+        return torch.autograd.grad(-loss, logits)[0][0].item()
+
+    table = rows_of("theory_entropy")
+    for name, cells in table.items():
+        c = float(name)
+        for cell, size in zip(cells[1:4], sizes, strict=True):
+            odds = (size - 1) * math.exp(-1 / c)
+            assert float(cell) == pytest.approx(odds / (1 + odds), rel=0.1)
+            low, best, high = (residual(c, size, factor * odds) for factor in (0.8, 1, 1.25))
+            assert low < 0 < high and abs(best) < 1e-4 * (high - low)
+        # pi_ref e^(A / c), normalised, with a half each in the reference: by search
+        assert float(cells[4]) == pytest.approx(1 / (1 + math.exp(1 / c)), rel=0.1)
+        if c == 0.2:
+            grid = [math.exp(-0.001 * i) for i in range(700, 9000)]
+            best = max(grid, key=lambda x: (1 - x) - 0.2 * kl((1 - x, x), (0.5, 0.5)))
+            assert float(cells[4]) == pytest.approx(best, rel=0.1)
+    half = 1 / math.log(151_935)
+    assert rf"$c_e = 1 / \log(n_V - 1) = {half:.3f}$" in GRADIENT
+    assert 1 / (1 + math.exp(1 / half) / 151_935) == pytest.approx(0.5)
+    # H = log n - KL(pi || uniform)
+    entropy = -sum(p * math.log(p) for p in FAR)
+    assert entropy == pytest.approx(math.log(4) - kl(FAR, [0.25] * 4))
+
+    def entropy_of(logits):
+        return -sum(p * math.log(p) for p in softmax(logits))
+
+    for rare, told in ((0.01, "0.045"), (1e-6, "0.000014")):
+        at = [math.log(1 - rare), math.log(rare)]
+        found = slope(entropy_of, at, 1, step=1e-3)
+        by_hand = -rare * (math.log(rare) + entropy_of(at))
+        assert found == pytest.approx(by_hand, rel=1e-3)
+        assert float(told) == pytest.approx(by_hand, rel=0.03) and f"is {told}" in GRADIENT
 
 
 def test_the_coefficient_of_each_scripts_loss_is_that_of_the_table():
@@ -421,6 +615,30 @@ def test_the_gradients_table():
     assert found["k3 in the reward"][0] > 0 and found["k3 in the reward"][1] > 0
 
 
+def test_rho_k3_has_the_gradient_of_rho_k2_at_every_token():
+    """One token's term moves with its log-prob; rho in front of k2 is a constant."""
+    for p, old, q in [*zip(FAR, NEAR, REF, strict=True), *zip(FAR, FAR, REF, strict=True)]:
+        at = math.log(p)
+
+        def rho_k3(x, old=old, q=q):
+            return math.exp(x) / old * ESTIMATORS["k3"](math.exp(x), q)
+
+        def k2(x, q=q):
+            return ESTIMATORS["k2"](math.exp(x), q)
+
+        now = tensor(at).requires_grad_()
+        old_logprob, ref_logprob = tensor(old).log(), tensor(q).log()
+        weighted = (now - old_logprob).exp() * grpo.k3_kl(now, ref_logprob)
+        by_scripts = [
+            torch.autograd.grad(term, now)[0].item()
+            for term in (weighted, ppo_rlhf.k2_kl(now, old_logprob, ref_logprob))
+        ]
+        assert by_scripts == pytest.approx([-p / old * math.log(q / p)] * 2)
+        slopes = [(f(at + 1e-5) - f(at - 1e-5)) / 2e-5 for f in (rho_k3, k2)]
+        assert slopes[0] == pytest.approx(p / old * slopes[1], rel=1e-6, abs=1e-7)
+        assert slopes[1] == pytest.approx(-math.log(q / p), rel=1e-6, abs=1e-7)
+
+
 def test_the_variances_of_the_gradients():
     """The gradient of one token is a coefficient times grad log pi, 1[i = j] - pi_j."""
     logs = [math.log(a / b) for a, b in zip(FAR, REF, strict=True)]
@@ -511,9 +729,8 @@ def test_nats_per_token_and_per_completion():
 def test_beta_in_the_loss_and_in_the_reward():
     rewards = (1.0, 0.0, 0.0, 1.0)
     std = math.sqrt(sum((r - 0.5) ** 2 for r in rewards) / 3)
-    assert (
-        f"deviation of {std:.3f}, and 0.04 in the loss is {0.04 * std:.3f} of reward per nat" in KL
-    )
+    example = f"deviation of {std:.3f}: 0.04 in the loss costs {0.04 * std:.3f} of reward per nat"
+    assert example in KL
     # KLs of the four completions in the reward, at that price, and in the loss, after the scaling.
     nats = (3.0, 1.0, 0.0, 2.0)
     returns = [r - 0.04 * std * x for r, x in zip(rewards, nats, strict=True)]
@@ -521,6 +738,32 @@ def test_beta_in_the_loss_and_in_the_reward():
     in_loss = grpo.group_advantages(torch.tensor(rewards), 4).tolist()
     in_loss = [a - 0.04 * (x - 1.5) for a, x in zip(in_loss, nats, strict=True)]
     assert in_reward.tolist() == pytest.approx(in_loss, abs=2e-4)
+
+
+def test_the_scales_of_beta_in_ppo_and_dpo():
+    """The table of kl.md, its other three rows."""
+    assert rf"$\beta = 0.2$: {1 / 0.2:.0f} nats cost 1 unit of reward" in KL
+    assert f"$1 / 0.3 = {1 / 0.3:.1f}$ nats" in KL
+    assert rf"a preference of $\sigma(1) = {1 / (1 + math.exp(-1)):.2f}$" in KL
+    # PPO: advantages of standard deviation 2, whitened, and 0.04 in the loss, against 0.08 k1
+    # subtracted from the advantages: the same gradient, half as long.
+    assert (
+        f"a standard deviation of 2: 0.04 in the loss costs {0.04 * 2:.2f} of reward per nat" in KL
+    )
+    raw, mask = tensor([[2.0, -2.0, 2.0, -2.0]]), torch.ones(1, 4, dtype=torch.bool)
+    k1 = tensor([[0.5, -0.3, 0.0, 1.0]])
+    found = []
+    for advantages, beta in ((ppo_rlhf.whiten(raw, mask), 0.04), (raw - 0.08 * k1, 0.0)):
+        now = (k1 - 1.0).requires_grad_()
+        old, ref, none = now.detach(), now.detach() - k1, torch.zeros_like(k1)
+        loss, _ = ppo_rlhf.policy_loss(now, old, ref, advantages, none, mask / 4, EPS, beta, 0.0)
+        found += torch.autograd.grad(loss, now)
+    torch.testing.assert_close(2 * found[0], found[1])
+    # A reward with such a penalty is DPO's: its difference of implicit rewards is beta times h.
+    args = dpo.check_args(dpo.Args(beta=0.3))
+    totals = torch.tensor([[1 / 0.3, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.long)
+    loss = dpo.pair_losses(args, *totals)[0].item()
+    assert math.exp(-loss) == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 def test_the_adaptive_beta():
@@ -534,10 +777,8 @@ def test_the_adaptive_beta():
     assert adapt(9.0) == pytest.approx(0.2 * (1 + 0.1 * 0.2))
     assert adapt(5.4) == pytest.approx(0.2 * (1 - 0.1 * 0.1))
     assert adapt(-1.0) == pytest.approx(0.2 * (1 - 0.1 * 0.2))
-    assert (
-        rf"gives $\beta = {adapt(9.0):.3f}$; one of 5.4 has $e = -0.1$ and gives {adapt(5.4):.3f}"
-        in KL
-    )
+    assert rf"$e$ is clipped to 0.2 and $\beta = {adapt(9.0):.3f}$; with one of 5.4" in KL
+    assert rf"$e = -0.1$ and $\beta = {adapt(5.4):.3f}$" in KL
     assert f"about {math.ceil(math.log(2) / math.log(1.02) - 0.01)} of them to double" in KL
 
 

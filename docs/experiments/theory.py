@@ -4,6 +4,7 @@ enumerated, computed with the scripts' own functions, and the two figures.
     python docs/experiments/figures.py theory
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,14 @@ PROBABILITIES, REWARDS = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 # and has the reward 1.
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 CLIP = 0.2  # eps of PPO
+PENALTIES = (1.0, 3.0)  # coefficient of PPO's penalty, KL(pi_old || pi), instead of the clip
+# The three completions again: under a later policy, and their advantages, the reward minus a
+# baseline.
+LATER_PROBABILITIES, BASELINE = (0.4, 0.3, 0.3), 0.9
+WEIGHT_CAP = 1.25  # of truncated importance sampling
+ENTROPY_COEFS = (0.05, 0.08, 0.1, 0.2)
+# The tokens of tiny/arithmetic, those of tiny/reviews, and those of Qwen2.5-0.5B.
+VOCABULARY_SIZES = (18, 135, 151_936)
 # The rewards and values of the worked example in docs/ppo_rlhf.md.
 TOKEN_REWARDS, VALUES = (-0.02, 0.01, 1.0), (0.5, 0.6, 0.8)
 LAMBDAS = (0.0, 0.5, 0.95, 1.0)  # of GAE
@@ -184,6 +193,98 @@ def clip_cases() -> tuple[list, dict]:
     return rows, numbers
 
 
+def penalty_cases() -> tuple[list, dict]:
+    """The gradient by a token's log-prob: with the clip, and with PPO's KL penalty instead.
+
+    The KL of the old policy from the new one is estimated by k3 on the old policy's tokens, as
+    `policy/approx_kl` is.
+    """
+    rows, numbers = [], {}
+    for advantage in (1, -1):
+        for ratio in (0.7, 1.0, 1.3):
+            _, with_clip, _ = clipped(ratio, advantage)
+            derivatives = [with_clip]
+            for beta in PENALTIES:
+                logprob = tensor(ratio).log().requires_grad_()
+                old_logprob = torch.zeros_like(logprob)
+                surrogate = (logprob - old_logprob).exp() * advantage
+                objective = surrogate - beta * k3_kl(old_logprob, logprob)
+                (derivative,) = torch.autograd.grad(objective, logprob)
+                derivatives.append(derivative.item())
+            rows.append([f"{advantage:+d}", f"{ratio:g}", *(show(x, 1) for x in derivatives)])
+            numbers[f"{advantage:+d}, {ratio:g}"] = derivatives
+    return rows, numbers
+
+
+def stale_rollouts() -> tuple[list, dict]:
+    """The first step on completions of an earlier policy: each token's coefficient, the expected
+    gradient by the logits, and its variance.
+
+    The behaviour policy has PROBABILITIES; the proximal policy and the one in training have
+    LATER_PROBABILITIES.
+    """
+    behaviour, advantages = tensor(PROBABILITIES), tensor(REWARDS) - BASELINE
+    logits, logprobs = softmax_policy(LATER_PROBABILITIES)
+    proximal = logprobs.detach()
+    weights = proximal.exp() / behaviour  # importance weights, proximal policy / behaviour policy
+    ones = torch.ones_like(weights)
+    # By name: the policy whose tokens they are, that in the ratio's denominator, the weights.
+    cases = {
+        "not corrected": (behaviour, proximal, ones),
+        "clipped ratio to the behaviour policy": (behaviour, behaviour.log(), ones),
+        "decoupled": (behaviour, proximal, weights),
+        f"decoupled, weights up to {WEIGHT_CAP:g}": (
+            behaviour,
+            proximal,
+            weights.clamp(max=WEIGHT_CAP),
+        ),
+        "no staleness: own completions": (proximal.exp(), proximal, ones),
+    }
+    rows, numbers = [], {}
+    for name, (sampled_from, old_logprobs, case_weights) in cases.items():
+        objectives = []
+        for i in range(len(logprobs)):
+            loss, _ = grpo_loss(
+                logprobs[i].view(1, 1),
+                old_logprobs=old_logprobs[i].view(1, 1),
+                ref_logprobs=None,
+                advantages=advantages[i].view(1),
+                weights=case_weights[i].view(1, 1),
+                clip_low=CLIP,
+                clip_high=CLIP,
+                beta=0.0,
+            )
+            objectives.append(-loss)
+        by_logprob = [
+            torch.autograd.grad(objective, logprobs, retain_graph=True)[0][i].item()
+            for i, objective in enumerate(objectives)
+        ]
+        mean, variance = mean_and_variance(sampled_from, gradients(objectives, logits))
+        cells = [", ".join(show(x, 2) for x in by_logprob), ", ".join(show(x) for x in mean)]
+        rows.append([name, *cells, show(variance, 2)])
+        numbers[name] = {"coefficients": by_logprob, "mean": mean, "variance": variance}
+    return rows, numbers
+
+
+def entropy_optima() -> tuple[list, dict]:
+    """What the best policy leaves to the tokens of advantage 0, where one token has advantage 1.
+
+    With an entropy bonus c it is proportional to e^(A / c), for each size of the vocabulary; with
+    a KL of the same weight to a reference that gives the one token a half, to pi_ref e^(A / c).
+    """
+    rows, numbers = [], {}
+    for coefficient in ENTROPY_COEFS:
+        log_odds = -1 / coefficient  # of one other token against the best one
+        left = []
+        for size in VOCABULARY_SIZES:
+            left.append(tensor(log_odds + math.log(size - 1)).sigmoid().item())
+        left.append(tensor(log_odds).sigmoid().item())
+        cells = [f"{x:.3f}" if x >= 0.001 else f"{x:.1e}" for x in left]
+        rows.append([f"{coefficient:g}", *cells])
+        numbers[f"{coefficient:g}"] = left
+    return rows, numbers
+
+
 # --- kl.md -------------------------------------------------------------------------------------
 def estimators(
     probabilities: Sequence[float], old_probabilities: Sequence[float] | None = None
@@ -339,6 +440,22 @@ TABLES: dict[str, tuple[Callable[[], tuple], list[str]]] = {
             "log-prob",
         ],
     ),
+    "penalty": (
+        penalty_cases,
+        ["$A$", "$\\rho$", "clip", *(f"penalty, weight {beta:g}" for beta in PENALTIES)],
+    ),
+    "stale": (
+        stale_rollouts,
+        ["", "coefficients $c$ of the three completions", "expected gradient", "variance"],
+    ),
+    "entropy": (
+        entropy_optima,
+        [
+            "$c_e$",
+            *(f"entropy, {size:,} tokens" for size in VOCABULARY_SIZES),
+            "KL to a reference",
+        ],
+    ),
     "kl_tokens": (kl_tokens, ["token", "ref", "π", "k1", "k2", "k3"]),
     "kl_values": (
         kl_values,
@@ -367,38 +484,16 @@ def compute() -> dict[str, Any]:
     return {"tables": tables, "numbers": all_numbers}
 
 
-def draw_clip() -> None:
-    from drawing import COLOURS, GREY, panels, save
-
-    figure, axes = panels(2, sharex=True)
+# --- the figures -------------------------------------------------------------------------------
+def figure_curves() -> dict[str, Any]:
+    """What `draw` draws: points (x, y) of each line, and the probabilities of the five places."""
     ratios = [0.4 + 0.01 * i for i in range(121)]
-    cases = (  # the advantage, where the ratio is held, and the height of the words
-        (1, (1.2, 1.6), 0.55),
-        (-1, (0.4, 0.8), -1.45),
-    )
-    for axis, (advantage, (held_from, held_to), height) in zip(axes, cases, strict=True):
-        axis.axvspan(held_from, held_to, color=COLOURS[1], alpha=0.15, lw=0)
-        unclipped = [ratio * advantage for ratio in ratios]
-        axis.plot(ratios, unclipped, color=GREY, lw=1, ls=":", label="rho A")
-        objectives = [clipped(ratio, advantage)[0] for ratio in ratios]
-        axis.plot(ratios, objectives, color=COLOURS[0], label="objective of the token")
-        for ratio in (0.7, 1.3):
-            objective, _, _ = clipped(ratio, advantage)
-            colour = COLOURS[1] if held_from < ratio < held_to else COLOURS[0]
-            axis.plot([ratio], [objective], "o", color=colour, ms=5)
-        axis.axvline(1, color=GREY, lw=0.8)
-        axis.set(title=f"advantage A = {advantage:+d}", xlabel="ratio rho = π / π_old")
-        middle = (held_from + held_to) / 2
-        axis.text(middle, height, "gradient 0", color=COLOURS[1], ha="center")
-    axes[0].set(ylabel="objective")
-    axes[0].legend(loc="upper left")
-    save(figure, "clip.svg")
-
-
-def draw_kl() -> None:
-    from drawing import COLOURS, GREY, panels, save
-
-    figure, (mean_axis, deviation_axis, direction_axis) = panels(3, width=9)
+    curves = {}
+    for advantage in (1, -1):
+        curves[f"clip, A = {advantage:+d}"] = {
+            "rho A": points(ratios, [ratio * advantage for ratio in ratios]),
+            "objective": points(ratios, [clipped(ratio, advantage)[0] for ratio in ratios]),
+        }
     # From the reference through the far policy: log-probs in proportion, normalised.
     kls, moments = [], []
     for step in range(1, 61):
@@ -408,38 +503,117 @@ def draw_kl() -> None:
         policy = [weight / sum(weights) for weight in weights]
         kls.append(full_kl(policy, REFERENCE))
         moments.append(kl_moments(policy))
-    styles = {
-        "k1": dict(color=COLOURS[0], ls="-", lw=3.0),
-        "k2": dict(color=COLOURS[1], ls="-", lw=1.5),
-        "k3": dict(color=COLOURS[2], ls="--", lw=1.5),
+    for i, kind in enumerate(("mean", "deviation")):
+        curves[kind] = {}
+        for name in ("k1", "k2", "k3"):
+            curves[kind][name] = points(kls, [moment[name][i] for moment in moments])
+
+    lowest_forward = min(PLACES, key=lambda centre: full_kl(bump(centre), TWO_MODES))
+    lowest_reverse = min(PLACES, key=lambda centre: full_kl(TWO_MODES, bump(centre)))
+    curves["directions"] = {
+        "ref": points(PLACES, TWO_MODES),
+        FORWARD: points(PLACES, bump(lowest_forward)),
+        REVERSE: points(PLACES, bump(lowest_reverse)),
     }
-    for name, style in styles.items():
-        means = [moment[name][0] for moment in moments]
-        deviations = [moment[name][1] for moment in moments]
-        mean_axis.plot(kls, means, label=name, **style)
-        deviation_axis.plot(kls, deviations, label=name, **style)
+    return curves
+
+
+def points(xs: Sequence[float], ys: Sequence[float]) -> list[list[float]]:
+    return [[round(x, 4), round(y, 4)] for x, y in zip(xs, ys, strict=True)]
+
+
+def draw_clip(curves: dict[str, Any], cases: dict[str, dict]) -> None:
+    from drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panels, save
+
+    colour = ALGORITHM_STYLES["PPO"].colour
+    figure, axes = panels(2, height=3.2, sharex=True)
+    held = {1: (1 + CLIP, 1.6), -1: (0.4, 1 - CLIP)}  # where the ratio gets no gradient
+    for axis, (advantage, (held_from, held_to)) in zip(axes, held.items(), strict=True):
+        lines = curves[f"clip, A = {advantage:+d}"]
+        axis.axvspan(held_from, held_to, color=GREY, alpha=0.15, lw=0)
+        axis.plot(*zip(*lines["objective"], strict=True), color=colour, lw=2, label="objective")
+        axis.plot(*zip(*lines["rho A"], strict=True), color=TEXT, lw=1, ls=":", label="rho A")
+        for ratio in (0.7, 1.3):
+            objective = cases[f"{advantage:+d}, {ratio:g}"]["objective"]
+            fill = GROUND if held_from < ratio < held_to else colour
+            axis.plot([ratio], [objective], "o", color=colour, mfc=fill, ms=7)
+        axis.axvline(1, color=GREY, lw=0.8)
+        axis.set(title=f"advantage A = {advantage:+d}", xlabel="ratio rho = π / π_old")
+        middle = (held_from + held_to) / 2
+        axis.text(middle, axis.get_ylim()[0] + 0.1, "gradient 0", ha="center")
+    axes[0].set(ylabel="objective")
+    axes[0].legend(loc="upper left")
+    description = (
+        "Two panels over the ratio, from 0.4 to 1.6. For A = +1 the objective rises with the ratio "
+        f"up to {1 + CLIP:g} and is flat above. For A = -1 it is flat below {1 - CLIP:g} and falls "
+        "above. Where it is flat the gradient is 0. Dots mark the ratios 0.7 and 1.3, open ones "
+        "those without a gradient."
+    )
+    save(figure, "clip.svg", "The clipped objective of a token against its ratio", description)
+
+
+def draw_kl(curves: dict[str, Any]) -> None:
+    from drawing import COLOURS, GREY, panels, save
+
+    figure, (mean_axis, deviation_axis, direction_axis) = panels(3, height=3.2)
+    styles = {
+        "k1": dict(color="#97a0aa", ls="-", lw=4.0),
+        "k2": dict(color=COLOURS[0], ls="-", lw=1.5),
+        "k3": dict(color=COLOURS[1], ls="--", lw=1.5),
+    }
+    for axis, kind in ((mean_axis, "mean"), (deviation_axis, "deviation")):
+        for name, style in styles.items():
+            axis.plot(*zip(*curves[kind][name], strict=True), label=name, **style)
     xlabel = "full KL(π ‖ ref), nats"
     mean_axis.set(title="mean over the vocabulary", xlabel=xlabel, ylabel="nats")
     mean_axis.legend()
-    deviation_axis.set(title="standard deviation of one token", xlabel=xlabel, ylim=(0, 4))
 
-    direction_axis.bar(PLACES, TWO_MODES, color=GREY, alpha=0.4, label="ref")
-    lowest_forward = min(PLACES, key=lambda centre: full_kl(bump(centre), TWO_MODES))
-    lowest_reverse = min(PLACES, key=lambda centre: full_kl(TWO_MODES, bump(centre)))
-    for centre, colour, kl_name in (
-        (lowest_forward, COLOURS[0], FORWARD),
-        (lowest_reverse, COLOURS[1], REVERSE),
+    # The axis ends below the highest k3.
+    top = 4
+    last_kl, last_deviation = curves["deviation"]["k3"][-1]
+    cut_at = max(kl for kl, deviation in curves["deviation"]["k3"] if deviation < top)
+    deviation_axis.set(title="standard deviation, one token", xlabel=xlabel, ylim=(0, top))
+    deviation_axis.annotate(
+        f"k3, cut here:\n{last_deviation:.1f} at {last_kl:.2f}",
+        (cut_at, top),
+        xytext=(0.05, 3.1),
+        color=COLOURS[1],
+        arrowprops=dict(arrowstyle="->", color=COLOURS[1]),
+    )
+
+    places, reference = zip(*curves["directions"]["ref"], strict=True)
+    direction_axis.bar(places, reference, color=GREY, alpha=0.35, label="ref")
+    for name, colour, marker, line in (
+        (FORWARD, COLOURS[0], "o", "-"),
+        (REVERSE, COLOURS[1], "s", "--"),
     ):
-        label = f"lowest {kl_name}"
-        direction_axis.plot(PLACES, bump(centre), "o-", color=colour, ms=3, label=label)
+        xs, ys = zip(*curves["directions"][name], strict=True)
+        label = f"lowest {name}"
+        direction_axis.plot(xs, ys, color=colour, marker=marker, ls=line, ms=5, label=label)
     direction_axis.set(title="one mode against two", xlabel="place", ylabel="probability")
-    direction_axis.set(ylim=(0, 1))
+    direction_axis.set(ylim=(0, 1), xticks=places)
     direction_axis.legend(loc="upper right")
-    save(figure, "kl.svg")
+    ends = {}
+    for kind in ("mean", "deviation"):
+        ends[kind] = {name: curves[kind][name][-1][1] for name in styles}
+    description = (
+        f"Left: the means of k1, k2 and k3 over the full KL. At {last_kl:.2f} nats they are "
+        f"{ends['mean']['k1']:.2f}, {ends['mean']['k2']:.2f} and {ends['mean']['k3']:.2f}; k1 and "
+        "k3 are the KL itself. Middle: their standard deviations on one token, at the end "
+        f"{ends['deviation']['k1']:.2f}, {ends['deviation']['k2']:.2f} and, beyond the axis, "
+        f"{last_deviation:.1f}. Right: a reference with modes at places 1 and 5, and two policies "
+        f"with one mode. That with the lowest {FORWARD} stands on place 1, that with the lowest "
+        f"{REVERSE} in the middle."
+    )
+    save(figure, "kl.svg", "KL estimators, and the two directions of the KL", description)
+
+
+def draw(results: dict[str, Any]) -> None:
+    """docs/figures/clip.svg and kl.svg."""
+    draw_clip(results["curves"], results["numbers"]["clip"])
+    draw_kl(results["curves"])
 
 
 def results() -> dict[str, Any]:
-    """What docs/results/theory.json holds; draws docs/figures/clip.svg and kl.svg."""
-    draw_clip()
-    draw_kl()
-    return compute()
+    """What docs/results/theory.json holds."""
+    return compute() | {"curves": figure_curves()}
