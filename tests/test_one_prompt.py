@@ -1,0 +1,326 @@
+"""The section "One prompt through every script" of docs/start.md: what the models give is asked of
+them again, the tables are recomputed in plain Python, and the worked examples are evaluated."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import dpo
+from docs.experiments import one_prompt
+
+SAVED = json.loads(Path("docs/results/one_prompt.json").read_text())
+TABLES, MEASURED = SAVED["tables"], SAVED["numbers"]
+PAGE = Path("docs/start.md").read_text()
+SECTION = PAGE.partition("## One prompt through every script")[2].partition("\n## ")[0]
+FLAT = " ".join(SECTION.split())
+LENGTHS = [len(ids) for ids in MEASURED["ids"]]
+GROUP = range(4)
+BETA, LAMBDA, CLIP = 0.2, 0.95, 0.2  # of PPO and GRPO
+ROUNDING = 0.501e-4
+
+
+def rows_of(name):
+    """The cells of a table, by the first cell of their row."""
+    return {row[0]: row[1:] for row in TABLES[f"one prompt {name}"]["rows"]}
+
+
+def numbers(cells):
+    return [float(cell) for cell in cells]
+
+
+def close(cells, expected, tolerance=ROUNDING):
+    assert numbers(cells) == pytest.approx(expected, abs=tolerance)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def logprobs_of(name):
+    """Log-probs of the three policies and the tokens, from the page's table of a completion."""
+    rows = rows_of(f"tokens of {name}")
+    return [numbers(rows[f"log π_{policy}"]) for policy in ("ref", "old", "new")]
+
+
+def is_clipped(ratio, advantage):
+    return (ratio > 1 + CLIP and advantage > 0) or (ratio < 1 - CLIP and advantage < 0)
+
+
+# --- what the models give ----------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def again():
+    return one_prompt.measure()
+
+
+def flat(numbers_of):
+    """All numbers of nested lists, in order."""
+    if isinstance(numbers_of, list):
+        return [number for part in numbers_of for number in flat(part)]
+    return [numbers_of]
+
+
+def test_the_models_sample_the_same_completions(again):
+    for key in ("prompt", "prompt ids", "completion", "ids", "tokens", "gold"):
+        assert again[key] == MEASURED[key]
+    assert f"`{' '.join(MEASURED['prompt'])}`" in FLAT
+    assert "ids {}, {}, {}, {} and {}".format(*MEASURED["prompt ids"]) in FLAT
+
+
+@pytest.mark.parametrize("key", ["ref", "old", "new", "entropy", "values", "reward"])
+def test_the_models_give_the_same_numbers(again, key):
+    """Another processor may round differently: below 1e-4 even with gradients off by 1e-5."""
+    assert flat(again[key]) == pytest.approx(flat(MEASURED[key]), abs=3e-4)
+
+
+@pytest.mark.parametrize("part", ["demonstration", "kto"])
+def test_the_models_give_the_same_numbers_for_other_rows(again, part):
+    assert again[part].keys() == MEASURED[part].keys()
+    for key, saved in MEASURED[part].items():
+        if isinstance(saved[0], float):
+            assert again[part][key] == pytest.approx(saved, abs=5e-4)
+        else:
+            assert again[part][key] == saved
+
+
+def test_the_tables_are_those_of_the_saved_numbers():
+    assert one_prompt.make_tables(MEASURED) == TABLES
+
+
+def test_the_group_is_what_the_page_says():
+    assert max(LENGTHS) <= one_prompt.MAX_LENGTH and f"among {one_prompt.NUM_SAMPLES}" in FLAT
+    assert MEASURED["reward"] == sorted(MEASURED["reward"], reverse=True)
+    assert (MEASURED["gold"][0], MEASURED["gold"][3]) == (1, -1)
+    assert one_prompt.GRPO.beta == one_prompt.PPO.beta == BETA
+    assert one_prompt.GRPO.learning_rate == 5e-4 and "learning rate 5e-4" in FLAT
+    assert one_prompt.DPO.beta == dpo.check_args(dpo.Args()).beta == 0.3
+    settings = one_prompt.KTO
+    assert (settings.beta, settings.desirable_weight, settings.undesirable_weight) == (0.1, 1.33, 1)
+    assert (one_prompt.PPO.gamma, one_prompt.PPO.gae_lambda) == (1, LAMBDA)
+    demonstrations = Path("tiny/reviews/sft/train.jsonl").read_text().splitlines()
+    row = {"prompt": one_prompt.PROMPT, "completion": one_prompt.DEMONSTRATION}
+    assert row in map(json.loads, demonstrations)
+
+
+# --- the tables, recomputed from the numbers that they show ------------------------------------
+def test_completions():
+    for i, (name, cells) in enumerate(rows_of("completions").items()):
+        totals = [sum(MEASURED[policy][i]) for policy in ("ref", "old", "new")]
+        close(cells[2:6], [*totals, mean(MEASURED["entropy"][i])])
+        if name in "14":
+            close(cells[2:5], [sum(logprobs) for logprobs in logprobs_of(name)])
+
+
+def test_sft():
+    rows = rows_of("SFT")
+    probabilities = [math.exp(logprob) for logprob in numbers(rows["log π_ref"])]
+    num_tokens = len(probabilities)
+    close(rows["π_ref"], probabilities)
+    close(rows["gradient"], [-1 / num_tokens] * num_tokens)
+    close(rows["gradient, token's logit"], [-(1 - p) / num_tokens for p in probabilities])
+
+
+def test_the_reward_model():
+    rewards = rows_of("completions")
+    for label, cells in rows_of("reward model").items():
+        winner, loser = label.split(" beats ")
+        r_w, r_l = float(rewards[winner][-1]), float(rewards[loser][-1])
+        p = sigmoid(r_w - r_l)
+        close(cells, [r_w, r_l, r_w - r_l, p, -math.log(p), p - 1, 1 - p])
+
+
+def direction(slope):
+    return "raised" if slope < 0 else "lowered"
+
+
+def test_reinforce():
+    rewards = [float(cells[-2]) for cells in rows_of("completions").values()]
+    for i, cells in enumerate(rows_of("REINFORCE").values()):
+        baseline = mean([rewards[j] for j in GROUP if j != i])
+        slope = -(rewards[i] - baseline) / 4
+        close(cells[:4], [rewards[i], baseline, rewards[i] - baseline, slope])
+        assert cells[4] == direction(slope)
+
+
+def generalised_advantages(rewards, values, lam):
+    advantages, next_value, next_advantage = [], 0.0, 0.0
+    for reward, value in reversed([*zip(rewards, values, strict=True)]):
+        next_advantage = reward + next_value - value + lam * next_advantage
+        next_value = value
+        advantages.insert(0, next_advantage)
+    return advantages
+
+
+def ppo_by_hand(i):
+    """Token rewards and advantages of completion i."""
+    k1 = [old - ref for old, ref in zip(MEASURED["old"][i], MEASURED["ref"][i], strict=True)]
+    rewards = [-BETA * log_ratio for log_ratio in k1]
+    rewards[-1] += MEASURED["reward"][i]
+    values = MEASURED["values"][i]
+    deltas = generalised_advantages(rewards, values, 0.0)
+    return k1, rewards, deltas, generalised_advantages(rewards, values, LAMBDA)
+
+
+def test_ppos_whitening():
+    rows = rows_of("PPO whitening")
+    advantages = [ppo_by_hand(i)[3] for i in GROUP]
+    for i in GROUP:
+        squares = [a * a for a in advantages[i]]
+        close(rows[str(i + 1)], [LENGTHS[i], sum(advantages[i]), sum(squares)])
+    everything = [a for of_one in advantages for a in of_one]
+    squares = [a * a for a in everything]
+    close(rows["all"], [sum(LENGTHS), sum(everything), sum(squares)])
+
+
+@pytest.mark.parametrize("name", ["1", "4"])
+def test_ppo(name):
+    rows, i = rows_of(f"PPO on {name}"), int(name) - 1
+    ref, old, new = logprobs_of(name)
+    k1, rewards, deltas, advantages = ppo_by_hand(i)
+    assert k1 == pytest.approx([a - b for a, b in zip(old, ref, strict=True)])
+    close(rows["k1"], k1)
+    close(rows["reward r"], rewards)
+    close(rows["value V"], MEASURED["values"][i])
+    close(rows["δ"], deltas)
+    close(rows["advantage A"], advantages)
+    num_tokens, total, total_of_squares = numbers(rows_of("PPO whitening")["all"])
+    average = total / num_tokens
+    deviation = math.sqrt(total_of_squares / num_tokens - average**2)
+    whitened = [(advantage - average) / deviation for advantage in advantages]
+    close(rows["whitened A"], whitened)
+    ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+    close(rows["ratio"], ratios)
+    slopes = []
+    for ratio, advantage in zip(ratios, whitened, strict=True):
+        slopes.append(0.0 if is_clipped(ratio, advantage) else -ratio * advantage / num_tokens)
+    close(rows["gradient"], slopes)
+
+
+def group_by_hand():
+    rewards = [float(cells[-1]) for cells in rows_of("completions").values()]
+    differences = [reward - mean(rewards) for reward in rewards]
+    deviation = math.sqrt(sum(d * d for d in differences) / 3)
+    return rewards, differences, [d / (deviation + 1e-4) for d in differences]
+
+
+def test_grpos_group():
+    rewards, differences, advantages = group_by_hand()
+    for i, cells in enumerate(rows_of("GRPO group").values()):
+        expected = [rewards[i], differences[i], advantages[i], LENGTHS[i], 1 / (4 * LENGTHS[i])]
+        close(cells[:5], expected)
+        assert cells[5] == direction(-advantages[i])
+
+
+def grpo_slopes(name, first_step):
+    ref, old, new = logprobs_of(name)
+    i = int(name) - 1
+    advantage = group_by_hand()[2][i]
+    slopes = []
+    for t in range(LENGTHS[i]):
+        logprob = old[t] if first_step else new[t]
+        ratio = math.exp(logprob - old[t])
+        surrogate = 0.0 if is_clipped(ratio, advantage) else ratio * advantage
+        penalty = BETA * (1 - math.exp(ref[t] - logprob))
+        slopes.append(-(surrogate - penalty) / (4 * LENGTHS[i]))
+    return slopes
+
+
+def test_grpo():
+    rows = rows_of("GRPO on 1")
+    ref, old, new = logprobs_of("1")
+    inverse = [math.exp(a - b) for a, b in zip(ref, new, strict=True)]
+    close(rows["gradient, first step"], grpo_slopes("1", first_step=True))
+    close(rows["ratio"], [math.exp(a - b) for a, b in zip(new, old, strict=True)])
+    close(rows["π_ref / π_new"], inverse)
+    close(rows["k3"], [x - math.log(x) - 1 for x in inverse])
+    close(rows["gradient, second step"], grpo_slopes("1", first_step=False))
+
+
+def test_dpo():
+    refs = logprobs_of("1")[0], logprobs_of("4")[0]
+    for place, cells in enumerate(rows_of("DPO").values()):
+        policies = logprobs_of("1")[place], logprobs_of("4")[place]
+        chosen, rejected = (sum(a) - sum(b) for a, b in zip(policies, refs, strict=True))
+        h = chosen - rejected
+        slope = 0.3 * (1 - sigmoid(0.3 * h))
+        loss = -math.log(sigmoid(0.3 * h))
+        close(cells, [chosen, rejected, h, 0.3 * h, loss, -slope, slope])
+
+
+def test_kto():
+    rows = rows_of("KTO")
+    assert mean([float(cells[3]) for cells in rows.values()]) < 0  # and so z0 = 0
+    totals = rows_of("completions")
+    for name, (_, label, _, _, logratio, *cells) in rows.items():
+        r = float(logratio)
+        if name in totals:
+            close([logratio], [float(totals[name][4]) - float(totals[name][2])], 1e-9)
+        desirable = label == "desirable"
+        weight, sign = (1.33, -1) if desirable else (1.0, 1)
+        s = sigmoid(0.1 * r)
+        close(cells, [weight * sigmoid(sign * 0.1 * r), sign * 0.1 * weight * s * (1 - s) / 4])
+
+
+# --- the text ----------------------------------------------------------------------------------
+def worked_examples():
+    """Pairs of an expression and the number behind the equals sign, from the code on the page."""
+    found = re.findall(r"`([^`]+) = (-?[\d.]+)`", SECTION)
+    return [(expression.replace("\n", " "), result) for expression, result in found]
+
+
+@pytest.mark.parametrize("expression, result", worked_examples())
+def test_a_worked_example_is_right(expression, result):
+    functions = {"exp": math.exp, "ln": math.log, "sqrt": math.sqrt}
+    assert re.fullmatch(r"(exp|ln|sqrt|[\d.+*/() -])+", expression)
+    digits = len(result.partition(".")[2])
+    computed = eval(expression, {"__builtins__": {}}, functions)
+    assert computed == pytest.approx(float(result), abs=0.51 * 10**-digits)
+
+
+def test_worked_examples_use_numbers_of_the_tables():
+    """Or constants, or results of examples before."""
+    known = {"0.0001"}
+    for table in TABLES.values():
+        known |= {cell.lstrip("-") for row in table["rows"] for cell in row}
+    assert len(worked_examples()) > 30
+    for expression, result in worked_examples():
+        for number in re.findall(r"\d+\.\d{3,}", expression):
+            assert number in known, f"{number} in {expression}"
+        known.add(result.lstrip("-"))
+
+
+def test_every_script_has_its_part():
+    for name in ("SFT", "The reward model", "REINFORCE", "PPO", "GRPO", "DPO", "KTO"):
+        assert f"\n### {name}\n" in SECTION
+    for name in TABLES:
+        assert f"<!-- table {name} -->" in SECTION
+
+
+def tokens_where(name, holds):
+    tokens = MEASURED["tokens"][int(name) - 1]
+    slopes = numbers(rows_of(f"PPO on {name}")["gradient"])
+    return [token for token, slope in zip(tokens, slopes, strict=True) if holds(slope)]
+
+
+def test_what_the_page_says_of_the_signs():
+    assert tokens_where("1", lambda slope: slope > 0) == ["liked", "the", "music"]
+    assert tokens_where("1", lambda slope: slope == 0) == ["<eos>"]
+    assert tokens_where("4", lambda slope: slope < 0) == ["truly", "weak"]
+    assert "all tokens are raised but `liked`, `the`, `music` and the clipped `<eos>`" in FLAT
+    assert "all are lowered but `truly` and `weak`" in FLAT
+
+    rows = rows_of("PPO on 4")
+    assert f"{rows['value V'][9]} before `weak` and {rows['value V'][10]} after it" in FLAT
+    assert f"more likely (ratio {rows['ratio'][-1]} in PPO's table)" in FLAT
+    assert all(slope < 0 for slope in flat([grpo_slopes("1", first) for first in (True, False)]))
+    assert all(slope > 0 for slope in flat([grpo_slopes("4", first) for first in (True, False)]))
+    eos_rises = [MEASURED["new"][i][-1] > MEASURED["old"][i][-1] for i in GROUP]
+    assert eos_rises == [True, True, False, True]
+    first_step = one_prompt.grpo_slopes(MEASURED, "old")
+    assert [first_step[i, LENGTHS[i] - 1] < 0 for i in GROUP] == [True, True, False, False]
