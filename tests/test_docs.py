@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 from scripts import SCRIPTS, short_flags
@@ -32,6 +33,7 @@ FLAGS = {
     "--jobs",
     "--medium",
     "--profile",
+    "--redraw",
     "--repeats",
     "--shapes",
     "--steps",
@@ -201,3 +203,30 @@ def test_what_the_page_says_of_the_variance_holds():
     assert f"in {lower} of the {len(noises)} measurements" in page
     assert "it is {:.0f}, {:.0f} and {:.0f} times as large".format(*worse) in page
     assert f"{min(shifted):.1f} to {max(shifted):.0f} times the variance" in page
+
+
+def test_what_the_index_says_of_the_frontier_holds():
+    """Two means of five seeds differ if they are three standard errors of the difference apart."""
+    numbers = json.loads(Path("docs/results/frontier.json").read_text())["numbers"]
+    rewards = {label: values["reward"] for label, values in numbers.items()}
+
+    def standard_errors(first: str, second: str) -> float:
+        a, b = rewards[first], rewards[second]
+        return (mean(a) - mean(b)) / ((stdev(a) ** 2 + stdev(b) ** 2) / 5) ** 0.5
+
+    ppo, grpo = "PPO, KL in the reward, beta ", "GRPO, KL in the reward, beta "
+    loss, dpo = "GRPO, KL in the loss, beta ", "DPO, beta "
+    assert standard_errors(ppo + "0.2", grpo + "0.2") > 3
+    assert min(rewards[ppo + "0.2"]) > max(rewards[grpo + "0.2"])
+    assert abs(standard_errors(ppo + "0.5", grpo + "0.5")) < 3
+    assert abs(standard_errors(ppo + "0.1", grpo + "0.1")) < 3
+    assert standard_errors(ppo + "0.5", dpo + "1") > 3
+    assert standard_errors(grpo + "0.5", dpo + "1") > 3
+    assert standard_errors(ppo + "0.2", dpo + "0.3") > 3
+    assert abs(standard_errors(grpo + "0.2", dpo + "0.3")) < 3
+    assert abs(standard_errors(grpo + "0.1", loss + "0.1")) < 3
+    page = " ".join(Path("docs/index.md").read_text().split())
+    of_grpo = standard_errors(loss + "0.2", loss + "0.1")
+    of_dpo = standard_errors(dpo + "0.3", dpo + "0.1")
+    assert f"0.74, then 0.66, {of_grpo:.1f} standard errors" in page
+    assert f"0.82, then 0.78, {of_dpo:.1f})" in page
