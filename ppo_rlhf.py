@@ -116,7 +116,7 @@ class Args:
     clip_coef: float = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: float | None = 0.2  # eps_v: V is clipped to V_old +- this; None: no clipping
     # factor of the value loss; it matters with --critic-init policy, where both losses train the
-    # same weights; a separate critic hardly notices it, because Adam normalises its gradient
+    # same weights; a separate critic is nearly insensitive to it: Adam normalises its gradient
     vf_coef: float = 0.5
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
@@ -127,7 +127,8 @@ class Args:
     critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
     critic_learning_rate: float = 1e-3  # AdamW's peak learning rate for the critic, or its head
     beta: float = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
-    kl_placement: Literal["reward", "loss"] = "reward"  # KL as k1 in the rewards, or k2 in the loss
+    # KL as k1 in the rewards, or rho k2 in the loss
+    kl_placement: Literal["reward", "loss"] = "reward"
     kl_target: float | None = None  # adapt beta to this KL(pi || pi_ref), nats per completion
     kl_horizon: float = 1_280  # completions in which an adapted beta changes by about 20% at most
     # --- optimisation and evaluation ---
@@ -547,7 +548,7 @@ def evaluate(
 def load_critic(args: Args, device: torch.device) -> torch.nn.Module:
     """A model with one output per token, initialised as --critic-init says.
 
-    `policy`: only a head, on the policy's backbone (Ziegler et al., arXiv 1909.08593, section 2.1).
+    `policy`: only a head, on the policy's backbone, as in Ziegler et al.'s code.
     """
     kind = AutoModelForSequenceClassification
     source = args.reward_model if args.critic_init == "reward_model" else args.model

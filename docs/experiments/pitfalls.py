@@ -44,8 +44,7 @@ RUNS = {
         ("objective/kl", "reward/mean", "eval/reward"),
     ),
     "zero": Symptom(
-        "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base "
-        "--group-size 2 --prompts-per-rollout 128",
+        "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
         "grpo.py --beta 0 --total-rollouts 15",
         ("reward/zero_variance_groups", "reward/std", "reward/mean", "eval/accuracy"),
     ),
@@ -62,6 +61,18 @@ RUNS = {
 }
 # Ends with an error, so its table tells in which rollout.
 NAN = ("grpo.py --learning-rate 1", "grpo.py")
+# Symptom and metrics whose values in each rollout the page quotes.
+QUOTED = {
+    "entropy": ("policy/entropy", "reward/mean"),
+    "kl": ("objective/kl", "policy/approx_kl"),
+}
+# Runs whose clip fractions docs/ppo_rlhf.md quotes.
+CLIPPED = {
+    "PPO, reviews": "ppo_rlhf.py",
+    "GRPO, arithmetic": "grpo.py",
+    "GRPO, reviews": RUNS["entropy"].healthy,
+    "GRPO, reviews, rate 2e-3": RUNS["entropy"].sick,
+}
 # Symptom, metric, title and label of x for each panel of the figure.
 PANELS = (
     ("hacking", "eval/reward", "gold reward", "rollout"),
@@ -150,29 +161,83 @@ def nan_table() -> dict:
     return {"columns": columns, "rows": [sick, healthy]}
 
 
-def draw(runs: dict[str, dict[str, list[Run]]]) -> None:
-    from drawing import COLOURS, draw_band, panels, save
+def quoted_values(runs_by_command: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
+    """By command and metric, a list for each seed: the values in rollouts 1, 2, ..."""
+    values = {}
+    for command, runs in runs_by_command.items():
+        values[command] = {}
+        for metric in metrics:
+            values[command][metric] = [
+                [float(f"{row[metric]:.4g}") for row in run.rows if metric in row] for run in runs
+            ]
+    return values
 
-    figure, axes = panels(len(PANELS), width=10, height=2.6)
+
+def clip_fractions(command: str) -> dict[str, list[float]]:
+    """A number for each seed: of the first rollout, and the highest and the mean of the others."""
+    fractions = {"first": [], "highest later": [], "mean later": []}
+    for run in runs_of(command):
+        first, *later = [
+            row["policy/clip_fraction_low"] + row["policy/clip_fraction_high"]
+            for row in run.rows
+            if "policy/clip_fraction_low" in row
+        ]
+        fractions["first"].append(round(first, 4))
+        fractions["highest later"].append(round(max(later), 4))
+        fractions["mean later"].append(round(mean(later), 4))
+    return fractions
+
+
+def panel_curves(runs: dict[str, dict[str, list[Run]]]) -> dict[str, dict]:
+    """What the figure draws, by symptom: x, and the mean, lowest and highest y of the seeds."""
+    from drawing import band_of
+
+    curves = {}
+    for symptom, metric, *_ in PANELS:
+        curves[symptom] = {}
+        for name, symptom_runs in zip(("sick", "healthy"), runs[symptom].values(), strict=True):
+            band = band_of([run.curve("step", metric) for run in symptom_runs])
+            rounded = {key: [round(y, 4) for y in ys] for key, ys in band._asdict().items()}
+            curves[symptom][name] = rounded
+    return curves
+
+
+def draw(results: dict) -> None:
+    """docs/figures/pitfalls.svg."""
+    from drawing import (
+        HEALTHY,
+        SICK,
+        Band,
+        draw_band,
+        draw_evaluations,
+        panels,
+        plain_log_scale,
+        save,
+    )
+
+    figure, axes = panels(2, height=5, rows=2)
+    courses = []
     for axis, (symptom, metric, title, xlabel) in zip(axes, PANELS, strict=True):
-        sick_runs, healthy_runs = runs[symptom].values()
-        for name, colour, symptom_runs in (
-            ("sick", COLOURS[1], sick_runs),
-            ("healthy", COLOURS[0], healthy_runs),
-        ):
-            curves = [run.curve("step", metric) for run in symptom_runs]
-            draw_band(axis, curves, name, colour)
+        draw_curve = draw_evaluations if metric.startswith("eval/") else draw_band
+        for name, style in (("sick", SICK), ("healthy", HEALTHY)):
+            band = Band(**results["curves"][symptom][name])
+            draw_curve(axis, band, name, *style)
+            courses.append(f"{title} {name} from {show(band.mean[0])} to {show(band.mean[-1])}")
         axis.set(title=title, xlabel=xlabel)
         if symptom == "kl":
-            axis.set_yscale("log")
+            plain_log_scale(axis)
         else:
             axis.locator_params(axis="y", nbins=5, steps=[1, 2, 5, 10])
-    axes[0].legend()
-    save(figure, "pitfalls.svg")
+    axes[0].legend(loc="lower left")
+    description = (
+        "Four panels, each with the mean and the range of five sick and of five healthy runs. "
+        f"Means of the first and the last value: {'; '.join(courses)}."
+    )
+    save(figure, "pitfalls.svg", "Four metrics of sick and healthy runs", description)
 
 
 def results() -> dict:
-    """What docs/results/pitfalls.json holds; draws docs/figures/pitfalls.svg."""
+    """What docs/results/pitfalls.json holds."""
     tables, numbers, all_runs = {}, {}, {}
     for name, symptom in RUNS.items():
         runs_by_command = {
@@ -188,5 +253,10 @@ def results() -> dict:
                 numbers[name][command][metric] = values
         all_runs[name] = runs_by_command
     tables["pitfalls nan"] = nan_table()
-    draw(all_runs)
-    return {"tables": tables, "numbers": numbers}
+    return {
+        "tables": tables,
+        "numbers": numbers,
+        "curves": panel_curves(all_runs),
+        "rollouts": {name: quoted_values(all_runs[name], QUOTED[name]) for name in QUOTED},
+        "clip fractions": {label: clip_fractions(command) for label, command in CLIPPED.items()},
+    }
