@@ -55,6 +55,11 @@ def sizes(name: str, weights: int, gradients: int, adamw: int, frozen: int, comp
     )
 
 
+def card(gb: int, name: str, bfloat16: bool = True) -> dict:
+    """A GPU's memory in GB, and whether it computes in bfloat16; the scripts use float32 if not."""
+    return dict(gb=gb, name=name, bfloat16=bfloat16)
+
+
 CONSTANTS = {
     "models": {  # hidden, layers, query, kv, ffn, vocab, tied
         "Qwen2.5-0.5B": shape(896, 24, 896, 128, 4_864, 151_936, True),
@@ -100,11 +105,23 @@ CONSTANTS = {
         "autocast": dict(hidden=26, query=4, kv=4, ffn=8),
         "bfloat16": dict(hidden=16, query=4, kv=4, ffn=8),
     },
+    # Bytes of a layer's input, per unit of the hidden size: all that checkpointing keeps of a layer.
+    "layer_input": dict(float32=4, autocast=4, bfloat16=2),
     "prefill": dict(hidden=6, ffn=3),  # numbers that are in use at one time for a token of a prompt
     "logits_chunk": 2**26,  # MAX_LOGITS of common/logprobs.py
     "logit": 4,  # bytes; and of the head's gradient, per weight, before it is added to the others
     "sampled_logit": 16,  # bytes: the logit, its softmax, and the cumulative sum in float64
-    "cards": [24, 40, 80],  # GB
+    "cards": [
+        card(16, "T4", bfloat16=False),
+        card(24, "RTX 4090"),
+        card(48, "L40S"),
+        card(80, "H100"),
+        card(96, "RTX PRO 6000"),
+        card(141, "H200"),
+        card(192, "B200"),
+    ],
+    "most_gpus": 4_096,  # the page takes no more, and looks no further
+    "most": 1_000_000,  # of any other number
 }
 PARTS = {
     "policy": "policy",
@@ -116,6 +133,8 @@ PARTS = {
     "copies": "copies of weights",
     "activations": "activations",
     "cache": "KV cache",
+    "logits": "a step's logits",
+    "reading": "reading the prompts",
 }
 DEFAULTS = dict(gpus=1, micro_batch=1, prompt=512, completion=512, rollout=128, group=8)
 
@@ -147,16 +166,22 @@ def memory(
     completion: int,
     rollout: int,
     group: int,
+    checkpointing: bool = False,
+    train_layers: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Bytes on one GPU by part, while the script updates, and while it samples (if it does).
 
     micro_batch: rows or pairs that a GPU computes at a time; prompt, completion: tokens; rollout:
-    completions of all GPUs together; group: completions of a prompt.
+    completions of all GPUs together; group: completions of a prompt; checkpointing: with
+    --activation-checkpointing; train_layers: the last layers of a reward model that are trained,
+    None for all weights.
     """
     counts = parameters(model)
     embedding = model["vocab"] * model["hidden"]
     compute_bytes = precision["compute"]
     has_policy = "policy" in algorithm["trained"]  # which has an output head over the vocabulary
+    freezes_layers = train_layers is not None and algorithm["trained"] == ["reward"]
+    trained_layers = train_layers if freezes_layers else model["layers"]
 
     # 1. Weights, gradients and moments, sharded over the GPUs.
     model_sizes = {
@@ -167,19 +192,25 @@ def memory(
     }
     update = dict.fromkeys(PARTS, 0.0)
     for name in algorithm["trained"]:
-        update[name] = precision["weights"] * model_sizes[name] / gpus
-        update["gradients"] += precision["gradients"] * model_sizes[name] / gpus
-        update["adamw"] += precision["adamw"] * model_sizes[name] / gpus
+        trained = model_sizes[name]
+        if freezes_layers:
+            trained = trained_layers * counts["layer"]
+        frozen = model_sizes[name] - trained
+        update[name] = (precision["weights"] * trained + precision["frozen"] * frozen) / gpus
+        update["gradients"] += precision["gradients"] * trained / gpus
+        update["adamw"] += precision["adamw"] * trained / gpus
     for name in algorithm["frozen"]:
         update[name] = precision["frozen"] * model_sizes[name] / gpus
     sampling = dict(update)
 
-    # 2. Copies of weights: on one GPU autocast keeps a copy in low precision of what it multiplies
-    # by; several gather two layers at a time, and what stands at the ends.
+    # 2. Copies of weights: on one GPU autocast keeps a copy in low precision of the trained weights
+    # that it multiplies by; several gather two layers at a time, and what stands at the ends.
     uses_autocast = compute_bytes < precision["weights"]
     autocast_copies = 0
     if uses_autocast:
         multiplied = counts["backbone"] - (0 if has_policy else embedding)
+        if freezes_layers:
+            multiplied = trained_layers * counts["layer"]
         autocast_copies = compute_bytes * multiplied
     if gpus == 1:
         update["copies"] = autocast_copies
@@ -188,6 +219,8 @@ def memory(
         update["copies"] = compute_bytes * (gathered_ends + 2 * counts["layer"])
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
+    # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of all layers,
+    # and while the backward pass is in a layer, that layer's activations.
     kind = "bfloat16"
     if compute_bytes == 4:
         kind = "float32"
@@ -195,7 +228,11 @@ def memory(
         kind = "autocast"
     rows = micro_batch * algorithm["rows"]
     bytes_per_token = weighted_widths(model, CONSTANTS["activations"][kind])
-    update["activations"] = rows * (prompt + completion) * model["layers"] * bytes_per_token
+    kept_per_token = trained_layers * bytes_per_token
+    if checkpointing and trained_layers > 0:
+        input_bytes = CONSTANTS["layer_input"][kind] * model["hidden"]
+        kept_per_token = trained_layers * input_bytes + bytes_per_token
+    update["activations"] = float(rows * (prompt + completion) * kept_per_token)
     if has_policy:
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
         logit_bytes = CONSTANTS["logit"] * model["vocab"]
@@ -206,16 +243,18 @@ def memory(
     # 4. Sampling: all weights on each GPU, and the larger of what reading the prompts takes and
     # what the completions take. Each prompt is read once, before the rows of its group are made.
     completions = ceil(rollout / gpus)
-    cache_bytes = 2 * model["layers"] * model["kv"] * (prompt + completion) * compute_bytes
-    decoding = completions * (cache_bytes + CONSTANTS["sampled_logit"] * model["vocab"])
     prompts = completions
     if algorithm["samples"] == "group":
         prompts = ceil(completions / group)
-    read_bytes = weighted_widths(model, CONSTANTS["prefill"]) * compute_bytes
-    reading = prompts * (cache_bytes + prompt * read_bytes)
+    cache_bytes = 2 * model["layers"] * model["kv"] * (prompt + completion) * compute_bytes
+    logits = completions * CONSTANTS["sampled_logit"] * model["vocab"]
+    reading = prompts * prompt * weighted_widths(model, CONSTANTS["prefill"]) * compute_bytes
     sampling["gradients"] = 0.0
     sampling["copies"] = autocast_copies if gpus == 1 else compute_bytes * counts["policy"]
-    sampling["cache"] = float(max(decoding, reading))
+    if prompts * cache_bytes + reading > completions * cache_bytes + logits:
+        sampling["cache"], sampling["reading"] = float(prompts * cache_bytes), float(reading)
+    else:
+        sampling["cache"], sampling["logits"] = float(completions * cache_bytes), float(logits)
     return {"update": update, "sampling": sampling}
 
 
@@ -223,6 +262,22 @@ def peak(model: dict, algorithm: dict, precision: dict, **work: int) -> float:
     """Bytes at the moment that needs most; `work` is what `memory` wants to know else."""
     moments = memory(model, algorithm, precision, **work)
     return max(sum(parts.values()) for parts in moments.values())
+
+
+def peak_on(card: dict, model: dict, algorithm: dict, precision: dict, **work: int) -> float:
+    """`peak` on such a card: without bfloat16 the matrix products are in float32."""
+    if precision["compute"] == 2 and not card["bfloat16"]:
+        precision = CONSTANTS["precisions"]["float32"]
+    return peak(model, algorithm, precision, **work)
+
+
+def gpus_needed(card: dict, model: dict, algorithm: dict, precision: dict, **work: int) -> int:
+    """The fewest such cards that hold the run, of all numbers up to `most_gpus`; 0 if none does."""
+    for gpus in range(1, CONSTANTS["most_gpus"] + 1):
+        size = peak_on(card, model, algorithm, precision, **work | {"gpus": gpus})
+        if size <= card["gb"] * GB:
+            return gpus
+    return 0
 
 
 # --- the peaks that are measured, each in a process of its own ---------------------------------
@@ -404,7 +459,9 @@ def expected(case: dict) -> tuple[float, float, float]:
         if case["algorithm"] == "sampling":
             parts["adamw"] = 0.0  # no optimiser while it samples
         total = sum(parts.values())
-        return total - parts["activations"] - parts["cache"], total, total
+        while_it_computes = ("activations", "cache", "logits", "reading")
+        state = total - sum(parts[name] for name in while_it_computes)
+        return state, total, total
 
     algorithm = CONSTANTS["algorithms"][case["algorithm"]]
     parts = memory(model, algorithm, precision, **work)["update"]
@@ -487,7 +544,7 @@ def measured_table(cases: list[dict]) -> dict:
 
 
 def tables(measured: list[dict]) -> dict:
-    """All tables, and the numbers behind them."""
+    """All tables, the numbers behind them, and those of the figure."""
     one, eight = peaks_in_gb(gpus=1), peaks_in_gb(gpus=8)
     return {
         "tables": {
@@ -497,13 +554,13 @@ def tables(measured: list[dict]) -> dict:
             "choosing_measured": measured_table(measured),
         },
         "numbers": {"choosing_one": one, "choosing_eight": eight, "measured": measured},
+        "bars": bars(),
     }
 
 
-def draw() -> None:
-    """Bars of a 7B model on one GPU, at the moment that needs most."""
-    from drawing import COLOURS, GREY, panels, save
-
+def bars() -> dict[str, dict[str, float]]:
+    """What the figure draws: the parts in GB of a 7B model on one GPU, at the moment that needs
+    most, by the algorithm's label."""
     labels = {
         "sft": "SFT",
         "dpo": "DPO, IPO",
@@ -513,37 +570,86 @@ def draw() -> None:
         "ppo": "PPO",
     }
     model, precision = CONSTANTS["models"]["Qwen2.5-7B"], CONSTANTS["precisions"]["mixed"]
-    highest_moments = []
-    for name in labels:
+    bars = {}
+    for name, label in labels.items():
         moments = memory(model, CONSTANTS["algorithms"][name], precision, **DEFAULTS)
-        highest_moments.append(max(moments.values(), key=lambda parts: sum(parts.values())))
+        highest = max(moments.values(), key=lambda parts: sum(parts.values()))
+        bars[label] = {PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size}
+    return bars
 
-    figure, (axis,) = panels(1, height=2.6)
-    part_colours = [*COLOURS, "#5a6a7a", "#50b8c0", "#c0a0e0"]
-    left_ends = [0.0] * len(labels)
-    for (part, part_label), colour in zip(PARTS.items(), part_colours, strict=True):
-        widths = [parts[part] / GB for parts in highest_moments]
-        if any(widths):
-            axis.barh(
-                [*labels.values()],
-                widths,
-                left=left_ends,
-                color=colour,
-                label=part_label,
-                height=0.6,
+
+def draw(results: dict) -> None:
+    """docs/figures/choosing.svg: stacked bars, each part with its own tint, hatching and label."""
+    from drawing import GREY, TEXT, panels, save
+
+    bars = results["bars"]
+    styles = {  # tint, hatching, and what is written into the part
+        "policy": ("#9ecbf5", "", "policy"),
+        "reference": ("#f5c9a3", "//", "ref"),
+        "critic": ("#a9dcb8", "", "critic"),
+        "reward model": ("#d8c1f0", "\\\\", "RM"),
+        "gradients": ("#f6b9c4", "..", "grads"),
+        "AdamW": ("#e3d08a", "", "AdamW"),
+        "copies of weights": ("#c3c9d0", "xx", ""),
+        "activations": ("#a5dde0", "", ""),
+        "KV cache": ("#ffffff", "++", ""),
+    }
+    figure, (axis,) = panels(1, height=3.4)
+    axis.grid(visible=False, axis="y")
+    left_ends = dict.fromkeys(bars, 0.0)
+    for part, (tint, hatching, written) in styles.items():
+        with_part = [label for label in bars if part in bars[label]]
+        if not with_part:
+            continue
+        widths = [bars[label][part] for label in with_part]
+        axis.barh(
+            with_part,
+            widths,
+            left=[left_ends[label] for label in with_part],
+            color=tint,
+            hatch=hatching,
+            edgecolor=GREY,
+            lw=0.8,
+            label=part,
+            height=0.62,
+        )
+        for label, width in zip(with_part, widths, strict=True):
+            middle = left_ends[label] + width / 2
+            axis.text(
+                middle,
+                label,
+                written,
+                ha="center",
+                va="center",
+                bbox=dict(facecolor=tint, lw=0, pad=1),
             )
-        left_ends = [left + width for left, width in zip(left_ends, widths, strict=True)]
-    axis.axvline(80, color=GREY, ls="--", lw=1)
-    axis.annotate("80 GB", (80, -0.45), xytext=(3, 0), textcoords="offset points", va="bottom")
+            left_ends[label] += width
+    for label, total in left_ends.items():
+        axis.text(total + 3, label, f"{total:.0f} GB", va="center")
+    axis.axvline(80, color=TEXT, ls="--", lw=1.2)
+    axis.annotate(
+        "80 GB",
+        (80, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+    )
     axis.invert_yaxis()
+    axis.set(xlim=(0, 1.12 * max(left_ends.values())))
     axis.set_xlabel("GB on one GPU, 7B parameters, a micro-batch of 1 with 512 + 512 tokens")
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
-    save(figure, "choosing.svg")
+    figure.legend(loc="outside lower center", ncols=4, handlelength=2.5)
+    totals = [f"{label} {total:.0f} GB" for label, total in left_ends.items()]
+    description = (
+        "Stacked bars of the memory that six algorithms need for a model of 7B parameters on one "
+        f"GPU, at the moment that needs most: {'; '.join(totals)}. A dashed line at 80 GB, the "
+        "size of one card. AdamW's moments are the largest part of each bar."
+    )
+    save(figure, "choosing.svg", "Memory of a 7B model by algorithm", description)
 
 
 def results() -> dict:
-    """What docs/results/choosing.json holds; draws docs/figures/choosing.svg."""
-    draw()
+    """What docs/results/choosing.json holds."""
     return tables(measure())
 
 
@@ -567,7 +673,9 @@ def main() -> None:
         return
     from tables import insert_tables
 
-    RESULTS.write_text(json.dumps(results(), indent=1) + "\n")
+    made = results()
+    RESULTS.write_text(json.dumps(made, indent=1) + "\n")
+    draw(made)
     write_page()
     insert_tables()
 

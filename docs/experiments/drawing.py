@@ -1,9 +1,30 @@
-"""How all figures of the pages look: small SVGs, to be read on white and on black."""
+"""How the figures of all pages look. A program that draws in the same style does
+
+    from drawing import ALGORITHM_STYLES, draw_band, panels, save
+
+    figure, (left, right) = panels(2)
+    draw_band(left, curves, "GRPO", *ALGORITHM_STYLES["GRPO"])
+    save(figure, "name.svg", "a few words", "What the figure shows, for whoever cannot see it.")
+
+A figure is drawn from docs/results/NAME.json alone, so that its look can be changed without runs.
+A module that figures.py lists has `results()`, which returns the content of that file, and, if it
+has a figure, `draw(results)`, which draws that content; `figures.py --redraw NAME` calls it.
+
+Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
+algorithms take the muted COLOURS. Every series also has its own marker or line style, so that a
+figure can be read without colours. Values logged in every step are lines (`draw_band`); the few
+evaluations of a run are markers without a line (`draw_evaluations`).
+
+No grey has a contrast of 4.5 : 1 both to a white page and to GitHub's dark one (#0d1117), so each
+figure has an opaque ground. All colours here have 4.5 : 1 to it and can be used for text.
+Figures are 8 inches (576 pt) wide, so 9 pt become 12 pixels where a page shows them at 800.
+"""
 
 import re
 from collections.abc import Sequence
+from html import escape
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -11,21 +32,53 @@ matplotlib.use("Agg")  # no window
 from matplotlib import pyplot as plt
 from paths import FIGURES
 
-COLOURS = ("#3f8fe0", "#e0752d", "#3fa66b", "#b06fd0", "#d04f5f", "#a08a3a")
-GREY = "#808890"
+
+class Style(NamedTuple):
+    """How a series is drawn; colour, marker and line as matplotlib names them."""
+
+    colour: str
+    marker: str = ""
+    line: str = "-"
+
+
+GROUND = "#ffffff"
+TEXT = "#24292f"
+GREY = "#5f6872"  # lines and words that stay in the background
+COLOURS = ("#24292f", "#c4202a", "#5f6872", "#5c4630", "#3d4f7d", "#6b3a5b")
+ALGORITHM_STYLES = {
+    "SFT": Style("#7a5f00", "s"),
+    "reward model": Style("#4a5a78", "P"),
+    "best of n": Style("#8c3b2e", "*"),
+    "REINFORCE": Style("#7a3fc0", "p"),
+    "PPO": Style("#0b62c4", "o"),
+    "GRPO": Style("#b84a00", "^"),
+    "GDPO": Style("#b5256b", "v"),
+    "DPO": Style("#1a7a3a", "D"),
+    "KTO": Style("#00727c", "X"),
+}
+# Runs with a symptom and without one, whatever their algorithm.
+HEALTHY, SICK = Style(COLOURS[0], "o"), Style(COLOURS[1], "x", "--")
+
 matplotlib.rcParams.update(
     {
-        "text.color": GREY,
-        "axes.labelcolor": GREY,
+        "figure.facecolor": GROUND,
+        "axes.facecolor": GROUND,
+        "savefig.facecolor": GROUND,
+        "text.color": TEXT,
+        "axes.labelcolor": TEXT,
         "axes.edgecolor": GREY,
-        "axes.titlecolor": GREY,
+        "axes.titlecolor": TEXT,
         "xtick.color": GREY,
         "ytick.color": GREY,
+        "xtick.labelcolor": TEXT,
+        "ytick.labelcolor": TEXT,
         "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
         "font.sans-serif": ["DejaVu Sans", "Arial"],
         "font.size": 9,
-        "legend.fontsize": 8,
+        "axes.titlesize": 10,
+        "legend.fontsize": 9,
         "legend.framealpha": 0,
+        "axes.unicode_minus": False,  # screen readers and searches know the hyphen
         "svg.fonttype": "none",  # letters, not their outlines
         "svg.hashsalt": "plain",  # the same file in each run
     }
@@ -33,37 +86,118 @@ matplotlib.rcParams.update(
 
 
 def panels(
-    columns: int, width: float = 8, height: float = 2.8, sharex: bool = False
+    columns: int, width: float = 8, height: float = 2.8, sharex: bool = False, rows: int = 1
 ) -> tuple[Any, list]:
-    """A figure of so many inches, and its axes, side by side."""
+    """A figure of so many inches, and its axes, row by row."""
     figure, axes = plt.subplots(
-        1, columns, figsize=(width, height), layout="constrained", sharex=sharex, squeeze=False
+        rows, columns, figsize=(width, height), layout="constrained", sharex=sharex, squeeze=False
     )
-    for axis in axes[0]:
-        axis.grid(alpha=0.3)
-    return figure, list(axes[0])
+    for axis in axes.flat:
+        axis.grid(color=GREY, alpha=0.25)
+        axis.set_axisbelow(True)
+    return figure, list(axes.flat)
 
 
-def draw_band(axis: Any, curves: Sequence[Sequence[tuple]], label: str, colour: str) -> None:
-    """The mean over curves, lists of points (x, y), and a band from the lowest to the highest y."""
-    x_means, y_means, y_lowest, y_highest = [], [], [], []
+def plain_log_scale(axis: Any) -> None:
+    """A logarithmic y with 0.1, 1, 10 at its ticks; exponents would be too small to read."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
+    axis.minorticks_off()
+
+
+class Band(NamedTuple):
+    """Of several runs: x, and the mean, the lowest and the highest y there."""
+
+    x: list[float]
+    mean: list[float]
+    lowest: list[float]
+    highest: list[float]
+
+
+def band_of(curves: Sequence[Sequence[tuple]]) -> Band:
+    """The band over curves, lists of points (x, y)."""
+    band = Band([], [], [], [])
     for points in zip(*curves, strict=True):  # those of one step, of each curve
         y_values = [y for _, y in points]
-        x_means.append(mean(x for x, _ in points))
-        y_means.append(mean(y_values))
-        y_lowest.append(min(y_values))
-        y_highest.append(max(y_values))
-    axis.fill_between(x_means, y_lowest, y_highest, color=colour, alpha=0.25, lw=0)
-    axis.plot(x_means, y_means, color=colour, label=label)
+        band.x.append(mean(x for x, _ in points))
+        band.mean.append(mean(y_values))
+        band.lowest.append(min(y_values))
+        band.highest.append(max(y_values))
+    return band
 
 
-def save(figure: Any, name: str) -> None:
-    """Write the figure to docs/figures/NAME, and close it."""
+def draw_band(
+    axis: Any,
+    curves: Sequence[Sequence[tuple]] | Band,
+    label: str,
+    colour: str,
+    marker: str = "",
+    line: str = "-",
+) -> None:
+    """The mean over curves, lists of points (x, y), and a band from the lowest to the highest y.
+
+    For what is logged in every step. A few markers tell the lines apart.
+    """
+    band = curves if isinstance(curves, Band) else band_of(curves)
+    axis.fill_between(band.x, band.lowest, band.highest, color=colour, alpha=0.2, lw=0)
+    axis.plot(
+        band.x,
+        band.mean,
+        color=colour,
+        marker=marker,
+        ls=line,
+        label=label,
+        ms=5,
+        markevery=(0.05, 0.18),  # the first marker, and their distance; 1: the axes' diagonal
+    )
+
+
+def draw_evaluations(
+    axis: Any,
+    curves: Sequence[Sequence[tuple]] | Band,
+    label: str,
+    colour: str,
+    marker: str = "o",
+    line: str = "",
+) -> None:
+    """The mean of each evaluation as a marker, with a bar from the lowest to the highest y, and the
+    single values of the curves as dots on it.
+
+    No line, whatever `line` is: nothing was measured in between.
+    """
+    band = curves
+    if not isinstance(curves, Band):
+        band = band_of(curves)
+        for curve in curves:
+            xs, ys = zip(*curve, strict=True)
+            axis.plot(xs, ys, color=colour, marker=".", ms=3, ls="", alpha=0.6)
+    axis.vlines(band.x, band.lowest, band.highest, color=colour, alpha=0.5, lw=1.2)
+    axis.plot(band.x, band.mean, color=colour, marker=marker, ms=6, ls="", label=label)
+
+
+def save(figure: Any, name: str, title: str, description: str) -> None:
+    """Write the figure to docs/figures/NAME, and close it.
+
+    Title and description are what a screen reader says: a title of a few words; then, in a sentence
+    or two, what is drawn over what, and what one sees.
+    """
     path = FIGURES / name
     FIGURES.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None}, transparent=True)
+    figure.savefig(path, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     plt.close(figure)
     svg = path.read_text()
+    stem = path.stem
+    svg = re.sub(r" <metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-labelledby="{stem}-title {stem}-desc" ', 1)
+    svg = re.sub(
+        r"(<svg [^>]*>)\n",
+        lambda opening: (
+            f'{opening[1]}\n <title id="{stem}-title">{escape(title)}</title>\n'
+            f' <desc id="{stem}-desc">{escape(description)}</desc>\n'
+        ),
+        svg,
+        count=1,
+    )
     # A tenth of a point is exact enough for a line.
     svg = re.sub(r' d="[^"]*"', lambda line: re.sub(r"(\.\d)\d+", r"\1", line[0]), svg)
     svg = re.sub(r"[ \t]+\n", "\n", svg)

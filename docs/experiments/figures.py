@@ -1,13 +1,19 @@
-"""Makes the numbers that tables and figures of the pages show, those of time aside.
+"""Makes the numbers, tables and figures of the pages, except measurements of speed.
 
     python -m pip install matplotlib
-    python docs/experiments/figures.py                 # all: hours on two cores
-    python docs/experiments/figures.py grpo ppo        # some of them
+    python docs/experiments/figures.py                    # all: hours on two cores
+    python docs/experiments/figures.py grpo ppo           # some of them
+    python docs/experiments/figures.py --redraw           # figures and tables again, without runs
+    python docs/experiments/figures.py --redraw frontier stories
 
-An experiment is a list of commands, each run with several seeds. Its numbers go to
-docs/results/NAME.json, its figure to docs/figures/, and its tables onto the pages, between the
-comment lines that name them. Runs that runs/figures holds already are read, not repeated: delete
-that folder after a change to a script. Runs of one thread each go side by side.
+An experiment is a list of commands, each run with several seeds. Its numbers and curves go to
+docs/results/NAME.json; its figure in docs/figures/ and its tables, which stand on the pages between
+the comment lines that name them, are made from these. Runs that runs/figures already holds are
+read, not repeated: delete that folder after a change to a script. Single-threaded runs go side by
+side.
+
+`stories` is not among them, since it needs a model and data from outside the repository:
+`python docs/experiments/stories.py --model FOLDER --data FOLDER`.
 """
 
 import json
@@ -15,11 +21,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain
+from math import hypot
 from statistics import mean
+from typing import Any
 
 import tyro
-from drawing import COLOURS, draw_band, panels, save
+from drawing import ALGORITHM_STYLES, GROUND, Style, draw_band, draw_evaluations, panels, save
 from paths import RESULTS
 from runs import GOLD, GRPO_REVIEWS, QUANTITIES, SEEDS, Experiment, find_run, finished_runs, train
 from tables import insert_tables, spread
@@ -40,23 +47,40 @@ def variants(script: str, *flags: str) -> dict[str, str]:
     return commands
 
 
+def first_and_last(curves: list[list], digits: int = 2) -> str:
+    """In words for a figure's description: the means of the first and of the last points."""
+    first = mean(curve[0][1] for curve in curves)
+    last = mean(curve[-1][1] for curve in curves)
+    return f"from {first:.{digits}f} to {last:.{digits}f}".replace("-0.00", "0.00")
+
+
 def draw_metrics(
-    experiment: Experiment, figure_name: str, titles: dict[str, str], xlabel: str = "rollout"
+    experiment: Experiment,
+    figure_name: str,
+    algorithm: str,
+    titles: dict[str, str],
+    xlabel: str = "rollout",
 ) -> None:
     """A panel for each metric of the default run, with its title: mean and range of the seeds."""
     figure, axes = panels(len(titles))
+    courses = []
     for axis, (metric, title) in zip(axes, titles.items(), strict=True):
         curves = experiment.metric_curves("(default)", metric)
-        draw_band(axis, curves, label="(default)", colour=COLOURS[0])
+        draw = draw_evaluations if metric.startswith("eval/") else draw_band
+        draw(axis, curves, algorithm, *ALGORITHM_STYLES[algorithm])
         axis.set(title=title, xlabel=xlabel)
-    save(figure, figure_name)
+        axis.margins(y=0.1)
+        courses.append(f"{title} {first_and_last(curves)}")
+    description = (
+        f"Over the {xlabel}, mean and range of {len(SEEDS)} seeds: {'; '.join(courses)} (means of "
+        "the first and the last value). Markers without a line are evaluations."
+    )
+    save(figure, figure_name, f"{algorithm}: {', '.join(titles.values())}", description)
 
 
-# --- the experiments: what becomes of their runs; commands further down ------------------------
+# --- the experiments: tables and figures from numbers and curves; commands further down ---------
 # A column of `table_by_seed` is (label, quantity, digits), of `table_by_flags` (quantity, digits).
 def sft(experiment: Experiment) -> dict:
-    titles = {"eval/loss": "held-out loss, nats per token"}
-    draw_metrics(experiment, "sft.svg", titles, xlabel="optimiser step")
     columns = {
         "held-out loss before": ("(default)", "loss before", 3),
         "after": ("(default)", "loss", 3),
@@ -64,9 +88,12 @@ def sft(experiment: Experiment) -> dict:
     return {"sft": experiment.table_by_seed(columns)}
 
 
+def draw_sft(experiment: Experiment) -> None:
+    titles = {"eval/loss": "held-out loss, nats per token"}
+    draw_metrics(experiment, "sft.svg", "SFT", titles, xlabel="optimiser step")
+
+
 def reward_model(experiment: Experiment) -> dict:
-    titles = {"eval/pair_accuracy": "held-out pair accuracy", "eval/loss": "held-out loss, nats"}
-    draw_metrics(experiment, "rm_bradley_terry.svg", titles, xlabel="optimiser step")
     columns = {
         "loss before": ("(default)", "loss before", 3),
         "loss": ("(default)", "loss", 3),
@@ -85,6 +112,12 @@ def reward_model(experiment: Experiment) -> dict:
     }
 
 
+def draw_reward_model(experiment: Experiment) -> None:
+    titles = {"eval/pair_accuracy": "held-out pair accuracy", "eval/loss": "held-out loss, nats"}
+    name = "rm_bradley_terry.svg"
+    draw_metrics(experiment, name, "reward model", titles, xlabel="optimiser step")
+
+
 def reinforce(experiment: Experiment) -> dict:
     columns = {
         "accuracy before": ("reward before", 3),
@@ -95,12 +128,6 @@ def reinforce(experiment: Experiment) -> dict:
 
 
 def grpo(experiment: Experiment) -> dict:
-    titles = {
-        "eval/accuracy": "held-out accuracy",
-        "completions/length_mean": "tokens per completion",
-        "policy/entropy": "entropy, nats per token",
-    }
-    draw_metrics(experiment, "grpo.svg", titles)
     columns = {
         "accuracy before": ("(default)", "accuracy before", 3),
         "after": ("(default)", "accuracy", 3),
@@ -110,6 +137,15 @@ def grpo(experiment: Experiment) -> dict:
         "KL, nats per completion": ("(default)", "KL, last five rollouts", 1),
     }
     return {"grpo": experiment.table_by_seed(columns)}
+
+
+def draw_grpo(experiment: Experiment) -> None:
+    titles = {
+        "eval/accuracy": "held-out accuracy",
+        "completions/length_mean": "tokens per completion",
+        "policy/entropy": "entropy, nats per token",
+    }
+    draw_metrics(experiment, "grpo.svg", "GRPO", titles)
 
 
 def grpo_variants(experiment: Experiment) -> dict:
@@ -151,41 +187,79 @@ def ppo_variants(experiment: Experiment) -> dict:
 
 
 def reward_hacking(experiment: Experiment) -> dict:
-    titles = {"reward/mean": "learned reward", "eval/reward": "gold reward, held out"}
-    colours = (COLOURS[4], COLOURS[1], COLOURS[0])
-    figure, axes = panels(2, height=3, sharex=True)
-    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        for label, colour in zip(experiment.runs, colours, strict=True):
-            curves = []
-            for run in experiment.runs[label]:
-                rows = [row for row in run.evaluations if "objective/kl" in row]
-                curves.append([(row["objective/kl"], row[metric]) for row in rows])
-            experiment.curves.setdefault(label, {})[f"{metric} over objective/kl"] = curves
-            for curve in curves:
-                axis.plot(*zip(*curve, strict=True), color=colour, lw=0.6, alpha=0.5)
-            mean_kls, mean_rewards = [], []
-            for points in zip(*curves, strict=True):  # those of one evaluation, of each seed
-                mean_kls.append(mean(kl for kl, _ in points))
-                mean_rewards.append(mean(reward for _, reward in points))
-            axis.plot(mean_kls, mean_rewards, color=colour, lw=2, label=f"beta {label}")
-        axis.set(title=title, xlabel="KL to the starting policy, nats per completion")
-    axes[0].legend()
-    save(figure, "reward_hacking.svg")
-
     columns = {
         "learned": ("learned reward", 2),
         "gold": ("reward", 2),
         "KL": ("KL, last five rollouts", 1),
     }
     table = experiment.table_by_flags(columns)
-    for row, runs in zip(table["rows"], experiment.runs.values(), strict=True):
-        samples = runs[0].samples
-        mean_reward = mean(sample["reward"] for sample in samples)
-        typical = min(samples, key=lambda sample: abs(sample["reward"] - mean_reward))
-        row.append(f"`{typical['completion']}` ({typical['reward']:.2f})")
     table["columns"][0] = "`--beta`"
     table["columns"].append("a review near the mean, seed 1 (its gold)")
+    for row, label in zip(table["rows"], experiment.labels, strict=True):
+        sample = experiment.typical_sample(label)
+        row.append(f"`{sample['completion']}` ({sample['reward']:.2f})")
     return {"reward hacking": table}
+
+
+# Shades of PPO's colour, a marker and a line for each beta.
+BETA_STYLES = {
+    "1e-9": Style("#0a3a75", "X", "--"),
+    "0.05": Style("#0b62c4", "s", "-."),
+    "0.2": Style("#1f86e0", "o", "-"),
+}
+
+
+def draw_reward_hacking(experiment: Experiment) -> None:
+    titles = {"reward/mean": "learned reward", "eval/reward": "gold reward, held out"}
+    figure, axes = panels(2, height=3.6, sharex=True)
+    ends = {}
+    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
+        for label, style in BETA_STYLES.items():
+            curves = experiment.evaluation_curves(label, metric, x="objective/kl")
+            kls, rewards = mean_path(curves)
+            ends[label, metric] = rewards[-1]
+            for curve in curves:
+                axis.plot(*zip(*curve, strict=True), color=style.colour, lw=0.6, alpha=0.35)
+            draw_path(axis, kls, rewards, f"beta {label}", style)
+        axis.set(title=title, xlabel="KL to the starting policy, nats per completion")
+    legend_title = "arrows: forward in time\nlarge marker: rollout 30"
+    axes[0].legend(loc="lower right", handlelength=3, title=legend_title)
+    last = [
+        f"{label} ends at {ends[label, 'reward/mean']:.1f} learned and "
+        f"{ends[label, 'eval/reward']:.2f} gold"
+        for label in BETA_STYLES
+    ]
+    description = (
+        "Two panels over the KL to the starting policy: the learned reward that PPO trains on, and "
+        "the gold reward. A line for each of three beta goes through the evaluations of a run, "
+        "every second rollout; its arrows point forward in time, the marker of its end is large. "
+        f"Thin lines are single seeds. Beta {'; '.join(last)}."
+    )
+    save(figure, "reward_hacking.svg", "PPO: learned and gold reward against the KL", description)
+
+
+def mean_path(curves: list[list]) -> tuple[list[float], list[float]]:
+    """Mean x and mean y of each evaluation, over the seeds."""
+    evaluations = [*zip(*curves, strict=True)]
+    xs = [mean(x for x, _ in points) for points in evaluations]
+    ys = [mean(y for _, y in points) for points in evaluations]
+    return xs, ys
+
+
+def draw_path(axis: Any, xs: list[float], ys: list[float], label: str, style: Style) -> None:
+    """A line through evaluations in the order of time, with arrows on its longest parts."""
+    colour, marker, line = style
+    axis.plot(xs, ys, color=colour, ls=line, lw=1.6, marker=marker, ms=3.5, label=label)
+    axis.plot(xs[-1:], ys[-1:], color=colour, marker=marker, ms=9, ls="")
+    width, height = max(xs) - min(xs), max(ys) - min(ys)
+
+    def length(i: int) -> float:
+        return hypot((xs[i + 1] - xs[i]) / width, (ys[i + 1] - ys[i]) / height)
+
+    for i in sorted(range(len(xs) - 1), key=length)[-3:]:
+        two_thirds = (xs[i] + 0.67 * (xs[i + 1] - xs[i]), ys[i] + 0.67 * (ys[i + 1] - ys[i]))
+        arrow = dict(arrowstyle="-|>,head_width=0.35", color=colour, mutation_scale=16, lw=0)
+        axis.annotate("", xytext=(xs[i], ys[i]), xy=two_thirds, arrowprops=arrow)
 
 
 @dataclass
@@ -215,42 +289,106 @@ def frontier_commands() -> dict[str, str]:
     return commands
 
 
+def shown(beta: float) -> str:
+    """1e-9 where Python writes 1e-09."""
+    return str(beta).replace("e-0", "e-")
+
+
 def frontier(experiment: Experiment) -> dict:
-    figure, (axis,) = panels(1, width=6, height=3.6)
     rows = []
-    for colour, (name, family) in zip(COLOURS, FRONTIER.items(), strict=False):
-        all_kls, all_golds = [], []  # for each beta a list, of each seed
+    for name, family in FRONTIER.items():
         for beta in family.betas:
             label = f"{name}, beta {beta}"
-            kls = experiment.values(label, "KL of samples")
-            golds = experiment.values(label, "reward")
-            grammatical = experiment.values(label, "grammatical")
-            shown_beta = "0" if beta < 1e-6 else str(beta)
-            row = [name, shown_beta, spread(golds, 2), spread(kls, 1), spread(grammatical, 2)]
+            row = [name, shown(beta)]
+            row.append(experiment.spread(label, "reward", 2))
+            row.append(experiment.spread(label, "KL of samples", 1))
+            row.append(experiment.spread(label, "grammatical", 2))
             rows.append(row)
-            all_kls.append(kls)
-            all_golds.append(golds)
-        axis.scatter([*chain(*all_kls)], [*chain(*all_golds)], s=5, color=colour, alpha=0.5, lw=0)
-        mean_kls = [mean(kls) for kls in all_kls]
-        mean_golds = [mean(golds) for golds in all_golds]
-        axis.plot(mean_kls, mean_golds, color=colour, marker="o", ms=5, label=name)
-    axis.set(
-        xlabel="KL to the starting policy, nats per completion", ylabel="gold reward, held out"
-    )
-    axis.set(xscale="log", title="gold reward against KL, one point per beta")
-    axis.legend(loc="lower left")
-    save(figure, "frontier.svg")
     columns = ["algorithm", "`--beta`", "gold", "KL, nats per completion", "grammatical"]
     return {"frontier": {"columns": columns, "rows": rows}}
 
 
+# Where a beta stands beside its point, in points to the right and up; else 6, 5.
+BETA_OFFSETS = {
+    ("PPO, KL in the reward", 0.5): (-20, 6),
+    ("PPO, KL in the loss", 0.5): (-20, 6),
+    ("PPO, KL in the loss", 1): (-12, 6),
+    ("GRPO, KL in the reward", 0.1): (-28, 1),
+    ("GRPO, KL in the reward", 0.2): (-17, -15),
+    ("GRPO, KL in the reward", 0.5): (-24, -2),
+    ("GRPO, KL in the loss", 0.1): (-17, -14),
+    ("GRPO, KL in the loss", 0.5): (-20, 7),
+    ("GRPO, KL in the loss", 1): (-12, 7),
+    ("DPO", 1): (-3, -17),
+}
+
+
+def draw_frontier(experiment: Experiment) -> None:
+    """Two panels, one above the other, with a gap in the axis between them."""
+    figure, axes = panels(1, height=5.2, rows=2, sharex=True)
+    upper, lower = axes
+    upper.get_gridspec().set_height_ratios([3, 1])
+    best = {}
+    for name, family in FRONTIER.items():
+        algorithm, _, placement = name.partition(", ")
+        colour, marker, line = ALGORITHM_STYLES[algorithm]
+        fill = colour
+        if placement == "KL in the loss":
+            fill, line = GROUND, "--"
+        mean_kls, mean_golds = [], []
+        for beta in family.betas:
+            label = f"{name}, beta {beta}"
+            kls = experiment.values(label, "KL of samples")
+            golds = experiment.values(label, "reward")
+            mean_kls.append(mean(kls))
+            mean_golds.append(mean(golds))
+            for axis in axes:
+                axis.plot(kls, golds, color=colour, marker=".", ms=3.5, ls="", alpha=0.7)
+        best[name] = max(zip(mean_golds, mean_kls, map(shown, family.betas), strict=True))
+        for axis in axes:
+            axis.plot(
+                mean_kls,
+                mean_golds,
+                color=colour,
+                marker=marker,
+                ms=7,
+                mfc=fill,
+                ls=line,
+                lw=1.2,
+                label=name,
+            )
+        for beta, kl, gold in zip(family.betas, mean_kls, mean_golds, strict=True):
+            upper_or_lower = upper if gold > 0.2 else lower
+            upper_or_lower.annotate(
+                shown(beta),
+                (kl, gold),
+                xytext=BETA_OFFSETS.get((name, beta), (6, 5)),
+                textcoords="offset points",
+                color=colour,
+            )
+    upper.spines.bottom.set_visible(False)
+    lower.spines.top.set_visible(False)
+    upper.tick_params(axis="x", length=0)
+    upper.set(ylim=(0.28, 0.95), ylabel="gold reward, held out", xscale="log")
+    upper.set(title="The number at a point is its beta; small dots are single seeds")
+    lower.set(ylim=(-0.8, 0.2), yticks=[-0.5, 0])
+    lower.set(xlabel="KL to the starting policy, nats per completion")
+    lower.set_xticks([0.3, 1, 3, 10, 30], labels=["0.3", "1", "3", "10", "30"])
+    lower.minorticks_off()
+    lower.legend(loc="lower left")
+    peaks = [
+        f"{name}: {gold:.2f} at {kl:.1f} nats with beta {beta}"
+        for name, (gold, kl, beta) in best.items()
+    ]
+    description = (
+        "Gold reward over the KL to the starting policy on a logarithmic axis; a marker for the "
+        "mean of five seeds of each beta, joined by a line for each algorithm. The gold reward "
+        f"first rises with the KL and then falls. Its highest means are: {'; '.join(peaks)}."
+    )
+    save(figure, "frontier.svg", "Gold reward against KL for PPO, GRPO and DPO", description)
+
+
 def dpo(experiment: Experiment) -> dict:
-    titles = {
-        "eval/pair_accuracy": "held-out pair accuracy",
-        "eval/reward": "gold reward",
-        "eval/kl": "KL, nats per completion",
-    }
-    draw_metrics(experiment, "dpo.svg", titles, xlabel="optimiser step")
     review_columns = {
         "pair accuracy": ("(default)", "pair accuracy", 3),
         "loss": ("(default)", "loss", 3),
@@ -270,6 +408,15 @@ def dpo(experiment: Experiment) -> dict:
         "dpo": experiment.table_by_seed(review_columns),
         "dpo sums": experiment.table_by_seed(sum_columns),
     }
+
+
+def draw_dpo(experiment: Experiment) -> None:
+    titles = {
+        "eval/pair_accuracy": "held-out pair accuracy",
+        "eval/reward": "gold reward",
+        "eval/kl": "KL, nats per completion",
+    }
+    draw_metrics(experiment, "dpo.svg", "DPO", titles, xlabel="optimiser step")
 
 
 def dpo_variants(experiment: Experiment) -> dict:
@@ -308,7 +455,7 @@ def orpo_commands() -> dict[str, str]:
 
 def orpo(experiment: Experiment) -> dict:
     columns = {"accuracy before": ("SFT on the chosen", "accuracy before", 3)}
-    for label in experiment.runs:
+    for label in experiment.labels:
         columns[label] = (label, "accuracy", 3)
     return {"orpo": experiment.table_by_seed(columns)}
 
@@ -361,18 +508,8 @@ def gdpo_commands() -> dict[str, str]:
 
 
 def gdpo(experiment: Experiment) -> dict:
-    titles = {"reward/last_number": "right answers", "reward/brevity": "minus the characters"}
-    figure, axes = panels(2)
-    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        for algorithm, colour in (("GRPO", COLOURS[1]), ("GDPO", COLOURS[0])):
-            curves = experiment.metric_curves(f"brevity 4 : 1, {algorithm}", metric)
-            draw_band(axis, curves, algorithm, colour)
-        axis.set(title=title, xlabel="rollout")
-    axes[0].legend()
-    save(figure, "gdpo.svg")
-
     rows = []
-    for label in experiment.runs:
+    for label in experiment.labels:
         setting, _, algorithm = label.rpartition(", ")
         if algorithm == "GDPO":
             continue  # it stands in the row of its GRPO
@@ -391,6 +528,25 @@ def gdpo(experiment: Experiment) -> dict:
     return {"gdpo advantages": gdpo_advantages_table(), "gdpo": {"columns": columns, "rows": rows}}
 
 
+def draw_gdpo(experiment: Experiment) -> None:
+    titles = {"reward/last_number": "right answers", "reward/brevity": "minus the characters"}
+    figure, axes = panels(2)
+    courses = []
+    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
+        for algorithm in ("GRPO", "GDPO"):
+            curves = experiment.metric_curves(f"brevity 4 : 1, {algorithm}", metric)
+            draw_band(axis, curves, algorithm, *ALGORITHM_STYLES[algorithm])
+            courses.append(f"{title} {first_and_last(curves)} by {algorithm}")
+        axis.set(title=title, xlabel="rollout")
+    axes[0].legend(loc="center right")
+    description = (
+        "GRPO and GDPO with the rewards right answer and brevity, weights 4 and 1. Two panels over "
+        f"the rollout, mean and range of {len(SEEDS)} seeds. Means of the first and the last "
+        f"value: {'; '.join(courses)}."
+    )
+    save(figure, "gdpo.svg", "GRPO and GDPO: right answers and brevity", description)
+
+
 def gdpo_advantages_table() -> dict:
     """Advantages of the first of two completions, by what sets it apart from the second."""
     import torch
@@ -398,7 +554,7 @@ def gdpo_advantages_table() -> dict:
     from grpo import group_advantages
 
     right_weight, brevity_weight = 4, 1
-    cases = {  # right or not, and characters fewer, each less those of the second completion
+    cases = {  # right or not, and characters fewer, each minus that of the second completion
         "right, and as long": (1, 0),
         "as right, and 9 characters shorter": (0, 9),
         "right, and 9 characters shorter": (1, 9),
@@ -416,13 +572,11 @@ def gdpo_advantages_table() -> dict:
         )
         row = [name, f"{weighted_sum[0]:+.0f}", f"{grpo_advantage:+.2f}", f"{gdpo_advantage:+.2f}"]
         rows.append(row)
-    columns = ["the first completion is", "weighted sum, first less second", "GRPO", "GDPO"]
+    columns = ["the first completion is", "weighted sum, first minus second", "GRPO", "GDPO"]
     return {"columns": columns, "rows": rows}
 
 
 def format_reward(experiment: Experiment) -> dict:
-    titles = {"reward/shown": "working shown", "eval/accuracy": "held-out accuracy"}
-    draw_metrics(experiment, "rewards.svg", titles)
     columns = {
         "working shown, first rollout": ("(default)", "first shown", 2),
         "last five": ("(default)", "shown", 2),
@@ -432,9 +586,14 @@ def format_reward(experiment: Experiment) -> dict:
     return {"format reward": experiment.table_by_seed(columns)}
 
 
+def draw_format_reward(experiment: Experiment) -> None:
+    titles = {"reward/shown": "working shown", "eval/accuracy": "held-out accuracy"}
+    draw_metrics(experiment, "rewards.svg", "GRPO", titles)
+
+
 # --- the experiments: their commands -----------------------------------------------------------
-# By label; and the function that makes tables and figures of the runs. A command may name the model
-# of another run of the same experiment and seed: {its label}.
+# By label; and the function that makes the tables. A command may name the model of another run of
+# the same experiment and seed: {its label}.
 EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
     "sft": ({"(default)": "sft.py"}, sft),
     "reward_model": (
@@ -483,9 +642,9 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
         reinforce,
     ),
     "reward_hacking": (
-        # At 0 no reference is loaded and no KL measured; 1e-9 takes nothing that counts off.
+        # At 0 no reference is loaded and no KL measured; 1e-9 subtracts next to nothing.
         {
-            "0": "ppo_rlhf.py --beta 1e-09 --eval-every 2",
+            "1e-9": "ppo_rlhf.py --beta 1e-9 --eval-every 2",
             "0.05": "ppo_rlhf.py --beta 0.05 --eval-every 2",
             "0.2": "ppo_rlhf.py --beta 0.2 --eval-every 2",
         },
@@ -568,21 +727,37 @@ EXPERIMENTS: dict[str, tuple[dict[str, str], Callable[[Experiment], dict]]] = {
     ),
     "gdpo": (gdpo_commands(), gdpo),
 }
+DRAWINGS: dict[str, Callable[[Experiment], None]] = {
+    "sft": draw_sft,
+    "reward_model": draw_reward_model,
+    "grpo": draw_grpo,
+    "dpo": draw_dpo,
+    "reward_hacking": draw_reward_hacking,
+    "frontier": draw_frontier,
+    "format_reward": draw_format_reward,
+    "gdpo": draw_gdpo,
+}
+# Programs of their own: `results()` gives what docs/results/NAME.json holds, and `draw(results)`,
+# where there is one, draws their figures from that.
 MODULES = (
     "theory",
     "choosing",
     "real_size",
     "variance",
     "pitfalls",
-)  # those with a function results()
+    "shown_working",
+    "one_prompt",
+    "iterative_dpo",
+    "best_of_n",
+    "exercises",
+)
 
 
 def overview() -> dict:
     """All algorithms on one metric, from the numbers of the other experiments."""
 
     def saved_spread(experiment: str, label: str, quantity: str, digits: int) -> str:
-        numbers = json.loads((RESULTS / f"{experiment}.json").read_text())["numbers"]
-        return spread(numbers[label][quantity], digits)
+        return spread(saved(experiment)["numbers"][label][quantity], digits)
 
     def gold(experiment: str, label: str) -> str:
         return saved_spread(experiment, label, "reward", digits=2)
@@ -646,8 +821,9 @@ def overview() -> dict:
             "labelled completions",
         ],
     ]
-    columns = ["", "reviews: gold reward", "KL, nats per completion", "sums: accuracy"]
-    return {"tables": {"overview": {"columns": [*columns, "learns from"], "rows": rows}}}
+    columns = ["", "review task: gold reward", "KL, nats per completion"]
+    columns += ["arithmetic task: accuracy", "learns from"]
+    return {"tables": {"overview": {"columns": columns, "rows": rows}}}
 
 
 # --- making them -------------------------------------------------------------------------------
@@ -657,6 +833,8 @@ class Args:
     """Experiments; all if none is named."""
     jobs: int = 2
     """Runs side by side."""
+    redraw: bool = False
+    """Make figures and tables from docs/results/NAME.json alone; no runs."""
 
 
 def with_models(command: str, seed: int, commands: dict[str, str]) -> str:
@@ -686,15 +864,61 @@ def make_runs(commands: dict[str, str], jobs: int) -> None:
 
 
 def make(name: str, jobs: int) -> None:
-    """Make the runs of an experiment, and of these its results."""
-    commands, tables_of = EXPERIMENTS[name]
+    """Make the runs of an experiment, and from these its results."""
+    commands, _ = EXPERIMENTS[name]
     make_runs(commands, jobs)
     runs = {}
     for label, command in commands.items():
         runs[label] = [find_run(with_models(command, seed, commands), seed) for seed in SEEDS]
-    experiment = Experiment(runs)
+    report(name, Experiment([*commands], runs))
+
+
+def remake(name: str) -> None:
+    """Make tables and figures again from docs/results/NAME.json."""
+    if name in EXPERIMENTS:
+        report(name, saved_experiment(name))
+    elif name == "overview":
+        write(name, overview())
+    elif (RESULTS / f"{name}.json").exists():
+        draw(name)
+
+
+def saved(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def saved_experiment(name: str) -> Experiment:
+    """The numbers and curves of runs made earlier."""
+    commands, _ = EXPERIMENTS[name]
+    results = saved(name)
+    return Experiment(
+        [*commands],
+        numbers=results["numbers"],
+        curves=results["curves"],
+        samples=results.get("samples", {}),
+    )
+
+
+def report(name: str, experiment: Experiment) -> None:
+    """Tables and figure of an experiment."""
+    commands, tables_of = EXPERIMENTS[name]
     results = {"tables": tables_of(experiment), "commands": commands, "seeds": SEEDS}
-    write(name, results | {"numbers": experiment.numbers, "curves": experiment.curves})
+    if name in DRAWINGS:
+        DRAWINGS[name](experiment)  # records the curves
+    results |= {"numbers": experiment.numbers, "curves": experiment.curves}
+    if experiment.samples:
+        results["samples"] = experiment.samples
+    write(name, results)
+
+
+def draw(name: str) -> None:
+    """The figures of an experiment or a module, if it has any, from docs/results/NAME.json."""
+    if name in DRAWINGS:
+        DRAWINGS[name](saved_experiment(name))
+    elif name not in EXPERIMENTS and name != "overview":
+        module = import_module(name)
+        if hasattr(module, "draw"):
+            module.draw(saved(name))
 
 
 def write(name: str, results: dict) -> None:
@@ -707,10 +931,13 @@ def write(name: str, results: dict) -> None:
 def main(args: Args) -> None:
     for name in args.names:
         print(name, flush=True)
-        if name == "overview":
+        if args.redraw:
+            remake(name)
+        elif name == "overview":
             write(name, overview())
         elif name in MODULES:
             write(name, import_module(name).results())
+            draw(name)
         else:
             make(name, args.jobs)
 

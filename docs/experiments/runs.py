@@ -189,29 +189,60 @@ QUANTITIES = {
 
 @dataclass
 class Experiment:
-    """The runs of an experiment by label, and a record of all numbers and curves that are asked
-    of them: it stands in docs/results/ beside the tables."""
+    """What tables and figures ask of an experiment's runs, by the label of their command.
 
-    runs: dict[str, list[Run]]  # a run for each seed
+    With runs, numbers, curves and samples are read from them and recorded. Without, they are those
+    recorded in docs/results/NAME.json, so tables and figures can be made again without the runs.
+    """
+
+    labels: list[str]
+    runs: dict[str, list[Run]] | None = None  # a run for each seed
     numbers: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     curves: dict[str, dict[str, list[list]]] = field(default_factory=dict)
+    samples: dict[str, dict] = field(default_factory=dict)
 
     def values(self, label: str, quantity: str) -> list[float]:
         """A number for each seed."""
-        values = [QUANTITIES[quantity](run) for run in self.runs[label]]
-        self.numbers.setdefault(label, {})[quantity] = [round(value, 4) for value in values]
-        return values
+        if self.runs:
+            values = [QUANTITIES[quantity](run) for run in self.runs[label]]
+            numbers = self.numbers.setdefault(label, {})
+            numbers[quantity] = [round(value, 6) for value in values]
+        return self.numbers[label][quantity]
 
     def spread(self, label: str, quantity: str, digits: int) -> str:
         """Mean (lowest to highest) of the seeds."""
         return spread(self.values(label, quantity), digits)
 
-    def metric_curves(self, label: str, metric: str) -> list[list[tuple]]:
-        """Points (step, metric) for each seed."""
-        curves = [run.curve("step", metric) for run in self.runs[label]]
-        rounded = [[(step, round(value, 4)) for step, value in curve] for curve in curves]
-        self.curves.setdefault(label, {})[f"{metric} over step"] = rounded
-        return curves
+    def metric_curves(self, label: str, y: str, x: str = "step") -> list[list]:
+        """Points (x, y) for each seed, where both metrics were logged."""
+        if self.runs:
+            self.record(label, f"{y} over {x}", [run.curve(x, y) for run in self.runs[label]])
+        return self.curves[label][f"{y} over {x}"]
+
+    def evaluation_curves(self, label: str, y: str, x: str) -> list[list]:
+        """The same at evaluations only."""
+        if self.runs:
+            curves = []
+            for run in self.runs[label]:
+                rows = [row for row in run.evaluations if x in row and y in row]
+                curves.append([(row[x], row[y]) for row in rows])
+            self.record(label, f"{y} over {x}", curves)
+        return self.curves[label][f"{y} over {x}"]
+
+    def record(self, label: str, name: str, curves: list[list]) -> None:
+        """Keep curves, their numbers rounded to four digits."""
+        rounded = [[[round(x, 4), round(y, 4)] for x, y in curve] for curve in curves]
+        self.curves.setdefault(label, {})[name] = rounded
+
+    def typical_sample(self, label: str) -> dict:
+        """Of the first seed's last evaluation, the sample whose reward is nearest to the mean."""
+        if self.runs:
+            samples = self.runs[label][0].samples
+            mean_reward = mean(sample["reward"] for sample in samples)
+            typical = min(samples, key=lambda sample: abs(sample["reward"] - mean_reward))
+            kept = {name: typical[name] for name in ("completion", "reward")}
+            self.samples[label] = kept
+        return self.samples[label]
 
     def table_by_seed(self, columns: dict[str, tuple[str, str, int]]) -> dict:
         """A row for each seed; columns are (label, quantity, digits) by heading."""
@@ -224,7 +255,7 @@ class Experiment:
     def table_by_flags(self, columns: dict[str, tuple[str, int]]) -> dict:
         """A row for each command; columns are (quantity, digits) by heading."""
         rows = []
-        for label in self.runs:
+        for label in self.labels:
             row = [label]
             for quantity, digits in columns.values():
                 row.append(self.spread(label, quantity, digits))

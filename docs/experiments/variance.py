@@ -134,7 +134,7 @@ def along_training(seed: int) -> dict:
 
 
 def results() -> dict:
-    """What docs/results/variance.json holds; draws docs/figures/reinforce.svg."""
+    """What docs/results/variance.json holds."""
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         return report(list(pool.map(along_training, SEEDS)))
 
@@ -149,7 +149,6 @@ def report(measured: list[dict]) -> dict:
         """The noise or signal of each seed at moment i."""
         return [of_seed[kind][case][i] for of_seed in measured]
 
-    draw({case: [of_seeds("noise", case, i) for i in range(len(MOMENTS))] for case in CASES})
     rows = []
     for i, moment in enumerate(MOMENTS):
         mean_reward = mean(of_seed["rewards"][i] for of_seed in measured)
@@ -174,17 +173,37 @@ def report(measured: list[dict]) -> dict:
     return {"tables": tables, "numbers": dict(zip(seeds, measured, strict=True))}
 
 
-def draw(noises: dict[str, list[list[float]]]) -> None:
-    """The noise of each case at each moment: median and range of the seeds."""
-    from drawing import COLOURS, panels, save
+def draw(results: dict) -> None:
+    """docs/figures/reinforce.svg: the noise of each case at each moment, median and range."""
+    from drawing import Style, panels, plain_log_scale, save
 
-    figure, (axis,) = panels(1, width=5, height=3)
-    for colour, (case, by_moment) in zip(COLOURS, noises.items(), strict=False):
-        lowest = [min(noise) for noise in by_moment]
-        highest = [max(noise) for noise in by_moment]
-        medians = [median(noise) for noise in by_moment]
-        axis.fill_between(MOMENTS, lowest, highest, color=colour, alpha=0.15, lw=0)
-        axis.plot(MOMENTS, medians, color=colour, label=case)
-    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient", yscale="log")
-    axis.legend(title="baseline")
-    save(figure, "reinforce.svg")
+    styles = {  # shades of REINFORCE's colour
+        "none": Style("#3f1d6b", "p"),
+        "none, rewards 1 and 2": Style("#7a3fc0", "s"),
+        "batch mean": Style("#9a5fe0", "o"),
+        "leave one out": Style("#3f1d6b", "x"),
+    }
+    seeds = results["numbers"].values()
+    figure, (axis,) = panels(1, height=3.4)
+    last_medians = []
+    for i, (case, style) in enumerate(styles.items()):
+        noises = [*zip(*(of_seed["noise"][case] for of_seed in seeds), strict=True)]
+        places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side
+        medians = [median(noise) for noise in noises]
+        lowest, highest = [min(noise) for noise in noises], [max(noise) for noise in noises]
+        axis.vlines(places, lowest, highest, color=style.colour, lw=1.2, alpha=0.6)
+        for place, noise in zip(places, noises, strict=True):
+            axis.plot([place] * len(noise), noise, ".", color=style.colour, ms=3, alpha=0.6)
+        axis.plot(places, medians, color=style.colour, marker=style.marker, ls="", ms=7, label=case)
+        last_medians.append(f"{case} {medians[0]:.2f} and {medians[-1]:.2f}")
+    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient")
+    axis.set_xticks(range(len(MOMENTS)), labels=map(str, MOMENTS))
+    plain_log_scale(axis)
+    figure.legend(title="baseline", loc="outside right center")
+    description = (
+        "The variance of REINFORCE's gradient, on a logarithmic axis, measured after 0 to 60 "
+        "rollouts of training; a marker is the median of five seeds, a bar their range. Medians "
+        f"before training and at the end: {'; '.join(last_medians)}."
+    )
+    title = "Variance of the gradient under four baselines"
+    save(figure, "reinforce.svg", title, description)

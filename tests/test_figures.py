@@ -1,0 +1,211 @@
+"""The figures of the pages: said in words, readable on their ground and at 800 pixels, and made
+from the numbers in docs/results."""
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path("docs/experiments").resolve()))
+
+FIGURES = sorted(Path("docs/figures").glob("*.svg"))
+PAGES = [Path("README.md"), *Path("docs").glob("*.md")]
+SVG = "{http://www.w3.org/2000/svg}"
+# The experiment whose docs/results/NAME.json a figure is drawn from, where it has another name.
+SOURCES = {
+    "clip": "theory",
+    "kl": "theory",
+    "reinforce": "variance",
+    "rewards": "format_reward",
+    "rm_bradley_terry": "reward_model",
+}
+BY_HAND = {"post_training"}
+DRAWN = [figure for figure in FIGURES if figure.stem not in BY_HAND]
+OPACITIES = ("opacity", "fill-opacity")
+SHOWN_WIDTH = 800  # pixels
+SMALLEST_TEXT = 11  # pixels
+
+
+# --- contrast, as WCAG 2.2 defines it -----------------------------------------------------------
+def channels(colour: str) -> list[float]:
+    """Red, green and blue of #rrggbb, from 0 to 1."""
+    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+def luminance(rgb: list[float]) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(text: list[float], ground: list[float]) -> float:
+    darker, lighter = sorted([luminance(text), luminance(ground)])
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+# --- reading an SVG -----------------------------------------------------------------------------
+class Drawing:
+    """The elements of an SVG with what they inherit."""
+
+    def __init__(self, path: Path) -> None:
+        self.root = ElementTree.parse(path).getroot()
+        self.parents = {child: parent for parent in self.root.iter() for child in parent}
+        hidden = [child for defs in self.root.iter(f"{SVG}defs") for child in defs.iter()]
+        self.elements = [element for element in self.root.iter() if element not in hidden]
+
+    def texts(self) -> list[ElementTree.Element]:
+        return [element for element in self.elements if element.tag == f"{SVG}text"]
+
+    def property(self, element: ElementTree.Element, name: str, default: str) -> str:
+        """Of the element, or else of the nearest one around it; from a style or an attribute."""
+        while element is not None:
+            declared = style_of(element).get(name, element.get(name))
+            if declared is not None:
+                return declared
+            element = self.parents.get(element)
+        return default
+
+    def font_size(self, text: ElementTree.Element) -> float:
+        """In the figure's own units."""
+        declaration = self.property(text, "font", "") or self.property(text, "font-size", "")
+        return float(re.search(r"([\d.]+)(px|$)", declaration)[1])
+
+    def shown_as(self, text: ElementTree.Element) -> tuple[list[float], list[float]]:
+        """The colour of a text, and the colour under its middle.
+
+        The areas drawn before a text lie under it; those with an opacity are blended.
+        """
+        size, words = self.font_size(text), "".join(text.itertext())
+        shifts = {"start": 0.3, "middle": 0, "end": -0.3}
+        shift = shifts[self.property(text, "text-anchor", "start")]
+        x, y = anchor(text)
+        x, y = x + shift * size * len(words), y - 0.35 * size
+        ground = [0.5, 0.5, 0.5]  # a page of any colour
+        for element in self.elements[: self.elements.index(text)]:
+            fill = self.property(element, "fill", "#000000")
+            if element.tag in (f"{SVG}path", f"{SVG}rect") and fill.startswith("#"):
+                opacities = [self.property(element, name, "1") for name in OPACITIES]
+                opacity = float(opacities[0]) * float(opacities[1])
+                if inside(x, y, corners_of(element)):
+                    pairs = zip(channels(fill), ground, strict=True)
+                    ground = [opacity * over + (1 - opacity) * under for over, under in pairs]
+        return channels(self.property(text, "fill", "#000000")), ground
+
+
+def style_of(element: ElementTree.Element) -> dict[str, str]:
+    """The properties in an element's style attribute."""
+    pairs = [part.split(":", 1) for part in element.get("style", "").split(";") if part.strip()]
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def corners_of(element: ElementTree.Element) -> list[tuple[float, float]]:
+    """Of a rectangle or a path; curves are taken as lines between their end points."""
+    if element.tag == f"{SVG}rect":
+        x, y = float(element.get("x", 0)), float(element.get("y", 0))
+        width, height = float(element.get("width")), float(element.get("height"))
+        return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+    corners = []
+    for _, numbers in re.findall(r"([MLQC])([^MLQCz]*)", element.get("d")):
+        x, y = [float(number) for number in numbers.split()][-2:]
+        corners.append((x, y))
+    return corners
+
+
+def inside(x: float, y: float, corners: list[tuple[float, float]]) -> bool:
+    """Whether a ray to the right crosses the outline an odd number of times."""
+    crossings = 0
+    for (x1, y1), (x2, y2) in zip(corners, corners[1:] + corners[:1], strict=True):
+        if (y1 > y) != (y2 > y) and x < x1 + (y - y1) * (x2 - x1) / (y2 - y1):
+            crossings += 1
+    return crossings % 2 == 1
+
+
+def anchor(text: ElementTree.Element) -> tuple[float, float]:
+    """Where a text stands: its x and y, or for a turned one its translation."""
+    translation = re.search(r"translate\(([-\d.]+)[ ,]([-\d.]+)\)", text.get("transform", ""))
+    if translation:
+        return float(translation[1]), float(translation[2])
+    return float(text.get("x")), float(text.get("y"))
+
+
+# --- tests --------------------------------------------------------------------------------------
+def test_the_figures_of_the_pages_exist():
+    text = "".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"figures/(\w+\.svg)", text)) == {figure.name for figure in FIGURES}
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
+def test_a_screen_reader_is_told_what_a_figure_shows(figure):
+    root = Drawing(figure).root
+    title, description = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
+    assert root.get("role") == "img"
+    assert root.get("aria-labelledby").split() == [title.get("id"), description.get("id")]
+    assert 10 < len(title.text) <= 80, title.text
+    assert len(description.text) > 100 and description.text.endswith("."), description.text
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
+def test_text_has_a_contrast_of_4_5_to_its_ground(figure):
+    drawing = Drawing(figure)
+    assert drawing.texts()
+    for text in drawing.texts():
+        colour, ground = drawing.shown_as(text)
+        assert contrast(colour, ground) >= 4.5, "".join(text.itertext())
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
+def test_text_is_large_enough_at_800_pixels(figure):
+    drawing = Drawing(figure)
+    _, _, width, _ = map(float, drawing.root.get("viewBox").split())
+    for text in drawing.texts():
+        for part in text.iter():  # exponents too
+            pixels = drawing.font_size(part) * SHOWN_WIDTH / width
+            assert pixels >= SMALLEST_TEXT, "".join(text.itertext())
+
+
+def drawing_and_figures():
+    pytest.importorskip("matplotlib", reason="drawing the figures again needs matplotlib")
+    import drawing
+    import figures
+
+    return drawing, figures
+
+
+def words_of(figure: Path) -> list[str]:
+    drawing = Drawing(figure)
+    texts = [*drawing.texts(), drawing.root.find(f"{SVG}title"), drawing.root.find(f"{SVG}desc")]
+    return ["".join(text.itertext()) for text in texts]
+
+
+def coordinates_of(figure: Path) -> list[float]:
+    """Of all lines and areas."""
+    paths = " ".join(re.findall(r' d="([^"]*)"', figure.read_text()))
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*", paths)]
+
+
+@pytest.mark.parametrize("figure", DRAWN, ids=lambda figure: figure.stem)
+def test_drawing_again_gives_the_same_figure(figure, tmp_path, monkeypatch):
+    """From docs/results/NAME.json alone. Another matplotlib may move a line by a point or two."""
+    drawing, figures = drawing_and_figures()
+    monkeypatch.setattr(drawing, "FIGURES", tmp_path)
+    figures.draw(SOURCES.get(figure.stem, figure.stem))
+    again = tmp_path / figure.name
+    assert words_of(again) == words_of(figure)
+    assert coordinates_of(again) == pytest.approx(coordinates_of(figure), abs=2)
+
+
+def test_each_algorithm_has_its_own_colour_and_marker():
+    drawing, _ = drawing_and_figures()
+    styles = drawing.ALGORITHM_STYLES.values()
+    assert len({style.colour for style in styles}) == len(styles)
+    assert len({style.marker for style in styles}) == len(styles)
+    assert not {style.colour for style in styles} & {*drawing.COLOURS}
+
+
+def test_every_colour_may_be_that_of_a_text():
+    drawing, _ = drawing_and_figures()
+    colours = [drawing.TEXT, drawing.GREY, *drawing.COLOURS]
+    colours += [style.colour for style in drawing.ALGORITHM_STYLES.values()]
+    for colour in colours:
+        assert contrast(channels(colour), channels(drawing.GROUND)) >= 4.5, colour
