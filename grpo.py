@@ -23,8 +23,9 @@ without dynamic sampling and length penalty); --no-scale-rewards --loss-norm con
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
     python grpo.py --resume runs/grpo__1__...            # resume after a crash
 
-A healthy run: `reward/mean` and `eval/accuracy` rise together; `policy/entropy` falls slowly;
-`reward/zero_variance_groups` rises; clip fractions and `completions/truncated_fraction` stay low.
+A healthy run: `reward/mean` and `eval/accuracy` rise together; `policy/entropy` falls, first fast,
+then slowly; `reward/zero_variance_groups` rises; clip fractions and
+`completions/truncated_fraction` stay low.
 """
 
 import inspect
