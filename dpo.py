@@ -98,8 +98,8 @@ class Args:
     # --- DPO ---
     # loss of DPO (sigmoid), IPO, SimPO or ORPO
     loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
-    # cost of leaving the reference; of simpo the scale, of orpo lambda; default: 0.3 (sigmoid),
-    # 1 (ipo), 5 (simpo, orpo), which are for tiny/
+    # coefficient of the KL to the reference (simpo: scale of the rewards; orpo: lambda); default,
+    # tuned on tiny/: 0.3 (sigmoid), 1 (ipo), 5 (simpo, orpo)
     beta: float | None = None
     # target margin of simpo, not divided by beta (paper: 0.3 to 1.6); default with simpo: 0.5
     gamma: float | None = None

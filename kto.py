@@ -85,7 +85,7 @@ class Args:
     # prompt and completion together, in tokens; longer completions are cut off
     max_length: int = 128
     # --- KTO ---
-    # cost of leaving the reference
+    # coefficient of the KL to the reference
     beta: float = 0.1
     # w_D, weight of desirable completions; w_D x their number should be 1 to 1.5 times w_U x the
     # number of undesirable ones

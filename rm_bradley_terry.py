@@ -79,7 +79,7 @@ class Args:
     # column of the margin m, which is 0 where the data has none; `none` ignores it
     margin_column: str = "margin"
     chat: bool = False  # turn strings into chat messages of a user and an assistant
-    max_length: int = 128  # of prompt + completion in tokens; longer pairs are dropped and counted
+    max_length: int = 128  # limit of prompt + completion in tokens; longer pairs are dropped
     # type of the weights in model/; training is in float32
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     # --- training and evaluation ---

@@ -70,9 +70,10 @@ class Args:
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
-    completion_column: str = "completion"  # without it, each assistant turn of `messages` is one
+    # column of the completion; if it is absent, each assistant turn of `messages` is one
+    completion_column: str = "completion"
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
-    max_length: int = 128  # of prompt + completion in tokens; longer rows are dropped and counted
+    max_length: int = 128  # limit of prompt + completion in tokens; longer rows are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
     # type of the weights in model/; they are float32 while training
     save_dtype: Literal["float32", "bfloat16"] = "float32"
