@@ -105,7 +105,7 @@ CONSTANTS = {
         "autocast": dict(hidden=26, query=4, kv=4, ffn=8),
         "bfloat16": dict(hidden=16, query=4, kv=4, ffn=8),
     },
-    # Bytes of a layer's input, per unit of the hidden size: all that checkpointing keeps of a layer.
+    # Bytes of a layer's input, per unit of the hidden size: what checkpointing keeps of a layer.
     "layer_input": dict(float32=4, autocast=4, bfloat16=2),
     "prefill": dict(hidden=6, ffn=3),  # numbers that are in use at one time for a token of a prompt
     "logits_chunk": 2**26,  # MAX_LOGITS of common/logprobs.py
@@ -219,8 +219,8 @@ def memory(
         update["copies"] = compute_bytes * (gathered_ends + 2 * counts["layer"])
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
-    # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of all layers,
-    # and while the backward pass is in a layer, that layer's activations.
+    # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
+    # The backward pass has the logits first, and then, one after another, the layers' activations.
     kind = "bfloat16"
     if compute_bytes == 4:
         kind = "float32"
@@ -228,15 +228,19 @@ def memory(
         kind = "autocast"
     rows = micro_batch * algorithm["rows"]
     bytes_per_token = weighted_widths(model, CONSTANTS["activations"][kind])
-    kept_per_token = trained_layers * bytes_per_token
-    if checkpointing and trained_layers > 0:
-        input_bytes = CONSTANTS["layer_input"][kind] * model["hidden"]
-        kept_per_token = trained_layers * input_bytes + bytes_per_token
-    update["activations"] = float(rows * (prompt + completion) * kept_per_token)
+    tokens = rows * (prompt + completion)
+    chunk_bytes = head_gradient = 0
     if has_policy:
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
-        logit_bytes = CONSTANTS["logit"] * model["vocab"]
-        update["activations"] += logit_bytes * (positions + model["hidden"])
+        chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
+        head_gradient = CONSTANTS["logit"] * model["vocab"] * model["hidden"]
+    if checkpointing:
+        inputs = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
+        one_layer = tokens * bytes_per_token if trained_layers > 0 else 0
+        update["activations"] = float(inputs + max(one_layer, chunk_bytes) + head_gradient)
+    else:
+        kept = tokens * trained_layers * bytes_per_token
+        update["activations"] = float(kept + chunk_bytes + head_gradient)
     if not algorithm["samples"]:
         return {"update": update}
 
@@ -269,15 +273,6 @@ def peak_on(card: dict, model: dict, algorithm: dict, precision: dict, **work: i
     if precision["compute"] == 2 and not card["bfloat16"]:
         precision = CONSTANTS["precisions"]["float32"]
     return peak(model, algorithm, precision, **work)
-
-
-def gpus_needed(card: dict, model: dict, algorithm: dict, precision: dict, **work: int) -> int:
-    """The fewest such cards that hold the run, of all numbers up to `most_gpus`; 0 if none does."""
-    for gpus in range(1, CONSTANTS["most_gpus"] + 1):
-        size = peak_on(card, model, algorithm, precision, **work | {"gpus": gpus})
-        if size <= card["gb"] * GB:
-            return gpus
-    return 0
 
 
 # --- the peaks that are measured, each in a process of its own ---------------------------------
