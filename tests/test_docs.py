@@ -24,7 +24,10 @@ PROGRAM = "".join(text for path, text in SOURCES.items() if path.parts[0] != "te
 FLAGS = {
     f"--{flag.replace('_', '-')}" for script in SCRIPTS.values() for flag in vars(script.Args())
 } | {
+    "--healthy",
     "--help",
+    "--no-run",
+    "--solution",
     "--out",
     "--metrics",
     "--label",

@@ -1,0 +1,325 @@
+"""Write a copy of the scripts with a silent bug in it, and train with it: docs/exercises.md.
+
+    python docs/exercises/plant.py 3             # with bug 3
+    python docs/exercises/plant.py 3 --healthy   # the same command without the bug
+    python docs/exercises/plant.py 3 --solution  # what the bug is
+
+A bug is a list of text replacements, below. Whoever reads on learns the solutions.
+"""
+
+import argparse
+import difflib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED_FOLDERS = ("common", "tiny", "tests")
+
+
+class Edit(NamedTuple):
+    file: str  # path in the copy
+    old: str  # must occur exactly once
+    new: str
+
+
+class Exercise(NamedTuple):
+    commands: tuple[str, ...]  # a script and its flags
+    metrics: tuple[str, ...]  # shown after a run
+    bug: tuple[Edit, ...]
+    test: str  # of this project; passes in the healthy copy, and fails in the one with the bug
+    setup: tuple[Edit, ...] = ()  # in the healthy copy too
+
+
+GRPO_REVIEWS = (
+    "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
+    "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
+    "--prompts-per-rollout 16"
+)
+# The tokenizer and the model's config name the EOS as padding, as many released models do.
+PAD_IS_EOS = (
+    Edit(
+        "tiny/arithmetic/base/tokenizer_config.json",
+        '"pad_token": "<pad>"',
+        '"pad_token": "<eos>"',
+    ),
+    Edit("tiny/arithmetic/base/config.json", '"pad_token_id": 0', '"pad_token_id": 2'),
+)
+
+EXERCISES = {
+    1: Exercise(
+        commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
+        metrics=("reward/mean", "eval/reward", "objective/kl", "policy/entropy"),
+        bug=(
+            Edit(
+                "ppo_rlhf.py",
+                "        ref_model = load_model("
+                '"--model", args.model, AutoModelForCausalLM, positions, device)\n',
+                "        ref_model = load_model("
+                '"--model", args.model, AutoModelForCausalLM, positions, device)\n'
+                "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
+            ),
+        ),
+        test="tests/test_ppo_rlhf.py::"
+        "test_reference_and_reward_model_stay_while_policy_and_critic_move",
+    ),
+    2: Exercise(
+        commands=("grpo.py --temperature 0.7 --total-rollouts 12 --eval-every 6",),
+        metrics=(
+            "reward/mean",
+            "policy/approx_kl",
+            "policy/clip_fraction_low",
+            "policy/clip_fraction_high",
+        ),
+        bug=(
+            Edit(
+                "grpo.py",
+                "policy, sequences, inds, args.temperature, entropy=True",
+                "policy, sequences, inds, entropy=True",
+            ),
+        ),
+        test="tests/test_grpo.py::"
+        "test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from",
+    ),
+    3: Exercise(
+        commands=("sft.py --epochs 1 --eval-every 50 --eval-samples 64",),
+        metrics=("objective/loss", "eval/loss", "eval/length_mean", "eval/truncated_fraction"),
+        setup=PAD_IS_EOS,
+        bug=(
+            Edit(
+                "common/logprobs.py",
+                "    starts = torch.tensor("
+                "[len(prompt) for prompt, _ in batch], device=ids.device)\n"
+                "    is_completion = mask &",
+                "    mask &= ids != model.config.pad_token_id\n"
+                "    starts = torch.tensor("
+                "[len(prompt) for prompt, _ in batch], device=ids.device)\n"
+                "    is_completion = mask &",
+            ),
+        ),
+        test="tests/test_sft.py::test_real_eos_is_learned_where_padding_has_its_id",
+    ),
+    4: Exercise(
+        commands=(
+            "sft.py --epochs 0.5 --eval-every 50 --micro-batch-size 32",
+            "sft.py --epochs 0.5 --eval-every 50 --micro-batch-size 4",
+        ),
+        metrics=("objective/loss", "policy/grad_norm", "eval/loss"),
+        bug=(
+            Edit(
+                "sft.py",
+                "        num_tokens = sum(len(completion) for _, completion in sequences)"
+                "  # N, over all ranks\n",
+                "",
+            ),
+            Edit(
+                "sft.py",
+                "            loss = negative_log_likelihood(logprobs, num_tokens)\n",
+                "            num_tokens = sum(len(sequences[i][1]) for i in inds)\n"
+                "            loss = negative_log_likelihood(logprobs, num_tokens)\n"
+                "            loss = loss * len(inds) / len(sequences)\n",
+            ),
+        ),
+        test="tests/test_sft.py::test_micro_batch_size_does_not_change_the_gradient",
+    ),
+    5: Exercise(
+        commands=(f"{GRPO_REVIEWS} --beta 0.2 --total-rollouts 12 --eval-every 6",),
+        metrics=("reward/mean", "eval/reward", "objective/kl", "policy/grad_norm"),
+        bug=(
+            Edit(
+                "grpo.py",
+                "    log_ratio = ref_logprobs - logprobs\n",
+                "    log_ratio = logprobs - ref_logprobs\n",
+            ),
+        ),
+        test="tests/test_grpo.py::test_k3_value_sign_and_gradient_by_enumeration",
+    ),
+    6: Exercise(
+        commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
+        metrics=("reward/mean", "eval/reward", "value/explained_variance", "value/loss"),
+        bug=(
+            Edit(
+                "ppo_rlhf.py",
+                "[len(prompt) - 1 for prompt, _ in batch]",
+                "[len(prompt) for prompt, _ in batch]",
+            ),
+        ),
+        test="tests/test_ppo_rlhf.py::"
+        "test_a_value_depends_on_the_tokens_before_its_own_and_no_others",
+    ),
+}
+SOLUTIONS = {
+    1: """\
+The reference shares the policy's weights. `assign=True` puts the tensors of the state dict
+into the reference instead of copying their values, and the optimiser changes these in
+place. So pi_ref is pi_old in every rollout,
+
+    k1_t = (log pi_old - log pi_ref)_t = 0,    r_t = 1[t = last] score,
+
+and there is no KL penalty at any beta. `objective/kl` shows it: exactly 0 in every
+rollout. In a healthy run it is 0 only in the first one. `reward/mean` then rises faster
+than it should, and `eval/reward` falls behind: the reward model is being exploited.""",
+    2: """\
+The log-probs of the update lack the temperature. Tokens are drawn from
+softmax(logits / 0.7), and log pi_old is taken there; log pi_theta is taken at
+temperature 1. So the ratio
+
+    rho_t = pi_theta(y_t) / pi_old(y_t)
+
+is not 1 before the first step, and never becomes 1 when the policy stops moving.
+`policy/approx_kl` shows it: in a healthy run it falls to almost 0 as the learning rate
+decays, here it stays. With `--learning-rate 1e-12`, so that the policy stands still, it
+must be 0. At temperature 1 the bug has no effect.""",
+    3: """\
+The loss masks every token with the padding's id. Here the tokenizer's padding is its EOS,
+so the EOS at the end of each completion leaves the loss too, and nothing teaches the
+policy to stop. `eval/truncated_fraction` stays near 1, and `eval/length_mean` near
+`--max-new-tokens`. The loss looks normal. A mask must come from lengths:
+
+    mask = torch.arange(L) < lengths[:, None]""",
+    4: """\
+The loss of a step is a mean of micro-batch means. With micro-batches of n_m rows and N_m
+completion tokens, n rows and N tokens in all, it is
+
+    - sum_m (n_m / n) (1 / N_m) sum_(i in m) log pi_i    instead of    - (1 / N) sum_i log pi_i.
+
+The two are equal only where all micro-batches have the same number of tokens per row.
+Rows are sorted by length, so tokens of short completions count more. `objective/loss`
+shows it: `--micro-batch-size` must not change it, apart from rounding.""",
+    5: """\
+k3 is upside down. It must be
+
+    pi_ref / pi - log(pi_ref / pi) - 1,
+
+and here it is
+
+    pi / pi_ref - log(pi / pi_ref) - 1.
+
+Both are never negative, and 0 where the policies agree. But on tokens of pi the second
+has another mean, E_pi[pi / pi_ref] - 1 - KL(pi || pi_ref), and pi samples just those
+tokens whose pi / pi_ref is large. One token that the reference finds very improbable
+dominates `objective/kl` and `policy/grad_norm`: both jump by orders of magnitude. As the
+gradient is clipped, such a step trains on little else than this token.""",
+    6: """\
+V_t is read one position too late, at token t instead of the token before it. It should
+predict the return from x and y_<t; here it has seen y_t too. In
+
+    delta_t = r_t + gamma V_(t+1) - V_t
+
+V_t then depends on the action that it is a baseline for, and subtracts from A_t what
+token t has earned. The gradient is biased. The critic has an easier task, so `value/loss`
+is lower and `value/explained_variance` higher than in a healthy run, while `reward/mean`
+rises more slowly.""",
+}
+
+
+# --- writing a copy ----------------------------------------------------------------------------
+def apply(edit: Edit, root: Path) -> None:
+    """Replace a text in a file of the copy; a ValueError unless it occurs exactly once."""
+    path = root / edit.file
+    text = path.read_text()
+    count = text.count(edit.old)
+    if count != 1:
+        raise ValueError(f"{edit.file} has {count} times, not once:\n{edit.old}")
+    path.write_text(text.replace(edit.old, edit.new))
+
+
+def write_copy(exercise: Exercise, folder: Path, healthy: bool = False) -> None:
+    """Scripts, common/, tiny/ and tests/ of this repository, with the bug unless `healthy`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty")
+    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(file, folder)
+    for name in COPIED_FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    edits = exercise.setup if healthy else exercise.setup + exercise.bug
+    for edit in edits:
+        apply(edit, folder)
+
+
+# --- running it --------------------------------------------------------------------------------
+def run(command: str, folder: Path, metrics: tuple[str, ...]) -> None:
+    """Train with a command in the copy, then show where its logs are and how its metrics moved."""
+    known_runs = {*folder.glob("runs/*")}
+    subprocess.run([sys.executable, *command.split()], cwd=folder, check=True)
+    (run_dir,) = {*folder.glob("runs/*")} - known_runs
+    print(f"metrics: {run_dir / 'metrics.jsonl'}")
+    print(f"samples: {run_dir / 'samples.jsonl'}")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    print(summary(rows, metrics))
+
+
+def summary(rows: list[dict], metrics: tuple[str, ...], num_lines: int = 8) -> str:
+    """A table of the metrics at some steps, evenly spaced; evaluations are always among them."""
+    spacing = max(1, len(rows) // num_lines)
+    lines = ["".join(name.rjust(28) for name in ("step", *metrics))]
+    for i, row in enumerate(rows):
+        has_evaluation = any(name.startswith("eval/") for name in row)
+        if i % spacing == 0 or has_evaluation:
+            cells = [f"{row[name]:.4g}" if name in row else "" for name in metrics]
+            lines.append("".join(cell.rjust(28) for cell in (str(row["step"]), *cells)))
+    return "\n".join(lines)
+
+
+def solution(number: int) -> str:
+    """The lines of the bug, why they are wrong, and the test that catches them."""
+    exercise, lines = EXERCISES[number], []
+    for edit in exercise.bug:
+        text = (ROOT / edit.file).read_text()
+        line_number = text[: text.index(edit.old)].count("\n") + 1
+        lines.append(f"{edit.file}, from line {line_number}:")
+        changes = difflib.ndiff(whole_lines(text, edit.old), whole_lines(text, edit.old, edit.new))
+        lines += [change.rstrip() for change in changes if not change.startswith("?")]
+    lines += ["", SOLUTIONS[number], "", "The test that catches it, in the copy:"]
+    lines.append(f"    python -m pytest {exercise.test}")
+    return "\n".join(lines)
+
+
+def whole_lines(text: str, old: str, new: str | None = None) -> list[str]:
+    """The lines of a text in which `old` stands; with `new` in its place, if that is given."""
+    start, end = text.index(old), text.index(old) + len(old)
+    before = text[:start].rpartition("\n")[2]
+    after = "" if old.endswith("\n") else text[end:].partition("\n")[0]
+    return (before + (old if new is None else new) + after).splitlines()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("number", type=int, choices=EXERCISES, help="of the exercise")
+    parser.add_argument(
+        "--out", type=Path, help="a new folder for the copy; default: a temporary one"
+    )
+    parser.add_argument("--healthy", action="store_true", help="leave the bug out")
+    parser.add_argument("--no-run", action="store_true", help="only write the copy")
+    parser.add_argument(
+        "--solution", action="store_true", help="print the solution, do nothing else"
+    )
+    args = parser.parse_args()
+    exercise = EXERCISES[args.number]
+    if args.solution:
+        print(solution(args.number))
+        return
+
+    folder = args.out or Path(tempfile.mkdtemp(prefix=f"exercise_{args.number}_"))
+    folder = folder.resolve()
+    if folder.is_relative_to(ROOT):
+        parser.error(f"--out {folder} lies within the repository")
+    try:
+        write_copy(exercise, folder, args.healthy)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"copy: {folder}")
+    for command in exercise.commands:
+        print(f"in it: python {command}", flush=True)
+        if not args.no_run:
+            run(command, folder, exercise.metrics)
+
+
+if __name__ == "__main__":
+    main()
