@@ -211,9 +211,9 @@ predict the return from x and y_<t; here it has seen y_t too. In
     delta_t = r_t + gamma V_(t+1) - V_t
 
 V_t then depends on the action that it is a baseline for, and subtracts from A_t what
-token t has earned. The gradient is biased. The critic has an easier task, so `value/loss`
-is lower and `value/explained_variance` higher than in a healthy run, while `reward/mean`
-rises more slowly.""",
+token t has earned. The gradient is biased. The critic has an easier task, so
+`value/explained_variance` is higher than in a healthy run, and `value/loss` mostly lower,
+while `reward/mean` rises more slowly.""",
 }
 
 
