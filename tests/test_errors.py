@@ -994,6 +994,8 @@ def test_ctrl_c_ends_a_run_that_can_be_resumed(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's job in the background ignores Ctrl-C, and with it what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not list(tmp_path.glob("*/checkpoint.pt")) and process.poll() is None:
         time.sleep(0.01)
