@@ -1,11 +1,11 @@
 """Best of n, and rejection sampling as training: tables and figure of docs/best_of_n.md.
 
-    python docs/experiments/figures.py best_of_n       # 10 minutes on two cores
+    python docs/experiments/figures.py best_of_n       # 6 minutes on two cores
 
 Best of n samples n completions of a prompt and keeps the one with the highest reward; nothing is
 trained. Rejection sampling samples completions, keeps the right ones or the best ones, and
 fine-tunes on them with sft.py, in one round or in several. Each plan samples as many completions
-as the run that it stands beside: GRPO on the sums 15,360, PPO on the reviews 3,840.
+as the run in the same table: 15,360 as GRPO on the arithmetic task, 3,840 as PPO on the reviews.
 """
 
 import contextlib
@@ -244,8 +244,8 @@ def select(rewards: Tensor, num_samples: int, has_rule: bool) -> list[int]:
 
 
 def text_after_prompt(tokenizer: Any, prompt_ids: list[int], completion_ids: list[int]) -> str:
-    """A completion as SFT data needs it: with the space, if any, that parts it from the prompt,
-    which is lost when it is decoded alone."""
+    """A completion as SFT data needs it: with the space, if any, that separates it from the
+    prompt; decoding the completion alone drops it."""
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
     text = tokenizer.decode(prompt_ids + completion_ids, skip_special_tokens=True)
     return text.removeprefix(prompt)

@@ -4,7 +4,7 @@
         --reward-fn docs/rewards/stories.py:happy_words \
         --eval-reward-fn docs/rewards/stories.py:distinct_pairs
 
-A rule that counts pays for repetition. docs/stories.md trains a small pretrained model with both.
+A rule that counts rewards repetition. docs/stories.md trains a small pretrained model with both.
 """
 
 import re
