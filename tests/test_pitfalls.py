@@ -95,7 +95,6 @@ def test_what_the_page_says_of_the_runs_holds():
         ("kl", "eval/reward", 0.5),
         ("entropy", "policy/entropy", 0.5),
         ("entropy", "eval/reward", 0.5),
-        ("length", "eval/reward", 0),
         ("critic", "value/explained_variance", 1),
         ("chosen", "policy/logprob_chosen", 10),
         ("chosen", "eval/reward", 0.05),
