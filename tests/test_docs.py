@@ -233,3 +233,15 @@ def test_what_the_index_says_of_the_frontier_holds():
     of_dpo = standard_errors(dpo + "0.3", dpo + "0.1")
     assert f"0.74, then 0.66, {of_grpo:.1f} standard errors" in page
     assert f"0.82, then 0.78, {of_dpo:.1f})" in page
+
+
+def test_phrases_that_no_author_of_the_field_would_write_stay_away():
+    """Found by readers once: literal translations, each with a plain term in its place now."""
+    phrases = (
+        "hangs on|goes on from|what stands before|Nobody knows|start of everything|less a number|"
+        "ends in one text|pays for length|takes? their room|shall be|on its good side|"
+        "quadratic mean|lets go of|still to come|those of other programs|gets and must"
+    )
+    for path in [*PAGES, Path("docs/explorer.html"), *Path().glob("*.py")]:
+        found = re.search(phrases, path.read_text())
+        assert not found, f"{path}: {found[0]}"
