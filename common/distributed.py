@@ -1,0 +1,142 @@
+"""Ranks, sharding, precision, activation checkpointing."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+RANK = int(os.environ.get("RANK", 0))  # number of this process, set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+
+
+def join_processes() -> torch.device:
+    """Connect the processes that torchrun has started, if it has; returns this one's device."""
+    logging.disable_progress_bar()  # of loading weights, on every rank
+    if torch.cuda.is_available():  # CUDA-only
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group()
+    if RANK > 0:  # rank 0 alone prints and writes
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        warnings.simplefilter("ignore")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def leave_processes() -> None:
+    """The end of a script under torchrun."""
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+
+
+def all_gather(items: list) -> list:
+    """The lists of all ranks, concatenated in the order of the ranks."""
+    lists = [items] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(lists, items)
+    return [item for one_list in lists for item in one_list]
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum over all ranks, in place."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model, or a lone head, to the device; under torchrun FSDP shards it, layer by layer.
+    Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
+    """
+    if isinstance(model, PreTrainedModel):
+        # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
+        model.get_input_embeddings().padding_idx = None
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    layers = getattr(model, "_no_split_modules", None) or ()
+    # FSDP wants inner modules before those that contain them.
+    units = [module for module in reversed([*model.modules()]) if type(module).__name__ in layers]
+    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
+    for unit in units:
+        # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
+        bfloat16 = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)
+        precision = MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
+        fully_shard(unit, mp_policy=precision, reshard_after_forward=True)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
+    return model.to(device)
+
+
+def forward_method(function: Callable) -> Callable:
+    """Decorator: FSDP gathers a sharded model's weights around `function(model, ...)`, as it does
+    around `model(...)`. It may call another one's `__wrapped__` only: no gathering within another.
+    """
+    name = function.__name__
+
+    @wraps(function)
+    def gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, FSDPModule) and not hasattr(model, name):
+            setattr(model, name, partial(function, model))
+            register_fsdp_forward_method(model, name)
+        method = getattr(model, name, partial(function, model))
+        return method(*args, **kwargs)
+
+    return gathered
+
+
+@contextmanager
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """A sharded model with whole weights, gathered once, and without FSDP's hooks.
+    Ranks finish after different numbers of tokens, so none may wait for another between two tokens.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
+    for unit in units:
+        unit.unshard()
+        unit._forward_pre_hooks, unit._forward_hooks = {}, {}
+    yield  # an error here ends the process
+    for unit, (pre_hooks, forward_hooks) in zip(units, hooks, strict=True):
+        unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, forward_hooks
+        unit.reshard()
+
+
+def use_bfloat16(device: torch.device) -> bool:
+    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32. Not on cards
+    that only emulate it (T4, V100, RTX 20): emulated, it is slower than float32.
+    """
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 matrix products where `use_bfloat16`; log-softmax, losses and scores are float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
+
+
+def transformer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated layers, from the first to the last; a ValueError if none is known."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"the layers of {type(model).__name__} are not known")
+    return layers
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Keep only each layer's input for the backward pass, which computes the rest once more: less
+    memory for about a third more time (Chen et al., arXiv 1604.06174). The switch that models of
+    transformers have for it works in training mode alone, where dropout is on.
+    """
+    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in transformer_layers(model):
+        layer.forward = partial(recomputed, layer.forward)

@@ -1,0 +1,105 @@
+"""Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L) of rows of different lengths, and a bool mask of the real ones.
+    The mask comes from lengths: padding may have any id, and a real EOS is never padding.
+    """
+    side = "left" if left else "right"
+    ids = pad_sequence([torch.LongTensor(row) for row in rows], batch_first=True, padding_side=side)
+    ones = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    mask = pad_sequence(ones, batch_first=True, padding_side=side)
+    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+
+
+def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Sorted ids that end a completion: the tokenizer's EOS, those of the generation config of
+    `source` (folder or hub name), and what the chat template writes after an assistant's turn: a
+    base model's EOS is often another one. A ValueError if there is none.
+    """
+    stop_ids = {tokenizer.eos_token_id}
+    with suppress(OSError):  # many checkpoints have no generation config
+        config_ids = GenerationConfig.from_pretrained(source).eos_token_id
+        stop_ids.update(config_ids if isinstance(config_ids, list) else [config_ids])
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "@@"}]
+        end = tokenizer.apply_chat_template(turns, tokenize=False).partition("@@")[2]
+        ids = tokenizer(end, add_special_tokens=False).input_ids
+        added = tokenizer.added_tokens_decoder
+        stop_ids.update([i for i in ids if i in added and added[i].special][:1])
+    stop_ids.discard(None)
+    if not stop_ids:  # sampling would never stop, and training would teach no end
+        raise ValueError(f"{source}: neither tokenizer nor generation config has an EOS")
+    return sorted(stop_ids)
+
+
+def encode(tokenizer: Any, text: str | list, add_generation_prompt: bool = False) -> list[int]:
+    """Token ids of a string, with the tokenizer's BOS and without an EOS that it appends, or of
+    chat messages through the chat template. A ValueError if that leaves out a message.
+    """
+    if isinstance(text, str):
+        ids = tokenizer(text).input_ids
+        if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+            ids = ids[:-1]  # a prompt that ends with EOS would be over
+    else:
+        messages = [message | {"content": content(message)} for message in text]
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        for message in messages:
+            # Templates may drop an assistant's thoughts, and write what a tool says as JSON.
+            name, role = tokenizer.name_or_path, message["role"]
+            if role not in ("assistant", "tool") and message["content"].strip() not in rendered:
+                raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
+        ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    if ids[:2] == 2 * [tokenizer.bos_token_id]:
+        raise ValueError("two BOS at the start of the token ids")
+    return ids
+
+
+def content(message: Any) -> str:
+    """The text of a chat message; parts are joined, since most templates expect a string."""
+    if not isinstance(message, dict) or not message.get("role"):
+        raise ValueError(f"every chat message needs a role and a content, found {message!r:.200}")
+    parts = message.get("content") or ""
+    if isinstance(parts, str):
+        return parts
+    if any(part.get("type") != "text" for part in parts):
+        raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
+    return "".join(part["text"] for part in parts)
+
+
+class UnusableRow(ValueError):
+    """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
+
+
+def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) -> tuple[list, list]:
+    """Token ids of a prompt and of its completion, which ends with its first stop id. The two are
+    tokenised as one text and cut after the prompt, whose tokens must be the same as without the
+    completion: that is how the model meets them when it samples. An `UnusableRow` if they are not,
+    if one of the two is empty or left out, or if the completion is several messages.
+    """
+    for text in (prompt, completion):
+        last_turn = content(text[-1]) if text and isinstance(text, list) else text
+        if not last_turn or not last_turn.strip():
+            raise UnusableRow("with an empty prompt or completion")
+    if isinstance(completion, list) and len(completion) > 1:
+        raise UnusableRow("with a completion of several messages")
+    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
+    ids = encode(tokenizer, prompt + completion)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        raise UnusableRow("whose completion merges with the prompt's last token (a space may help)")
+    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    completion_ids = [*ids[len(prompt_ids) :], eos]
+    end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)
+    if end == 0 and isinstance(completion, list):  # no token of what the message says
+        raise UnusableRow("whose completion the chat template leaves out")
+    return prompt_ids, completion_ids[: end + 1]
