@@ -24,116 +24,115 @@ not sums; AdamW and a linear schedule.
         --max-length 1024 --max-new-tokens 256 --batch-size 64 --micro-batch-size 4 --epochs 1 \
         --beta 0.1 --learning-rate 1e-6                    # one GPU, a model and chats from the hub
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
-    python dpo.py --resume runs/dpo__1__...                # resume after a crash
+    python dpo.py --resume runs/dpo__1__...                # continue an interrupted run
 
 A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); SimPO, ORPO: any), then
 `reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls by tens of nats, raise
 beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
 """
 
-import gc
-import inspect
 import json
 import math
 import os
-import re
+import shlex
 import sys
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import tyro
 import wandb
 from datasets import load_dataset
-from filelock import FileLock
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.functional import logsigmoid
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import AutoConfig, GenerationConfig, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, checkpoint_activations
-from common.generation import find_stop_ids, generate, shard
-from common.logprobs import Sequences, UnusableRow, completion_logprobs, encode_pair
-from common.logprobs import micro_batches, rollout_logprobs
-
-FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-REFERENCE_LOSSES = ("sigmoid", "ipo")  # those that compare the policy with a reference
+from common.distributed import RANK, WORLD_SIZE, all_gather, all_reduce_sum
+from common.distributed import checkpoint_activations, join_processes, leave_processes, shard
+from common.generation import generate
+from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.tokens import UnusableRow, encode_pair, find_stop_ids
 
 
-@dataclass
+@dataclass(config=ConfigDict(hide_input_in_errors=True))
 class Args:
     exp_name: str = "dpo"  # name of the run's folder, before the seed and the time
-    seed: int = 1  # seed of the data order and of the sampled completions
+    seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to resume; its flags hold unless given again
-    save_every: int = 50  # optimiser steps between checkpoints; there is always one at the end
+    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    save_every: PositiveInt = 50  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    # folder or hub name of the policy, the reference and their tokenizer
-    model: str = "tiny/reviews/policy"
+    model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
-    # column of the prompt, a string or chat messages; none: it is what chosen and rejected share
+    # column of the prompt; where there is none, chosen and rejected are whole conversations
     prompt_column: str = "prompt"
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
-    answer_column: str = "answer"  # column that the reward function receives as `answer`
     chat: bool = False  # turn strings into chat messages of a user and an assistant
-    # prompt and completion together, in tokens; longer completions are cut off
-    max_length: int = 128
+    max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
-    # loss of DPO (sigmoid), IPO, SimPO or ORPO
-    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"  # sigmoid: DPO's own
     # coefficient of the KL to the reference (simpo: scale of the rewards; orpo: lambda); default,
     # tuned on tiny/: 0.3 (sigmoid), 1 (ipo), 5 (simpo, orpo)
-    beta: float | None = None
-    # target margin of simpo, not divided by beta (paper: 0.3 to 1.6); default with simpo: 0.5
-    gamma: float | None = None
-    label_smoothing: float = 0.0  # eps, the probability that a label is wrong (conservative DPO)
-    nll_coef: float = 0.0  # coefficient of the chosen completion's NLL, in nats per token
-    online_reference: bool = False  # run the reference in every step, not once before training
+    beta: PositiveFloat | None = None
+    gamma: NonNegativeFloat = 0.5  # target margin of simpo, not divided by beta (paper: 0.3 to 1.6)
+    # eps of --loss sigmoid, the probability that a label is wrong (conservative DPO)
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    nll_coef: NonNegativeFloat = 0.0  # coefficient of the chosen completion's NLL (nats per token)
     # --- optimisation and evaluation ---
-    # passes over the training pairs
-    epochs: float = 3.0
-    batch_size: int = 32  # pairs per optimiser step
-    micro_batch_size: int = 32  # pairs per forward pass: sets memory and speed, not the result
-    # recompute activations in the backward pass: much less memory, about a third slower
-    activation_checkpointing: bool = False
-    learning_rate: float = 5e-4  # AdamW's peak learning rate
-    # how the learning rate changes after its warm-up
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    warmup_ratio: float = 0.1  # fraction of the steps over which the learning rate rises
-    weight_decay: float = 0.0  # AdamW's weight decay
-    max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
-    eval_every: int = 100  # steps between evaluations; always one at the start and at the end
-    eval_rows: int = 500  # held-out pairs, at most; their prompts are completed too
-    # file.py:function for eval/reward, or none; default: gold on the default --dataset, else none
+    epochs: PositiveFloat = 3.0  # passes over the training pairs
+    batch_size: PositiveInt = 32  # pairs per optimiser step
+    micro_batch_size: PositiveInt = 32  # pairs per forward pass: memory and speed, not the result
+    generation_batch_size: PositiveInt = 256  # completions sampled at a time
+    activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    learning_rate: PositiveFloat = 5e-4  # peak, for tiny/; about 1e-6 for 0.5B parameters or more
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1  # warm-up, as a fraction of the steps
+    weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
+    max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
+    eval_every: PositiveInt = 100  # steps between evaluations; also at the start and at the end
+    eval_rows: PositiveInt = 500  # held-out pairs, at most; their prompts are completed too
+    # path/to/file.py:function for eval/reward; default: gold on the default --dataset, else none
     eval_reward_fn: str | None = None
-    max_new_tokens: int = 40  # longest sampled completion in tokens
-    temperature: float = 1.0  # sampling temperature at evaluation; it divides eval/kl's logits too
+    max_new_tokens: PositiveInt = 40  # longest sampled completion in tokens
+    temperature: PositiveFloat = 1.0  # of the sampled completions, and of the logits in eval/kl
+
+    def __post_init__(self):
+        if self.beta is None:
+            self.beta = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5.0, "orpo": 5.0}[self.loss]
+        if self.eval_reward_fn is None and self.dataset == "tiny/reviews/preferences":
+            self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
+        if self.label_smoothing > 0 and self.loss != "sigmoid":
+            raise ValueError("--label-smoothing belongs to --loss sigmoid")
+
+
+class Prompt(NamedTuple):
+    text: str | list[dict]  # a string or chat messages
+    ids: list[int]  # its token ids
+    columns: dict  # the row's other columns, for the reward functions
 
 
 class PreferencePair(NamedTuple):
-    text: str | list[dict]  # the prompt, a string or chat messages
-    prompt_ids: list[int]  # its token ids
+    prompt: Prompt
     chosen_ids: list[int]  # token ids of the preferred completion
     rejected_ids: list[int]  # token ids of the other one
-    lengths: list[int]  # of these two, in tokens
-    columns: dict  # the row's other columns, for the reward function
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -182,86 +181,72 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
-    args = check_args(args)
-    run_dir, device, wandb_run = start_run(args)
+    device = join_processes()
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
-    # --- data and models ---
-    tokenizer, stop_ids = load_tokenizer(args.model)
+    # --- the reward, data and models ---
+    reward_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    reward_fn = None
-    if args.eval_reward_fn != "none":
-        columns = eval_pairs[0].columns
-        (reward_fn,) = load_reward_fns("--eval-reward-fn", [args.eval_reward_fn], columns).values()
-    longest_prompt = max(len(pair.prompt_ids) for pair in eval_pairs)
+    longest_prompt = max(len(pair.prompt.ids) for pair in eval_pairs)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
-    policy = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
     if args.activation_checkpointing:
-        with explain("--activation-checkpointing"):
-            checkpoint_activations(policy)
+        checkpoint_activations(policy)
     ref_model = None
-    if args.online_reference:
-        ref_model = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
-
-    # --- the pairs of each step, and the reference's log-probs (N, 2) of all pairs ---
-    rng = Generator().manual_seed(args.seed)
-    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    # Permutations that fill every batch, the last one too: they may be one more than --epochs.
-    data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
-    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(shuffles).split(args.batch_size)[:total_steps]
-    # Zeros where no loss reads them: simpo, orpo, and the training pairs of --online-reference.
-    train_ref_logprobs = torch.zeros(len(train_pairs), 2, device=device)
-    eval_ref_logprobs = torch.zeros(len(eval_pairs), 2, device=device)
-    if args.loss in REFERENCE_LOSSES:  # no checkpoint is loaded yet: the policy is the reference
-        if ref_model is None:
-            train_ref_logprobs = reference_pair_logprobs(args, policy, train_pairs, batches)
-        eval_ref_logprobs = all_pair_logprobs(policy, eval_pairs, args.micro_batch_size)
-
-    # --- optimiser, and where an interrupted run stopped ---
-    optimizer = AdamW(policy.parameters(), lr=args.learning_rate, fused=True)
-    training = {"policy": (policy, optimizer)}
-    checkpoint = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode())}
-    if args.resume:
-        checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    # Set last: a checkpoint brings its own.
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay
-    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
+    if args.loss in ("sigmoid", "ipo"):
+        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
+    optimizer = AdamW(
+        policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
 
     # --- the loop ---
-    evaluate_policy = partial(evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn)
-    if not args.resume:
-        metrics, samples = evaluate_policy(eval_pairs, eval_ref_logprobs)
-        log(run_dir, wandb_run, 0, metrics, samples)
-    progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
+    evaluate_policy = partial(
+        evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_pairs
+    )
+    training = {"policy": (policy, optimizer)}
+    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_pairs))
+    state = {"step": 0, "data": checksum}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics, samples = evaluate_policy()
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics, samples)
+    rng = Generator().manual_seed(args.seed)
+    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
+    # The last batch is filled up with pairs of one pass more, so that all steps weigh alike.
+    data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
+    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
+    batches = torch.cat(shuffles).split(args.batch_size)
+    progress = steps_left(run_dir, state["step"], total_steps)
     for step in progress:
-        # 1. Draw the pairs of this step.
+        # 1. Draw the pairs of this step; the rejected completions follow the chosen ones.
         start_time = time.perf_counter()
         pairs = [train_pairs[i] for i in batches[step]]
-        lengths = torch.tensor([pair.lengths for pair in pairs], device=device)  # (B, 2)
+        sequences, lengths = to_sequences(pairs, device)  # 2B of them; (B, 2)
 
-        # 2. The reference's log-probs (B, 2), which stay fixed.
-        ref_logprobs = train_ref_logprobs[batches[step]]
-        if ref_model is not None:
-            ref_logprobs = all_pair_logprobs(ref_model, pairs, args.micro_batch_size)
-
-        # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
+        # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         sums = defaultdict(float)
         for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-            logprobs = pair_logprobs(policy, pairs, inds)  # (b, 2)
-            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs[inds], lengths[inds])
+            logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
+            with torch.no_grad():
+                ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
             loss = losses.sum() / len(pairs)
             loss.backward()
-            pair_metrics["objective/loss"] = losses.detach()
             for name, values in pair_metrics.items():
                 sums[name] += values.double().sum()
-        grad_norm = clip_grad_norm(policy, args.max_grad_norm, run_dir, step)
+        grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
-        # 4. Log, evaluate, save.
-        num_tokens = lengths.sum().item() + 2 * sum(len(pair.prompt_ids) for pair in pairs)
+        # 3. Log, evaluate, save.
+        num_tokens = sum(len(prompt) + len(completion) for prompt, completion in sequences)
         metrics = {name: all_reduce_sum(value).item() / len(pairs) for name, value in sums.items()}
         metrics |= {
             "policy/grad_norm": grad_norm,
@@ -272,36 +257,45 @@ def main(args: Args) -> Path:
         samples = []
         is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate_policy(eval_pairs, eval_ref_logprobs)
+            eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
-        log(run_dir, wandb_run, step + 1, metrics, samples)
+        log(args, run_dir, step + 1, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
         if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, checkpoint | {"step": step + 1})
+            save_checkpoint(run_dir, training, state | {"step": step + 1})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
-    if wandb_run:
-        wandb_run.finish()
-    print(f"next: generate with it, or train on with --model {run_dir / 'model'}", flush=True)
+    if args.track and RANK == 0:
+        wandb.finish()
+    text = eval_pairs[0].prompt.text
+    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
+    print(f"next: python -c {shlex.quote(code)}", flush=True)
     return run_dir
 
 
+def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
+    return norm
+
+
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
-    --lr-schedule says.
-    """
+    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    if args.lr_schedule == "linear":
-        return (total_steps - step) / (total_steps - warmup_steps)
+    remaining = (total_steps - step) / (total_steps - warmup_steps)
     if args.lr_schedule == "cosine":
-        progress = (step - warmup_steps) / (total_steps - warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0  # constant_with_warmup
+        return 0.5 * (1 - math.cos(math.pi * remaining))
+    return remaining if args.lr_schedule == "linear" else 1.0
 
 
-def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Tensor) -> tuple:
+def pair_losses(
+    args: Args, logprobs: Tensor, ref_logprobs: Tensor | None, lengths: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each pair (B,), and its metrics (B,).
 
     logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
@@ -323,6 +317,7 @@ def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Ten
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
     chosen, rejected = scores.detach().unbind(dim=1)  # (B,); the implicit reward is beta * score
     metrics = {
+        "objective/loss": losses.detach(),
         "reward/margin": args.beta * (chosen - rejected),
         "reward/accuracy": 0.5 + 0.5 * (chosen - rejected).sign(),  # a tie counts half
         "reward/chosen": args.beta * chosen,
@@ -334,49 +329,29 @@ def pair_losses(args: Args, logprobs: Tensor, ref_logprobs: Tensor, lengths: Ten
 
 
 # --- log-probs of pairs ------------------------------------------------------------------------
-def pair_logprobs(model: Any, pairs: list[PreferencePair], inds: Tensor) -> Tensor:
-    """log pi(y|x) (b, 2) of pairs[inds], chosen and rejected in one forward pass."""
-    chosen = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
-    rejected = [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
-    both_inds = torch.cat([inds, inds + len(pairs)])  # into chosen + rejected
-    logprobs = completion_logprobs(model, chosen + rejected, both_inds)  # (2b, T)
-    return logprobs.sum(dim=1).view(2, len(inds)).T  # b chosen rows, then b rejected ones
+def to_sequences(pairs: list[PreferencePair], device: Any) -> tuple[Sequences, Tensor]:
+    """The B chosen completions with their prompts, then the B rejected ones; lengths (B, 2)."""
+    chosen = [(pair.prompt.ids, pair.chosen_ids) for pair in pairs]
+    rejected = [(pair.prompt.ids, pair.rejected_ids) for pair in pairs]
+    lengths = [[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs]
+    return chosen + rejected, torch.tensor(lengths, device=device)
 
 
-@torch.no_grad()
-def all_pair_logprobs(model: Any, pairs: list[PreferencePair], micro_batch_size: int) -> Tensor:
-    """`pair_logprobs` (B, 2) of all pairs, from all ranks and without gradient."""
-    logprobs = torch.zeros(len(pairs), 2, device=model.device)
-    for inds in micro_batches_of_pairs(pairs, micro_batch_size):
-        logprobs[inds] = pair_logprobs(model, pairs, inds)
-    return all_reduce_sum(logprobs)
+def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
+    """log pi(y|x) (b, 2) of the pairs `inds`, chosen and rejected in one forward pass."""
+    rows = torch.cat([inds, inds + len(sequences) // 2])  # b chosen ones, then b rejected ones
+    logprobs = completion_logprobs(model, sequences, rows)  # (2b, T)
+    return logprobs.sum(dim=1).view(2, len(inds)).T
 
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
     """`micro_batches` of pairs, whose length is that of the prompt and the longer completion."""
-    longer = [(pair.prompt_ids, max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
+    longer = [(pair.prompt.ids, max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
     return micro_batches(longer, torch.arange(len(pairs)), size)
 
 
-def reference_pair_logprobs(
-    args: Args, policy: Any, pairs: list[PreferencePair], batches: tuple[Tensor, ...]
-) -> Tensor:
-    """log pi_ref(y|x) (N, 2) of the pairs to train on, from the policy before its first step.
-
-    They are computed in the batches of the first epoch: step 1 then runs the same micro-batches
-    again, and its h is exactly 0, with no difference of rounding. The last of these batches may be
-    filled up with pairs of the second epoch, which earlier batches hold too. In reverse order the
-    earlier batch writes last, and its numbers stay. Pairs that no step draws stay 0.
-    """
-    logprobs = torch.zeros(len(pairs), 2, device=policy.device)
-    first_epoch = batches[: math.ceil(len(pairs) / args.batch_size)]
-    for batch in tqdm(first_epoch[::-1], "reference", disable=RANK > 0):
-        batch_pairs = [pairs[i] for i in batch]
-        logprobs[batch] = all_pair_logprobs(policy, batch_pairs, args.micro_batch_size)
-    return logprobs
-
-
 # --- the evaluation ----------------------------------------------------------------------------
+@torch.no_grad()
 def evaluate(
     args: Args,
     policy: Any,
@@ -385,434 +360,241 @@ def evaluate(
     stop_ids: list[int],
     reward_fn: Callable | None,
     pairs: list[PreferencePair],
-    ref_logprobs: Tensor,
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
-    logprobs = all_pair_logprobs(policy, pairs, args.micro_batch_size)
-    lengths = torch.tensor([pair.lengths for pair in pairs], device=policy.device)  # (N, 2)
-    losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths)
-    prompts = [pair.prompt_ids for pair in pairs]
-    completions = sample_completions(args, policy, prompts, stop_ids)
-    sequences = list(zip(prompts, completions, strict=True))
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    pair_sequences, lengths = to_sequences(pairs, policy.device)
+    sums = defaultdict(float)
+    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
+        logprobs = pair_logprobs(policy, pair_sequences, inds)
+        ref_logprobs = pair_logprobs(ref_model, pair_sequences, inds) if ref_model else None
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+        for name, values in pair_metrics.items():
+            sums[name] += values.double().sum()
+    means = {name: all_reduce_sum(value).item() / len(pairs) for name, value in sums.items()}
+
+    prompts = [pair.prompt for pair in pairs]
+    prompt_ids = [prompt.ids for prompt in prompts]
+    completion_ids = generate(
+        policy,
+        prompt_ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        stop_ids=stop_ids,
+        rng=Generator().manual_seed(args.seed),  # every evaluation draws the same numbers
+        batch_size=args.generation_batch_size,
+    )
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    sequences = list(zip(prompt_ids, completion_ids, strict=True))
     metrics = {
-        "eval/loss": losses.double().mean().item(),
-        "eval/pair_accuracy": pair_metrics["reward/accuracy"].double().mean().item(),
-        "eval/margin": pair_metrics["reward/margin"].double().mean().item(),
-        "eval/length_mean": np.mean([len(completion) for completion in completions]),
+        "eval/loss": means["objective/loss"],
+        "eval/pair_accuracy": means["reward/accuracy"],
+        "eval/margin": means["reward/margin"],
+        "eval/length_mean": np.mean([len(ids) for ids in completion_ids]),
     }
-    if args.loss in REFERENCE_LOSSES:
-        reference = ref_model
-        if reference is None:  # it is loaded for this alone
-            reference = load_model(
-                "--model", args.model, AutoModelForCausalLM, args.max_length, policy.device
-            )
-        metrics["eval/kl"] = sampled_kl(args, policy, reference, sequences)
-        del reference
-        if WORLD_SIZE > 1:
-            gc.collect()  # sharded, it and its hooks refer to each other
+    if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
+        batches = [*micro_batches(sequences, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
+        logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
+        ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+        metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
     samples = []
-    for pair, text, completion in zip(pairs, texts, completions, strict=True):
-        samples.append({"prompt": pair.text, "completion": text, "length": len(completion)})
+    for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
+        samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
-        rewards = reward_fn(pairs, sequences, texts).tolist()
+        rewards = rule_rewards(reward_fn, prompts, sequences, texts).tolist()
         metrics["eval/reward"] = np.mean(rewards)
         metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])  # full marks
         for sample, reward in zip(samples, rewards, strict=True):
-            sample["reward"] = reward
+            sample["reward"] = round(reward, 6)
     return metrics, samples
 
 
-def sample_completions(
-    args: Args, policy: Any, prompts: list[list[int]], stop_ids: list[int]
-) -> list[list[int]]:
-    """Token ids of one completion per prompt."""
-    rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    completions, batch_size = [], 2 * args.batch_size  # sampling needs less memory than training
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        completions += generate(
-            policy,
-            batch,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            stop_ids=stop_ids,
-            rng=rng,
-        )
-    return completions
+# --- rewards -----------------------------------------------------------------------------------
+def load_reward_fn(spec: str) -> Callable:
+    """The reward function of path/to/file.py:function."""
+    path, _, name = spec.rpartition(":")
+    module_spec = spec_from_file_location(Path(path).stem, path)
+    module = module_from_spec(module_spec)
+    sys.path.append(str(Path(path).parent))  # for modules beside it
+    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
-def sampled_kl(args: Args, policy: Any, ref_model: Any, sequences: Sequences) -> float:
-    """KL(pi || pi_ref) in nats per completion, from completions that pi has sampled: the mean of
-    log pi(y|x) - log pi_ref(y|x), which is unbiased (the k1 estimator).
-    """
-    inds = torch.arange(len(sequences))
-    batches = [*micro_batches(sequences, inds, 2 * args.micro_batch_size)]
-    logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
-    ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
-    return (logprobs - ref_logprobs).double().sum().item() / len(sequences)
-
-
-# --- the reward --------------------------------------------------------------------------------
-def load_reward_fns(flag: str, specs: list[str], columns: dict) -> dict[str, Callable]:
-    """Reward functions by name, each from a path/to/file.py:function."""
-    reward_fns = {}
-    for spec in specs:
-        path, _, name = spec.rpartition(":")
-        with explain(f"{flag} {spec}"):
-            check(Path(path).is_file(), f"no file {path!r}; give path/to/file.py:function")
-        with explain(f"{flag} {spec}, called with prompts, completions, {[*columns]}"):
-            module_spec = spec_from_file_location(Path(path).stem, path)
-            module = module_from_spec(module_spec)
-            sys.path.append(str(Path(path).parent))  # for modules beside it
-            sys.modules.setdefault(module.__name__, module)  # for its dataclasses and processes
-            module_spec.loader.exec_module(module)
-            function = getattr(module, name)
-            inspect.signature(function).bind(prompts=[], completions=[], **columns)
-            is_taken = name in {*reward_fns, "reward_model", "mean", "std"}
-            check(not is_taken, "another reward, or a metric, has this name")
-        reward_fns[name] = partial(call_reward_fn, name, function)
-    return reward_fns
-
-
-def call_reward_fn(
-    name: str, function: Callable, prompts: list, sequences: Sequences, texts: list[str]
+def rule_rewards(
+    function: Callable, prompts: list[Prompt], sequences: Sequences, texts: list[str]
 ) -> Tensor:
-    """Rewards (B,) of texts[i], the completion of prompts[i], by a function that only rank 0 calls,
-    once for all completions, because it may compare them. Reward models read `sequences` instead.
-    """
+    """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
         rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
-        with explain(f"reward function {name} must return a list of {len(texts)} numbers"):
-            is_list = isinstance(rewards, list | tuple | np.ndarray | Tensor)
-            check(is_list, f"it returned a {type(rewards).__name__}")
-            check(len(rewards) == len(texts), f"it returned {len(rewards)}")
-            for prompt, text, reward in zip(prompt_texts, texts, rewards, strict=True):
-                # Beyond 3e38 it would be infinite in float32.
-                is_number = isinstance(reward, SupportsFloat) and abs(float(reward)) < 3e38
-                check(is_number, f"it returned {reward!r} for {text!r} after {prompt!r}")
-    return torch.tensor(all_gather([float(reward) for reward in rewards]))  # rank 0's, on all
+        rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
+        if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
+            name = function.__name__
+            raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
+        rewards = rewards.tolist()
+    return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_tokenizer(source: str) -> tuple[Any, list[int]]:
-    """The tokenizer, and the ids that end a completion."""
-    with explain(f"--model {source}"):
-        check_folder(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        stop_ids = find_stop_ids(source, tokenizer)
-        check(stop_ids, "neither tokenizer nor generation config has an EOS")
-        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
-        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
-        check(len(tokenizer) <= vocab_size, message)
-    return tokenizer, stop_ids
-
-
-def load_model(flag: str, source: str, kind: Any, positions: int, device: Any) -> torch.nn.Module:
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: torch.device) -> Any:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
-    with explain(f"{flag} {source}"):
-        check_folder(source)
-        model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
-        one_label = not hasattr(model, "score") or model.config.num_labels == 1
-        check(one_label, "it has more than one label")
-        limit = getattr(model.config, "max_position_embeddings", positions)
-        check(positions <= limit, f"it has {limit} positions, the --max flags need {positions}")
+    model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:  # they would be random
+        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
+    if not tokenizer.get_vocab().items() <= vocabulary.items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
+    if positions > getattr(model.config, "max_position_embeddings", positions):
+        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     return shard(model, device)
+
+
+def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+    """The rows of a split of --dataset, which must have these columns."""
+    try:
+        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
+    except ValueError as error:
+        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
+        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+    for column in columns:
+        if column not in dataset.column_names:
+            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    return dataset
 
 
 def load_preference_pairs(
     args: Args, split: str, tokenizer: Any, stop_ids: list[int]
 ) -> list[PreferencePair]:
-    """The pairs of a split; rows that cannot be used are dropped, counted and reported."""
-    pairs, dropped, num_cut = [], defaultdict(list), 0
-    too_long = f"whose prompt leaves no room in --max-length {args.max_length}"
-    with explain(f"--dataset {args.dataset}, {split}"):
-        check_folder(args.dataset)
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    for index, row in enumerate(dataset):
-        with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-            text, chosen, rejected = to_preference(args, row)
-            try:
-                prompt_ids, chosen_ids = encode_pair(tokenizer, text, chosen, stop_ids)
-                _, rejected_ids = encode_pair(tokenizer, text, rejected, stop_ids)
-                limit = args.max_length - len(prompt_ids)  # of a completion, in tokens
-                if limit <= 0:
-                    raise UnusableRow(too_long)
-                if chosen_ids[:limit] == rejected_ids[:limit]:
-                    raise UnusableRow("with chosen equal to rejected")
-            except UnusableRow as reason:
-                dropped[str(reason)].append((text, chosen, rejected))
-                continue
-        num_cut += max(len(chosen_ids), len(rejected_ids)) > limit
-        chosen_ids, rejected_ids = chosen_ids[:limit], rejected_ids[:limit]
-        lengths = [len(chosen_ids), len(rejected_ids)]
-        for column in (args.prompt_column, args.chosen_column, args.rejected_column):
-            row.pop(column, None)
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
-        pairs.append(PreferencePair(text, prompt_ids, chosen_ids, rejected_ids, lengths, row))
-    report_rows(args, split, pairs, dropped)
-    if num_cut:
-        print(f"{split}: {num_cut} pairs are cut off at --max-length {args.max_length}")
+    """The pairs of a split, without those that are equal, empty or longer than --max-length."""
+    pairs, dropped, longest = [], Counter(), 0
+    for row in load_rows(args, split, columns=[args.chosen_column, args.rejected_column]):
+        chosen, rejected = row.pop(args.chosen_column), row.pop(args.rejected_column)
+        try:
+            if args.prompt_column in row:
+                prompt = row.pop(args.prompt_column)
+            else:
+                prompt, chosen, rejected = split_conversations(chosen, rejected)
+            if args.chat and isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+                chosen = [{"role": "assistant", "content": chosen}]
+                rejected = [{"role": "assistant", "content": rejected}]
+            prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
+            _, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+            length = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
+            longest = max(longest, length)
+            if length > args.max_length:
+                raise UnusableRow("longer than --max-length")
+            if chosen_ids == rejected_ids:
+                raise UnusableRow("with chosen equal to rejected")
+            pairs.append(PreferencePair(Prompt(prompt, prompt_ids, row), chosen_ids, rejected_ids))
+        except UnusableRow as reason:
+            dropped[str(reason)] += 1
+    print(f"{split}: {len(pairs)} pairs, dropped {dict(dropped)}; longest {longest} tokens")
+    if not pairs:
+        raise ValueError(f"--dataset {args.dataset}, {split}: no pair is left")
     return pairs
 
 
-def to_preference(args: Args, row: dict) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected of a row: all strings, or all lists of chat messages."""
-    for column in (args.chosen_column, args.rejected_column):
-        check(column in row, f"no column {column} in {sorted(row)}")
-    chosen, rejected = row[args.chosen_column] or "", row[args.rejected_column] or ""
-    hint = "(is it --prompt-column none?)"
-    implicit_prompt = args.prompt_column not in row
-    if not implicit_prompt:
-        prompt = row[args.prompt_column] or ""
-    else:
-        # By default two conversations without a prompt have an implicit one, two strings do not.
-        by_default = args.prompt_column == "prompt" and isinstance(chosen or rejected, list)
-        message = f"no column {args.prompt_column} in {sorted(row)} {hint}"
-        check(by_default or args.prompt_column == "none", message)
-        prompt = ""
-    types = sorted({type(value).__name__ for value in (prompt, chosen, rejected) if value})
-    message = "prompt, chosen and rejected must all be strings or all lists of messages"
-    check(types in ([], ["str"], ["list"]), f"{message}, found {types} {hint}")
-    if not chosen or not rejected:
-        return prompt, chosen, rejected  # `encode_pair` calls the row unusable
-    if implicit_prompt:
-        prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
-    if args.chat and isinstance(chosen, str):
-        prompt = [{"role": "user", "content": prompt}]
-        chosen = [{"role": "assistant", "content": chosen}]
-        rejected = [{"role": "assistant", "content": rejected}]
-    return prompt, chosen, rejected
-
-
-def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """The prompt that two whole conversations or texts begin with, and the rest of each."""
-    if isinstance(chosen, list):
-        same = chosen[:-1] == rejected[:-1]
-        check(same, "the two conversations must be equal up to their last message")
-        return chosen[:-1], chosen[-1:], rejected[-1:]
-    # Cut in front of white space, where most tokenizers do not merge.
-    beginning = os.path.commonprefix([chosen, rejected])
-    prompt = re.match(r"(.*\S(?=\s))?", beginning, re.DOTALL)[0]
-    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
-
-
-def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) -> None:
-    """Print how many rows are used, how many are not and why, and the first of each reason."""
-    num_dropped = sum(len(examples) for examples in dropped.values())
-    message = f"{len(rows)} of {len(rows) + num_dropped} rows"
-    for reason, examples in dropped.items():
-        message += f"; dropped {len(examples)} {reason}, first {examples[0]!r:.200}"
-    with explain(f"--dataset {args.dataset}, {split}"):
-        check(rows, f"nothing is left: {message}")
-    print(f"{split}: {message}")
-
-
-def check_args(args: Args) -> Args:
-    """What can be seen to be wrong before anything is loaded; fills in --loss's defaults."""
-    if args.beta is None:
-        default_beta = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5.0, "orpo": 5.0}
-        args = replace(args, beta=default_beta[args.loss])
-    if args.gamma is None and args.loss == "simpo":
-        args = replace(args, gamma=0.5)
-    if args.eval_reward_fn is None:  # the gold reward knows the default dataset's reviews alone
-        default = "tiny/reviews/gold.py:sentiment" if args.dataset == Args.dataset else "none"
-        args = replace(args, eval_reward_fn=default)
-    with explain("flags"):
-        check_numbers(args, "save_every max_length beta epochs batch_size micro_batch_size")
-        check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows max_new_tokens")
-        check_numbers(args, "temperature")
-        not_negative = "seed gamma label_smoothing nll_coef warmup_ratio weight_decay"
-        check_numbers(args, not_negative, zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
-        check(args.label_smoothing < 0.5, f"--label-smoothing must not be {args.label_smoothing}")
-        loss = args.loss
-        fits = loss == "sigmoid" or args.label_smoothing == 0
-        check(fits, f"--label-smoothing belongs to --loss sigmoid, not {loss}")
-        fits = loss == "simpo" or args.gamma is None
-        check(fits, f"--gamma belongs to --loss simpo, not {loss}")
-        fits = loss in REFERENCE_LOSSES or not args.online_reference
-        check(fits, f"--online-reference belongs to --loss sigmoid or ipo, not {loss}")
-        fits = loss != "orpo" or args.nll_coef == 0
-        check(fits, f"--nll-coef belongs to --loss sigmoid or ipo or simpo, not {loss}")
-    return args
+def split_conversations(chosen: Any, rejected: Any) -> tuple[list, list, list]:
+    """The prompt that two whole conversations share, and the last message of each."""
+    if not isinstance(chosen, list):
+        raise ValueError("without --prompt-column, chosen and rejected must be conversations")
+    if chosen[:-1] != rejected[:-1]:
+        raise UnusableRow("whose conversations begin differently")
+    return chosen[:-1], chosen[-1:], rejected[-1:]
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-class InputError(Exception):
-    """What the user can mend, in one line; `python -X dev` shows the traceback too."""
-
-
-@contextmanager
-def explain(what: str) -> Iterator[None]:
-    """An error in here is the user's to mend: one line says where it is and what is wrong."""
-    try:
-        yield
-    except Exception as error:
-        message = str(error.__cause__ or error).strip() or repr(error)
-        raise InputError(f"{what}: {' '.join(message.split()):.500}") from error
-
-
-def check(condition: Any, message: str) -> None:
-    """Raise unless the condition holds; `explain` around it names the flag or the row."""
-    if not condition:
-        raise ValueError(message)
-
-
-def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
-    """The flags' values are above 0 (with `zero`: or 0) and fit into 64 bits, or are None."""
-    bound = "of at least 0" if zero else "above 0"
-    for name in flags.split():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        if value is not None:
-            is_number = isinstance(value, int | float)  # not after an edit of args.json
-            valid = is_number and (value > 0 or (zero and value == 0))
-            check(valid, f"{flag} must be a number {bound}, not {value!r}")
-            check(value < 2**63, f"{flag} must be below 2**63, not {value}")
-
-
-def check_folder(source: str) -> None:
-    """A model or a dataset is a folder, or a name on the hub, which has one slash at most."""
-    folder = Path(source)
-    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
-    check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
-    check(not folder.is_file(), "it is a file, and must be a folder")
-    if not (folder / "config.json").exists():
-        is_adapter = (folder / "adapter_config.json").exists()
-        check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
-        check(
-            not [*folder.glob("*.gguf")], "GGUF weights: safetensors and a config.json are needed"
-        )
-    saved_to_disk = (folder / "state.json").exists()
-    check(not saved_to_disk, "it was made by save_to_disk; use to_json or to_parquet")
-    for path in folder.rglob("*.json*"):
-        check(path.stat().st_size > 0, f"{path} is empty")
+FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Flags from the command line; with --resume, over those that the run was started with."""
-    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    """Flags from the command line; a run that is resumed keeps its own."""
+    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
+    words = sys.argv[1:] if argv is None else argv
+    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
-        with explain(f"--resume {args.resume}: not a run of this script"):
-            saved = json.loads((Path(args.resume) / "args.json").read_text())
-            args = tyro.cli(Args, args=argv, default=Args(**saved | {"resume": args.resume}))
+        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+            raise ValueError("--resume takes no other flags: a run keeps its own")
+        saved = json.loads(Path(args.resume, "args.json").read_text())
+        args = Args(**saved | {"resume": args.resume})
     return args
 
 
-def start_run(args: Args) -> tuple[Path, torch.device, Any]:
-    """The run's folder (new, or the one --resume names), this rank's device, and wandb's run."""
-    logging.disable_progress_bar()
-    if torch.cuda.is_available():  # CUDA-only
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group()
-    if RANK > 0:  # rank 0 alone prints and writes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]  # rank 0's
-    if RANK == 0 and not args.resume:
-        with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True)
-            (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    if RANK == 0:
-        start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"{run_dir}: not a run, or another process is at work on it"):
-            start_run.lock.acquire(timeout=0)
-    wandb_run = None
+def open_run(args: Args) -> Path:
+    """The run's folder: a new one, or the one that --resume names."""
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
     if RANK == 0 and args.track:
-        with explain("--track"):
-            options = dict(config=vars(args), resume="allow", reinit="create_new")
-            wandb_run = wandb.init(id=run_dir.name, **options)
-    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"), wandb_run
-
-
-def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step: int) -> float:
-    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"{run_dir} stopped in step {step + 1}"):
-        hint = "is the learning rate too high? checkpoint.previous.pt, if any, may be from before"
-        check(math.isfinite(norm), f"gradient norm {norm}: {hint}")
-    return norm
-
-
-def save_checkpoint(run_dir: Path, training: dict[str, tuple], checkpoint: dict) -> None:
-    """Replace checkpoint.pt and keep the one before, as this one may hold weights that diverge.
-
-    A kill at any moment leaves a whole file.
-    """
-    for name, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
-        checkpoint[name] = {"model_state_dict": weights, "optim_state_dict": moments}
-    if RANK == 0:
-        checkpoint["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        new_file = run_dir / "checkpoint.tmp"
-        with explain(f"{run_dir}: no checkpoint could be written (is the disk full?)"):
-            try:
-                torch.save(checkpoint, new_file)
-                if (run_dir / "checkpoint.pt").exists():
-                    os.replace(run_dir / "checkpoint.pt", run_dir / "checkpoint.previous.pt")
-                os.replace(new_file, run_dir / "checkpoint.pt")
-            finally:
-                new_file.unlink(missing_ok=True)
-
-
-def load_checkpoint(
-    args: Args, run_dir: Path, training: dict, checkpoint: dict, total_steps: int
-) -> dict:
-    """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
-    with explain(f"--resume {run_dir}"):
-        saved_args = json.loads((run_dir / "args.json").read_text())
-        # With another value it would be another run.
-        for flag in ("seed", "model", "dataset", "loss", "train_layers", "critic_init"):
-            same = saved_args.get(flag) == getattr(args, flag, None)
-            message = f"--{flag.replace('_', '-')} cannot be changed, it was {saved_args.get(flag)}"
-            check(same, message)
-    file = run_dir / "checkpoint.pt"
-    if not file.exists():  # killed between the two renamings of `save_checkpoint`
-        file = run_dir / "checkpoint.previous.pt"
-    with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
-        saved = torch.load(file, weights_only=True, mmap=True)
-        check(saved["data"] == checkpoint["data"], "the training rows of --dataset have changed")
-        for name, (model, optimizer) in training.items():
-            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
-    with explain(f"--resume {run_dir}"):
-        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
-        check(saved["step"] <= total_steps, at_step)
-    if RANK == 0:
+        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
+    if RANK == 0 and not args.resume:
+        run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        for name, size in saved["logs"].items():
-            if (run_dir / name).is_file() and (run_dir / name).stat().st_size >= size:
-                os.truncate(run_dir / name, size)
-            else:
-                print(f"{run_dir / name} has lost lines since the checkpoint; it is continued")
+    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    return run_dir
+
+
+def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
+    """The steps to do, with a progress bar."""
+    steps = range(first_step, total_steps)
+    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
+    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
+    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    for name, (model, optimizer) in training.items():
+        state[name] = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+    if RANK == 0:
+        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        torch.save(state, run_dir / "checkpoint.tmp")
+        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
+        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
+            old_checkpoint.unlink()
+
+
+def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
+    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    run_dir = Path(args.resume)
+    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
+    if not checkpoints:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
+    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    if saved["data"] != state["data"]:
+        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+    for name, (model, optimizer) in training.items():
+        weights, moments = saved.pop(name)
+        dcp.set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FULL_STATE
+        )
+    if RANK == 0:
+        for file in run_dir.glob("*.jsonl"):
+            os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(run_dir: Path, wandb_run: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
-    if RANK == 0:
-        with explain(f"{run_dir}"):
-            for name, rows in (("metrics", [metrics]), ("samples", samples)):
-                with open(run_dir / f"{name}.jsonl", "a") as file:
-                    file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
-    if wandb_run:
-        wandb_run.log(metrics, step=step)
-    if samples:
-        evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+    if RANK > 0:
+        return
+    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+        if rows:
+            with open(run_dir / f"{name}.jsonl", "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if args.track:
+        wandb.log(metrics, step=step)
+    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+    if evals:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
 def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write model/ for `from_pretrained`."""
+    """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
@@ -820,22 +602,16 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
     special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
-        with explain(f"{run_dir / 'model'}"):
-            model.generation_config.save_pretrained(run_dir / "model")
-            tokenizer.save_pretrained(run_dir / "model")
-            model.save_pretrained(run_dir / "model", state_dict=weights)
-    print(f"model: {run_dir / 'model'}", flush=True)
+        tokenizer.save_pretrained(run_dir)
+        model.save_pretrained(run_dir, state_dict=weights)
+    print(f"model: {run_dir}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a console cannot show a sample
+    args = parse_args()
     try:
-        main(parse_args())
-    except (InputError, KeyboardInterrupt) as error:
-        if sys.flags.dev_mode:  # python -X dev
-            raise
-        hint = "stopped; resume with --resume and the run's folder"
-        sys.exit(f"error: {error}" if str(error) else hint)
-    if WORLD_SIZE > 1:
-        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
-        os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+        main(args)
+    except KeyboardInterrupt:
+        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
+        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+    leave_processes()

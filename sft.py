@@ -13,7 +13,7 @@ with the best reward model score].
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
         --max-length 2048 --max-new-tokens 512 --micro-batch-size 4    # one GPU, from the hub
     torchrun --nproc_per_node=8 sft.py ...                 # eight GPUs: docs/processes.md
-    python sft.py --resume runs/sft__1__...                # resume after a crash
+    python sft.py --resume runs/sft__1__...                # continue an interrupted run
 
 A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, compare samples too: in
 the paper they still improved); the gradient norm settles after the warm-up; more and more samples
@@ -23,78 +23,76 @@ end with an EOS, so `eval/truncated_fraction` falls.
 import json
 import math
 import os
+import shlex
 import sys
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import tyro
 import wandb
 from datasets import load_dataset
-from filelock import FileLock
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import AutoConfig, GenerationConfig, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.generation import RANK, WORLD_SIZE, all_gather, all_reduce_sum, checkpoint_activations
-from common.generation import find_stop_ids, generate, shard
-from common.logprobs import Sequences, UnusableRow, completion_logprobs, encode_pair
-from common.logprobs import micro_batches, rollout_logprobs
-
-FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+from common.distributed import RANK, WORLD_SIZE, all_gather, all_reduce_sum
+from common.distributed import checkpoint_activations, join_processes, leave_processes, shard
+from common.generation import generate
+from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.tokens import UnusableRow, encode_pair, find_stop_ids
 
 
-@dataclass
+@dataclass(config=ConfigDict(hide_input_in_errors=True))
 class Args:
     exp_name: str = "sft"  # name of the run's folder, before the seed and the time
-    seed: int = 1  # seed of the data order and of the sampled completions
+    seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to resume; its flags hold unless given again
-    save_every: int = 200  # optimiser steps between checkpoints; there is always one at the end
+    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    save_every: PositiveInt = 200  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    # folder or hub name of the model and its tokenizer
-    model: str = "tiny/arithmetic/base"
+    model: str = "tiny/arithmetic/base"  # folder or hub name of the model and its tokenizer
     dataset: str = "tiny/arithmetic/sft"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
-    # column of the completion; if it is absent, each assistant turn of `messages` is one
-    completion_column: str = "completion"
+    completion_column: str = "completion"  # column; if absent: each assistant turn of `messages`
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
-    max_length: int = 128  # limit of prompt + completion in tokens; longer rows are dropped
+    max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
-    # type of the weights in model/; they are float32 while training
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
     # --- optimisation and evaluation ---
-    # passes over the training rows
-    epochs: float = 4.0
-    batch_size: int = 32  # rows per optimiser step
-    micro_batch_size: int = 32  # rows per forward pass: sets memory and speed, not the result
-    # recompute activations in the backward pass: much less memory, about a third slower
-    activation_checkpointing: bool = False
-    learning_rate: float = 1e-3  # AdamW's peak learning rate
-    # how the learning rate changes after its warm-up
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    warmup_ratio: float = 0.03  # fraction of the steps over which the learning rate rises
-    weight_decay: float = 0.0  # AdamW's weight decay
-    max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
-    eval_every: int = 200  # steps between evaluations; always one at the start and at the end
-    eval_rows: int = 500  # held-out rows for eval/loss, at most
-    eval_samples: int = 8  # held-out prompts to complete into samples.jsonl
-    max_new_tokens: int = 24  # longest sampled completion in tokens
-    temperature: float = 1.0  # sampling temperature at evaluation; 0 is greedy
+    epochs: PositiveFloat = 4.0  # passes over the training rows
+    batch_size: PositiveInt = 32  # rows per optimiser step
+    micro_batch_size: PositiveInt = 32  # rows per forward pass: sets memory, not the result
+    generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
+    activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    learning_rate: PositiveFloat = 1e-3  # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-5
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03  # warm-up, as a fraction of all steps
+    weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
+    max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
+    eval_every: PositiveInt = 200  # steps between evaluations; also at the start and at the end
+    eval_rows: PositiveInt = 500  # held-out rows for eval/loss, at most
+    eval_samples: PositiveInt = 8  # held-out prompts to complete into samples.jsonl
+    max_new_tokens: PositiveInt = 24  # longest sampled completion in tokens
+    temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
+
+
+class Demonstration(NamedTuple):
+    prompt: str | list[dict]  # a string or chat messages
+    prompt_ids: list[int]  # its token ids
+    completion_ids: list[int]  # token ids of the completion
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -106,49 +104,48 @@ def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
-    args = check_args(args)
-    run_dir, device, wandb_run = start_run(args)
+    device = join_processes()
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer, stop_ids = load_tokenizer(args.model)
-    train_sequences = load_sequences(args, args.train_split, tokenizer, stop_ids)
-    eval_sequences = load_sequences(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    eval_prompts = [prompt for prompt, _ in eval_sequences[: args.eval_samples]]
-    if args.train_on_prompt:  # the loss is on all tokens but the first, which has no context
-        train_sequences = [(x[:1], x[1:] + y) for x, y in train_sequences]
-        eval_sequences = [(x[:1], x[1:] + y) for x, y in eval_sequences]
-    longest_prompt = max(len(prompt) for prompt in eval_prompts)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    stop_ids = find_stop_ids(args.model, tokenizer)
+    train_data = load_demonstrations(args, args.train_split, tokenizer, stop_ids)
+    eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    longest_prompt = max(len(row.prompt_ids) for row in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
-    policy = load_model("--model", args.model, AutoModelForCausalLM, positions, device)
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
     if args.activation_checkpointing:
-        with explain("--activation-checkpointing"):
-            checkpoint_activations(policy)
-
-    # --- optimiser, and where an interrupted run stopped ---
-    optimizer = AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
-    total_steps = math.ceil(args.epochs * len(train_sequences) / args.batch_size)
-    training = {"policy": (policy, optimizer)}
-    checkpoint = {"step": 0, "data": zlib.crc32(repr(train_sequences).encode())}
-    if args.resume:
-        checkpoint = load_checkpoint(args, run_dir, training, checkpoint, total_steps)
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # a checkpoint brings its own
-    print(f"{run_dir}: {policy.num_parameters():,} parameters on {device}")
+        checkpoint_activations(policy)
+    optimizer = AdamW(
+        policy.parameters(),
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
 
     # --- the loop ---
-    if not args.resume:
-        metrics, samples = evaluate(
-            args, policy, tokenizer, stop_ids, sequences=eval_sequences, prompts=eval_prompts
-        )
-        log(run_dir, wandb_run, 0, metrics, samples)
+    training = {"policy": (policy, optimizer)}
+    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_data))
+    state = {"step": 0, "data": checksum}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
-    data_epochs = math.ceil(total_steps * args.batch_size / len(train_sequences))
-    shuffles = [torch.randperm(len(train_sequences), generator=rng) for _ in range(data_epochs)]
+    total_steps = math.ceil(args.epochs * len(train_data) / args.batch_size)
+    data_epochs = math.ceil(total_steps * args.batch_size / len(train_data))
+    shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
-    progress = tqdm(range(checkpoint["step"], total_steps), disable=RANK > 0)
+    progress = steps_left(run_dir, state["step"], total_steps)
     for step in progress:
-        # 1. Draw the rows of this step.
+        # 1. Draw the demonstrations of this step.
         start_time = time.perf_counter()
-        sequences = [train_sequences[i] for i in batches[step]]
+        sequences = loss_sequences(args, [train_data[i] for i in batches[step]])
         num_tokens = sum(len(completion) for _, completion in sequences)  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
@@ -159,7 +156,7 @@ def main(args: Args) -> Path:
             loss = negative_log_likelihood(logprobs, num_tokens)
             loss.backward()
             loss_sum += loss.detach()
-        grad_norm = clip_grad_norm(policy, args.max_grad_norm, run_dir, step)
+        grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -169,334 +166,235 @@ def main(args: Args) -> Path:
             "objective/loss": all_reduce_sum(loss_sum).item(),
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": (step + 1) * args.batch_size / len(train_sequences),
+            "time/epoch": (step + 1) * args.batch_size / len(train_data),
             "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
         }
-        samples = []
+        eval_metrics, samples = {}, []
         is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(
-                args, policy, tokenizer, stop_ids, sequences=eval_sequences, prompts=eval_prompts
-            )
-            metrics |= eval_metrics
-        log(run_dir, wandb_run, step + 1, metrics, samples)
+            eval_metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
+        log(args, run_dir, step + 1, metrics | eval_metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], grad_norm=grad_norm)
         if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, checkpoint | {"step": step + 1})
+            save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy.to(getattr(torch, args.save_dtype)), tokenizer, stop_ids)
-    if wandb_run:
-        wandb_run.finish()
-    print(f"next: python grpo.py --model {run_dir / 'model'}", flush=True)
+    save_model(run_dir, policy, tokenizer, stop_ids)
+    if args.track and RANK == 0:
+        wandb.finish()
+    text = eval_data[0].prompt
+    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
+    print(f"next: python -c {shlex.quote(code)}", flush=True)
     return run_dir
 
 
+def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
+    return norm
+
+
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: above 0 in the first step, 1 after the warm-up, then as
-    --lr-schedule says.
-    """
+    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
     warmup_steps = int(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    if args.lr_schedule == "linear":
-        return (total_steps - step) / (total_steps - warmup_steps)
+    remaining = (total_steps - step) / (total_steps - warmup_steps)
     if args.lr_schedule == "cosine":
-        progress = (step - warmup_steps) / (total_steps - warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0  # constant_with_warmup
+        return 0.5 * (1 - math.cos(math.pi * remaining))
+    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 def evaluate(
-    args: Args, policy: Any, tokenizer: Any, stop_ids: list, sequences: Sequences, prompts: list
+    args: Args, policy: Any, tokenizer: Any, stop_ids: list[int], data: list[Demonstration]
 ) -> tuple[dict[str, float], list[dict]]:
-    """Held-out loss of the sequences, and a completion sampled for each of the prompts."""
+    """Held-out loss, and a completion sampled for each of the first --eval-samples prompts."""
+    sequences = loss_sequences(args, data)
+    num_tokens = sum(len(completion) for _, completion in sequences)
     batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
     logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    num_tokens = sum(len(completion) for _, completion in sequences)
     completions = generate(
         policy,
-        prompts,
+        [row.prompt_ids for row in data[: args.eval_samples]],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
         rng=Generator().manual_seed(args.seed),  # every evaluation draws the same numbers
+        batch_size=args.generation_batch_size,
     )
     metrics = {
         "eval/loss": negative_log_likelihood(logprobs, num_tokens).item(),
         "eval/length_mean": np.mean([len(ids) for ids in completions]),
         "eval/truncated_fraction": np.mean([ids[-1] not in stop_ids for ids in completions]),
     }
-    prompt_texts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    samples = [{"prompt": prompt_texts[i], "completion": texts[i]} for i in range(len(texts))]
+    samples = [{"prompt": data[i].prompt, "completion": texts[i]} for i in range(len(texts))]
     return metrics, samples
 
 
+def loss_sequences(args: Args, data: list[Demonstration]) -> Sequences:
+    """What is given and what is learned, in token ids: prompt and completion."""
+    if args.train_on_prompt:  # all tokens are learned but the first, which has no context
+        return [(x[:1], x[1:] + y) for _, x, y in data]
+    return [(x, y) for _, x, y in data]
+
+
 # --- model and data ----------------------------------------------------------------------------
-def load_tokenizer(source: str) -> tuple[Any, list[int]]:
-    """The tokenizer, and the ids that end a completion."""
-    with explain(f"--model {source}"):
-        check_folder(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        stop_ids = find_stop_ids(source, tokenizer)
-        check(stop_ids, "neither tokenizer nor generation config has an EOS")
-        vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
-        message = f"its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size}"
-        check(len(tokenizer) <= vocab_size, message)
-    return tokenizer, stop_ids
-
-
-def load_model(flag: str, source: str, kind: Any, positions: int, device: Any) -> torch.nn.Module:
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: torch.device) -> Any:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
-    with explain(f"{flag} {source}"):
-        check_folder(source)
-        model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        check(not wrong, f"weights missing or unknown to {type(model).__name__}: {wrong}")
-        one_label = not hasattr(model, "score") or model.config.num_labels == 1
-        check(one_label, "it has more than one label")
-        limit = getattr(model.config, "max_position_embeddings", positions)
-        check(positions <= limit, f"it has {limit} positions, the --max flags need {positions}")
+    model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:  # they would be random
+        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
+    if not tokenizer.get_vocab().items() <= vocabulary.items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
+    if positions > getattr(model.config, "max_position_embeddings", positions):
+        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     return shard(model, device)
 
 
-def load_sequences(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> Sequences:
-    """Token ids of prompts and completions; rows that cannot be used are dropped and counted."""
-    sequences, dropped = [], defaultdict(list)
-    with explain(f"--dataset {args.dataset}, {split}"):
-        check_folder(args.dataset)
+def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+    """The rows of a split of --dataset, which must have these columns."""
+    try:
         dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    for index, row in enumerate(dataset):
-        with explain(f"--dataset {args.dataset}, row {index} of {split}"):
-            pairs = to_pairs(args, row)
-            if not pairs:
-                dropped["with an empty prompt or completion"].append(row)
-            for prompt, completion in pairs:
-                try:
-                    x, y = encode_pair(tokenizer, prompt, completion, stop_ids)
-                    if len(x) + len(y) > args.max_length:
-                        raise UnusableRow(f"longer than --max-length {args.max_length}")
-                    sequences.append((x, y))
-                except UnusableRow as reason:
-                    dropped[str(reason)].append((str(prompt)[-60:], str(completion)[:60]))
-    report_rows(args, split, sequences, dropped)
-    return sequences
+    except ValueError as error:
+        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
+        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+    for column in columns:
+        if column not in dataset.column_names:
+            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    return dataset
 
 
-def to_pairs(args: Args, row: dict) -> list[tuple[Any, Any]]:
+def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list:
+    """The demonstrations of a split, without those that are empty or longer than --max-length."""
+    data, dropped, longest = [], Counter(), 0
+    for row in load_rows(args, split, columns=[]):
+        for prompt, completion in to_pairs(args, row):
+            try:
+                prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
+                length = len(prompt_ids) + len(completion_ids)
+                longest = max(longest, length)
+                if length > args.max_length:
+                    raise UnusableRow("longer than --max-length")
+                data.append(Demonstration(prompt, prompt_ids, completion_ids))
+            except UnusableRow as reason:
+                dropped[str(reason)] += 1
+    print(f"{split}: {len(data)} completions, dropped {dict(dropped)}; longest {longest} tokens")
+    if not data:
+        raise ValueError(f"--dataset {args.dataset}, {split}: no completion is left")
+    return data
+
+
+def to_pairs(args: Args, row: dict) -> list[tuple]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
     if "messages" in row and args.completion_column not in row:
-        turns, pairs = row["messages"] or [], []
-        for i in range(1, len(turns)):
-            if isinstance(turns[i], dict) and turns[i].get("role") == "assistant":
-                pairs.append((turns[:i], [turns[i]]))
+        turns = row["messages"]
+        replies = [i for i in range(1, len(turns)) if turns[i]["role"] == "assistant"]
+        pairs = [(turns[:i], [turns[i]]) for i in replies]
         # The last pair holds all turns: it is enough where prompts are learned too.
         return pairs[-1:] if args.train_on_prompt else pairs
     for column in (args.prompt_column, args.completion_column):
-        check(column in row, f"there is no column {column}, only {sorted(row)}")
+        if column not in row:
+            raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
-    if not prompt or not completion:
-        return []
-    prompt_type, completion_type = type(prompt).__name__, type(completion).__name__
-    message = f"the prompt is a {prompt_type} and the completion a {completion_type}"
-    check(prompt_type == completion_type, message)
     if args.chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
         completion = [{"role": "assistant", "content": completion}]
     return [(prompt, completion)]
 
 
-def report_rows(args: Args, split: str, rows: list, dropped: dict[str, list]) -> None:
-    """Print how many rows are used, how many are not and why, and the first of each reason."""
-    num_dropped = sum(len(examples) for examples in dropped.values())
-    message = f"{len(rows)} of {len(rows) + num_dropped} rows"
-    for reason, examples in dropped.items():
-        message += f"; dropped {len(examples)} {reason}, first {examples[0]!r:.200}"
-    with explain(f"--dataset {args.dataset}, {split}"):
-        check(rows, f"nothing is left: {message}")
-    print(f"{split}: {message}")
-
-
-def check_args(args: Args) -> Args:
-    """What can be seen to be wrong before anything is loaded."""
-    with explain("flags"):
-        check_numbers(args, "save_every max_length epochs batch_size micro_batch_size")
-        check_numbers(args, "learning_rate max_grad_norm eval_every eval_rows eval_samples")
-        check_numbers(args, "max_new_tokens")
-        check_numbers(args, "seed warmup_ratio weight_decay temperature", zero=True)
-        check(args.warmup_ratio < 1, f"--warmup-ratio must be below 1, not {args.warmup_ratio}")
-    return args
-
-
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-class InputError(Exception):
-    """What the user can mend, in one line; `python -X dev` shows the traceback too."""
-
-
-@contextmanager
-def explain(what: str) -> Iterator[None]:
-    """An error in here is the user's to mend: one line says where it is and what is wrong."""
-    try:
-        yield
-    except Exception as error:
-        message = str(error.__cause__ or error).strip() or repr(error)
-        raise InputError(f"{what}: {' '.join(message.split()):.500}") from error
-
-
-def check(condition: Any, message: str) -> None:
-    """Raise unless the condition holds; `explain` around it names the flag or the row."""
-    if not condition:
-        raise ValueError(message)
-
-
-def check_numbers(args: Args, flags: str, zero: bool = False) -> None:
-    """The flags' values are above 0 (with `zero`: or 0) and fit into 64 bits, or are None."""
-    bound = "of at least 0" if zero else "above 0"
-    for name in flags.split():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        if value is not None:
-            is_number = isinstance(value, int | float)  # not after an edit of args.json
-            valid = is_number and (value > 0 or (zero and value == 0))
-            check(valid, f"{flag} must be a number {bound}, not {value!r}")
-            check(value < 2**63, f"{flag} must be below 2**63, not {value}")
-
-
-def check_folder(source: str) -> None:
-    """A model or a dataset is a folder, or a name on the hub, which has one slash at most."""
-    folder = Path(source)
-    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
-    check(folder.exists() or not is_path, f"there is no such folder in {Path.cwd()}")
-    check(not folder.is_file(), "it is a file, and must be a folder")
-    if not (folder / "config.json").exists():
-        is_adapter = (folder / "adapter_config.json").exists()
-        check(not is_adapter, "it is a PEFT adapter: merge it into its model first")
-        check(
-            not [*folder.glob("*.gguf")], "GGUF weights: safetensors and a config.json are needed"
-        )
-    saved_to_disk = (folder / "state.json").exists()
-    check(not saved_to_disk, "it was made by save_to_disk; use to_json or to_parquet")
-    for path in folder.rglob("*.json*"):
-        check(path.stat().st_size > 0, f"{path} is empty")
+FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Flags from the command line; with --resume, over those that the run was started with."""
-    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    """Flags from the command line; a run that is resumed keeps its own."""
+    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
+    words = sys.argv[1:] if argv is None else argv
+    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
-        with explain(f"--resume {args.resume}: not a run of this script"):
-            saved = json.loads((Path(args.resume) / "args.json").read_text())
-            args = tyro.cli(Args, args=argv, default=Args(**saved | {"resume": args.resume}))
+        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+            raise ValueError("--resume takes no other flags: a run keeps its own")
+        saved = json.loads(Path(args.resume, "args.json").read_text())
+        args = Args(**saved | {"resume": args.resume})
     return args
 
 
-def start_run(args: Args) -> tuple[Path, torch.device, Any]:
-    """The run's folder (new, or the one --resume names), this rank's device, and wandb's run."""
-    logging.disable_progress_bar()
-    if torch.cuda.is_available():  # CUDA-only
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if WORLD_SIZE > 1:
-        torch.distributed.init_process_group()
-    if RANK > 0:  # rank 0 alone prints and writes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    name = f"{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    path = args.resume or f"{args.output_dir}/{name}-{time.time_ns() // 1000 % 10**6:06}"
-    run_dir = all_gather([Path(path)])[0]  # rank 0's
-    if RANK == 0 and not args.resume:
-        with explain(f"--output-dir {args.output_dir}"):
-            run_dir.mkdir(parents=True)
-            (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    if RANK == 0:
-        start_run.lock = FileLock(run_dir / ".lock", is_singleton=True)  # until the process ends
-        with explain(f"{run_dir}: not a run, or another process is at work on it"):
-            start_run.lock.acquire(timeout=0)
-    wandb_run = None
+def open_run(args: Args) -> Path:
+    """The run's folder: a new one, or the one that --resume names."""
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
     if RANK == 0 and args.track:
-        with explain("--track"):
-            options = dict(config=vars(args), resume="allow", reinit="create_new")
-            wandb_run = wandb.init(id=run_dir.name, **options)
-    return run_dir, torch.device("cuda" if torch.cuda.is_available() else "cpu"), wandb_run
-
-
-def clip_grad_norm(model: torch.nn.Module, max_norm: float, run_dir: Path, step: int) -> float:
-    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    with explain(f"{run_dir} stopped in step {step + 1}"):
-        hint = "is the learning rate too high? checkpoint.previous.pt, if any, may be from before"
-        check(math.isfinite(norm), f"gradient norm {norm}: {hint}")
-    return norm
-
-
-def save_checkpoint(run_dir: Path, training: dict[str, tuple], checkpoint: dict) -> None:
-    """Replace checkpoint.pt and keep the one before, as this one may hold weights that diverge.
-
-    A kill at any moment leaves a whole file.
-    """
-    for name, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
-        checkpoint[name] = {"model_state_dict": weights, "optim_state_dict": moments}
-    if RANK == 0:
-        checkpoint["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        new_file = run_dir / "checkpoint.tmp"
-        with explain(f"{run_dir}: no checkpoint could be written (is the disk full?)"):
-            try:
-                torch.save(checkpoint, new_file)
-                if (run_dir / "checkpoint.pt").exists():
-                    os.replace(run_dir / "checkpoint.pt", run_dir / "checkpoint.previous.pt")
-                os.replace(new_file, run_dir / "checkpoint.pt")
-            finally:
-                new_file.unlink(missing_ok=True)
-
-
-def load_checkpoint(
-    args: Args, run_dir: Path, training: dict, checkpoint: dict, total_steps: int
-) -> dict:
-    """Read checkpoint.pt into models and optimizers, and cut the logs back to its step."""
-    with explain(f"--resume {run_dir}"):
-        saved_args = json.loads((run_dir / "args.json").read_text())
-        # With another value it would be another run.
-        for flag in ("seed", "model", "dataset", "loss", "train_layers", "critic_init"):
-            same = saved_args.get(flag) == getattr(args, flag, None)
-            message = f"--{flag.replace('_', '-')} cannot be changed, it was {saved_args.get(flag)}"
-            check(same, message)
-    file = run_dir / "checkpoint.pt"
-    if not file.exists():  # killed between the two renamings of `save_checkpoint`
-        file = run_dir / "checkpoint.previous.pt"
-    with explain(f"--resume {run_dir}: no whole checkpoint of this script, model and data"):
-        saved = torch.load(file, weights_only=True, mmap=True)
-        check(saved["data"] == checkpoint["data"], "the training rows of --dataset have changed")
-        for name, (model, optimizer) in training.items():
-            dcp.set_state_dict(model, optimizer, **saved.pop(name), options=FULL_STATE)
-    with explain(f"--resume {run_dir}"):
-        at_step = f"its checkpoint is at step {saved['step']}, these flags end at {total_steps}"
-        check(saved["step"] <= total_steps, at_step)
-    if RANK == 0:
+        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
+    if RANK == 0 and not args.resume:
+        run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-        for name, size in saved["logs"].items():
-            if (run_dir / name).is_file() and (run_dir / name).stat().st_size >= size:
-                os.truncate(run_dir / name, size)
-            else:
-                print(f"{run_dir / name} has lost lines since the checkpoint; it is continued")
+    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    return run_dir
+
+
+def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
+    """The steps to do, with a progress bar."""
+    steps = range(first_step, total_steps)
+    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
+    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
+    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    for name, (model, optimizer) in training.items():
+        state[name] = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+    if RANK == 0:
+        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        torch.save(state, run_dir / "checkpoint.tmp")
+        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
+        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
+            old_checkpoint.unlink()
+
+
+def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
+    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    run_dir = Path(args.resume)
+    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
+    if not checkpoints:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
+    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    if saved["data"] != state["data"]:
+        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+    for name, (model, optimizer) in training.items():
+        weights, moments = saved.pop(name)
+        dcp.set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FULL_STATE
+        )
+    if RANK == 0:
+        for file in run_dir.glob("*.jsonl"):
+            os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(run_dir: Path, wandb_run: Any, step: int, metrics: dict, samples: list[dict]) -> None:
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
     """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
-    if RANK == 0:
-        with explain(f"{run_dir}"):
-            for name, rows in (("metrics", [metrics]), ("samples", samples)):
-                with open(run_dir / f"{name}.jsonl", "a") as file:
-                    file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
-    if wandb_run:
-        wandb_run.log(metrics, step=step)
-    if samples:
-        evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+    if RANK > 0:
+        return
+    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+        if rows:
+            with open(run_dir / f"{name}.jsonl", "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if args.track:
+        wandb.log(metrics, step=step)
+    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+    if evals:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
 def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write model/ for `from_pretrained`."""
+    """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
@@ -504,22 +402,16 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
     special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
-        with explain(f"{run_dir / 'model'}"):
-            model.generation_config.save_pretrained(run_dir / "model")
-            tokenizer.save_pretrained(run_dir / "model")
-            model.save_pretrained(run_dir / "model", state_dict=weights)
-    print(f"model: {run_dir / 'model'}", flush=True)
+        tokenizer.save_pretrained(run_dir)
+        model.save_pretrained(run_dir, state_dict=weights)
+    print(f"model: {run_dir}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a console cannot show a sample
+    args = parse_args()
     try:
-        main(parse_args())
-    except (InputError, KeyboardInterrupt) as error:
-        if sys.flags.dev_mode:  # python -X dev
-            raise
-        hint = "stopped; resume with --resume and the run's folder"
-        sys.exit(f"error: {error}" if str(error) else hint)
-    if WORLD_SIZE > 1:
-        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
-        os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+        main(args)
+    except KeyboardInterrupt:
+        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
+        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+    leave_processes()

@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 from reviews import gold
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 TINY = Path(__file__).parent
 sys.path.append(str(TINY.parent))
@@ -74,25 +80,30 @@ def make_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig
     return config
 
 
-def train(destination: Path, script: str, *flags: str) -> None:
-    """Run a script as a user would and keep its model."""
+def train(destination: Path, kind: type, script: str, *flags: str) -> None:
+    """Run a script as a user would and keep its model, in bfloat16, and its tokenizer."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, script, "--save-dtype", "bfloat16", "--output-dir", runs, *flags]
+        command = [sys.executable, script, "--output-dir", runs, *flags]
         subprocess.run(command, cwd=TINY.parent, check=True)
+        (run,) = Path(runs).iterdir()
         shutil.rmtree(destination, ignore_errors=True)
-        (model,) = Path(runs).glob("*/model")
-        shutil.copytree(model, destination)
+        kind.from_pretrained(run, dtype=torch.bfloat16).save_pretrained(destination)
+        AutoTokenizer.from_pretrained(run).save_pretrained(destination)
 
 
 def sample(folder: Path, prompts: list[str], seed: int) -> list[str]:
     """One completion of at most 40 tokens for each prompt, from a policy at temperature 1."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    completions = []
-    for start in range(0, len(prompts), 256):
-        rows = [tokenizer(prompt).input_ids for prompt in prompts[start : start + 256]]
-        completions += generate(policy, rows, 40, 1.0, [tokenizer.eos_token_id], generator)
+    completions = generate(
+        policy,
+        tokenizer(prompts).input_ids,
+        max_new_tokens=40,
+        temperature=1.0,
+        stop_ids=[tokenizer.eos_token_id],
+        rng=torch.Generator().manual_seed(seed),
+        batch_size=256,
+    )
     return tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 
@@ -133,7 +144,8 @@ def make_arithmetic() -> None:
     config = make_config(base, make_tokenizer(list("0123456789+=,#"), characters=True))
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
-    train(folder / "policy", "sft.py", "--model", str(base), "--dataset", str(folder / "sft"))
+    flags = ["--model", str(base), "--dataset", str(folder / "sft")]
+    train(folder / "policy", AutoModelForCausalLM, "sft.py", *flags)
 
 
 def make_right_and_wrong() -> None:
@@ -226,7 +238,7 @@ def make_reviews() -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
         flags = "--learning-rate 3e-3 --epochs 3 --max-new-tokens 40".split()
         flags += ["--model", base, "--dataset", str(folder / "sft")]
-        train(folder / "policy", "sft.py", *flags)
+        train(folder / "policy", AutoModelForCausalLM, "sft.py", *flags)
 
 
 def make_preferences() -> None:
@@ -276,4 +288,5 @@ if __name__ == "__main__":
     make_reviews()
     make_preferences()
     make_labels()
-    train(TINY / "reviews/reward_model", "rm_bradley_terry.py")
+    reward_model = TINY / "reviews/reward_model"
+    train(reward_model, AutoModelForSequenceClassification, "rm_bradley_terry.py")
