@@ -1,224 +1,236 @@
-"""docs/pitfalls.md and its experiment name what exists, and the page tells what the runs gave."""
+"""docs/experiments: one name for each thing, pages show what the results hold, and runs, samples
+and their numbers are what they should be."""
 
 import json
-import math
 import re
-import shlex
-import sys
 from pathlib import Path
-from statistics import mean
 
 import pytest
+import torch
 from scripts import SCRIPTS
+from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "experiments"))
-import pitfalls
+from common.logprobs import plain_logprobs
+from docs.experiments.lib import runs, sampling, tables
+from docs.experiments.lib.experiment import saved_results
+from docs.experiments.lib.runs import Numbers, Run, experiment_of_runs, run_of, runs_of, value
+from docs.experiments.registry import EXPERIMENTS, all_tables
 
-PAGE = Path("docs/pitfalls.md")
-RESULTS = Path("docs/results/pitfalls.json")
-COMMANDS = [
-    (name, way, getattr(symptom, way))
-    for name, symptom in pitfalls.RUNS.items()
-    for way in ("sick", "healthy")
-] + [("nan", *pair) for pair in zip(("sick", "healthy"), pitfalls.NAN, strict=True)]
+BY_HAND = {"post_training"}  # figures
 
 
-@pytest.mark.parametrize(("name", "way", "command"), COMMANDS)
-def test_commands_parse(name, way, command):
-    script, *flags = shlex.split(command)
-    args = SCRIPTS[script.removesuffix(".py")].parse_args(flags)
-    default = SCRIPTS[script.removesuffix(".py")].Args()
-    assert args != default or way == "healthy"
-    for spec in args.reward_fn if hasattr(args, "reward_fn") else []:
-        assert Path(spec.rpartition(":")[0]).is_file()
+# --- names -------------------------------------------------------------------------------------
+def test_results_figures_and_tables_have_the_name_of_their_experiment():
+    made = {name for name, experiment in EXPERIMENTS.items() if experiment.measure}
+    assert {file.stem for file in Path("docs/results").iterdir()} == made
+    drawn = {name for name, experiment in EXPERIMENTS.items() if experiment.draw}
+    assert {file.stem for file in Path("docs/figures").iterdir()} == drawn | BY_HAND
+    for name, experiment in EXPERIMENTS.items():
+        for table in experiment.tables(experiment.results()):
+            assert table == name or table.startswith(f"{name} ")
 
 
-def test_metrics_are_those_of_the_scripts_pages():
-    for name, symptom in pitfalls.RUNS.items():
-        page = Path(f"docs/{symptom.sick.split('.py')[0]}.md").read_text()
-        panels = [metric for panel, metric, *_ in pitfalls.PANELS if panel == name]
-        for metric in (*symptom.metrics, *panels):
-            metric = metric.removeprefix("highest ")
-            assert f"| `{metric}`" in page or f", `{metric}`" in page, f"{name}: {metric}"
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if EXPERIMENTS[name].commands])
+def test_commands_parse_and_are_those_of_the_results(name):
+    commands = EXPERIMENTS[name].commands
+    assert saved_results(name)["commands"] == commands
+    for command in commands.values():
+        for part in (command, *re.findall(r"\{(.*)\}", command)):
+            script, *flags = re.sub(r"\{.*\}", "tiny/arithmetic/policy", part).split()
+            args = SCRIPTS[script.removesuffix(".py")].parse_args(flags)
+            reward_fns = [getattr(args, flag, None) for flag in ("reward_fn", "eval_reward_fn")]
+            for spec in re.findall(r"[\w/]+\.py(?=:)", str(reward_fns)):
+                assert Path(spec).is_file()
 
 
-def test_the_page_has_a_section_with_both_commands_for_each_symptom():
-    text = PAGE.read_text()
-    names = list(dict.fromkeys(name for name, *_ in COMMANDS))
-    assert re.findall(r"<!-- table pitfalls (\w+) -->", text) == names
-    anchors = re.findall(r"\]\(#([\w-]+)\)", text)
-    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert anchors == [heading.lower().replace(" ", "-") for heading in headings]
-    lines = re.sub(r"\\\n\s*", "", text)
-    (reviews,) = re.findall(r'^    REVIEWS="(.*)"$', lines, re.MULTILINE)
-    lines = lines.replace("$REVIEWS", reviews)
-    found = re.findall(r"^    python (\w+\.py.*?) +# (sick|healthy)$", lines, re.MULTILINE)
-    assert found == [(command, way) for _, way, command in COMMANDS]
+# --- pages -------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def made_tables():
+    return all_tables()
 
 
-def test_the_tables_follow_from_the_numbers():
-    """By hand: each cell is the numbers of the seeds, rounded."""
-    made = json.loads(RESULTS.read_text())
-    assert made["numbers"].keys() == pitfalls.RUNS.keys()
-    for name, commands in made["numbers"].items():
-        symptom, table = pitfalls.RUNS[name], made["tables"][f"pitfalls {name}"]
-        assert [*commands] == [symptom.sick, symptom.healthy]
-        assert [column.replace("`", "") for column in table["columns"]] == ["", *symptom.metrics]
-        assert [way for way, *_ in table["rows"]] == ["sick", "healthy"]
-        for metrics, (_, *cells) in zip(commands.values(), table["rows"], strict=True):
-            assert tuple(metrics) == symptom.metrics
-            for numbers, cell in zip(metrics.values(), cells, strict=True):
-                assert len(numbers) == len(pitfalls.SEEDS)
-                for number, shown in zip(numbers, cell.split(", "), strict=True):
-                    near = 0.5 if abs(number) >= 100 else 0.05 if abs(number) >= 10 else 0.005
-                    assert math.isclose(float(shown), number, abs_tol=near + 1e-4)
+@pytest.mark.house
+@pytest.mark.parametrize("page", tables.pages(), ids=str)
+def test_pages_have_the_tables_code_and_lines_that_are_generated(page, made_tables):
+    """`python -m docs.experiments --redraw` mends them."""
+    assert tables.generated(page, made_tables) == page.read_text()
 
 
-def test_what_the_page_says_of_the_runs_holds():
-    """Each sick run is sick, and each healthy one is not, on every seed."""
-    numbers = json.loads(RESULTS.read_text())["numbers"]
-
-    def compare(name, metric):
-        return (commands[metric] for commands in numbers[name].values())
-
-    for name, metric, least in (
-        ("hacking", "reward/mean", 0.2),
-        ("kl", "objective/kl", 20),
-        ("length", "eval/length_mean", 4),
-        ("zero", "reward/zero_variance_groups", 0.2),
-        ("critic", "value/loss", 2),
-    ):
-        sick, healthy = compare(name, metric)
-        assert min(sick) - max(healthy) > least, name
-    for name, metric, least in (
-        ("hacking", "eval/reward", 0.5),
-        ("kl", "eval/reward", 0.5),
-        ("entropy", "policy/entropy", 0.5),
-        ("entropy", "eval/reward", 0.5),
-        ("critic", "value/explained_variance", 1),
-        ("chosen", "policy/logprob_chosen", 10),
-        ("chosen", "eval/reward", 0.05),
-    ):
-        sick, healthy = compare(name, metric)
-        assert min(healthy) - max(sick) > least, name
+@pytest.mark.house
+def test_every_table_is_on_a_page(made_tables):
+    text = "".join(page.read_text() for page in tables.pages())
+    assert {name for _, name, *_ in tables.TABLE.findall(text)} == {*made_tables}
 
 
-def section(heading):
-    """The text of a section of the page, in one line."""
-    text = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return " ".join(text.split())
-
-
-def sick_values(name, metric):
-    """Values of rollouts 1, 2, ... for each seed of the sick runs."""
-    rollouts = json.loads(RESULTS.read_text())["rollouts"][name]
-    assert [*rollouts] == [pitfalls.RUNS[name].sick, pitfalls.RUNS[name].healthy]
-    return rollouts[pitfalls.RUNS[name].sick][metric]
-
-
-def test_commands_that_differ_in_more_than_one_flag_are_pointed_out():
-    headings = re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)
-    symptoms = list(dict.fromkeys(name for name, *_ in COMMANDS))
-    for symptom, heading in zip(symptoms, headings, strict=True):
-        sick, healthy = (command for name, _, command in COMMANDS if name == symptom)
-        script = SCRIPTS[sick.split(".py")[0]]
-        ways = [vars(script.parse_args(command.split()[1:])) for command in (sick, healthy)]
-        different = [flag for flag in ways[0] if ways[0][flag] != ways[1][flag]]
-        told = re.search(r"runs below differ in|commands differ in|runs combine", section(heading))
-        assert bool(told) == (len(different) > 1), f"{heading}: {different}"
-
-
-def test_where_the_page_says_that_the_gold_reward_peaks():
-    of_symptom = json.loads(RESULTS.read_text())["curves"]["hacking"]["sick"]
-    gold = dict(zip(of_symptom["x"], of_symptom["mean"], strict=True))
-    peak = max(gold, key=gold.get)
-    told = f"peaks after {peak} of {max(gold)} rollouts, at {gold[peak]:.2f}"
-    assert told in section("The reward rises and the text gets worse")
-
-
-def test_how_the_page_says_that_the_entropy_falls():
-    entropy = sick_values("entropy", "policy/entropy")
-    means = [mean(of_rollout) for of_rollout in zip(*entropy, strict=True)]
-    at_20 = [of_seed[19] for of_seed in entropy]
-    peak = means.index(max(means))
-    told = (
-        f"from {means[peak]:.1f} nats in rollout {peak + 1} to {means[19]:.1f} in "
-        f"rollout 20 ({min(at_20):.2f} to {max(at_20):.2f} over the seeds) and {means[29]:.1f} in "
-        "rollout 30"
+def test_what_is_generated_on_a_page(tmp_path):
+    (tmp_path / "loss.py").write_text(
+        'A = 1\n\n\ndef loss(x):\n    """Twice.\n\n    Of x.\n    """\n    return 2 * x\n'
     )
-    assert told in section("The entropy is 0")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[`loss`](loss.py#L1) and [`A`](loss.py#L7)\n<!-- table t -->\nold\n<!-- end table -->\n"
+        f"<!-- code {tmp_path}/loss.py loss -->\n<!-- end code -->\n"
+    )
+    table = {"columns": ["a", "b"], "rows": [["1", "2"]]}
+    assert tables.generated(page, {"t": table}) == (
+        "[`loss`](loss.py#L4) and [`A`](loss.py#L1)\n"
+        "<!-- table t -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end table -->\n"
+        f"<!-- code {tmp_path}/loss.py loss -->\n"
+        "```python\ndef loss(x):\n    return 2 * x\n```\n<!-- end code -->\n"
+    )
+    with pytest.raises(ValueError, match="does not define profit"):
+        tables.definition(tmp_path / "loss.py", "profit")
 
 
-def test_when_the_page_says_that_an_update_breaks_the_policy():
-    rewards = sick_values("entropy", "reward/mean")
-    breaks = [next(i for i in range(10, 30) if of_seed[i] < 0) for of_seed in rewards]
-    peaks = [max(of_seed[:i]) for of_seed, i in zip(rewards, breaks, strict=True)]
-    ends_below_0 = [seed + 1 for seed, of_seed in enumerate(rewards) if of_seed[-1] < 0]
-    text = section("The entropy is 0")
-    assert f"Between rollouts {min(breaks) + 1} and {max(breaks) + 1} an update breaks" in text
-    assert f"had risen to between {min(peaks):.1f} and {max(peaks):.1f}, falls below 0" in text
-    assert "on three seeds, but seeds {} and {} end below 0".format(*ends_below_0) in text
+def test_spread_and_fixed():
+    assert tables.spread([1.0, 2.0, 6.0], 1) == "3.0 (1.0 to 6.0)"
+    assert tables.spread([0.501, 0.502], 1) == "0.5"
+    assert tables.fixed(-0.0004) == "0.000" and tables.fixed(-0.0006) == "-0.001"
+    assert tables.rounded({"a": [1.23456, (2, "b")]}, 2) == {"a": [1.23, [2, "b"]]}
 
 
-def test_how_the_page_says_that_the_kl_explodes():
-    kl = sick_values("kl", "objective/kl")
-    text = section("The KL explodes")
-    first = mean(of_seed[0] for of_seed in kl)
-    assert f"{round(first, -2):,.0f} nats in the first rollout" in text
-    bound, since = map(int, re.search(r"above (\d+) nats from rollout (\d+) on", text).groups())
-    lowest = [min(of_rollout) for of_rollout in zip(*kl, strict=True)]
-    assert min(lowest[since - 1 :]) > bound > min(lowest[since - 2 :])
-    last = mean(mean(of_seed[-5:]) for of_seed in kl)
-    assert f"to about {5 * round(last / 5)} nats at the end" in text
+# --- runs --------------------------------------------------------------------------------------
+SCRIPT = """
+import json, sys
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = Path(flags["--output-dir"], "run")
+folder.mkdir(parents=True)
+rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "x/loss": 2.0}, {"step": 2, "x/loss": 4.0}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+(folder / "args.json").write_text(json.dumps(flags))
+if "--error" in flags:
+    sys.exit(flags["--error"].replace("_", " "))
+(folder / "model.safetensors").touch()
+"""
 
 
-def test_what_the_page_says_of_approx_kl():
-    approx_kl = sick_values("kl", "policy/approx_kl")
-    counts = [sum(value > 0.05 for value in of_seed[:10]) for of_seed in approx_kl]
-    healthy = json.loads(RESULTS.read_text())["rollouts"]["kl"][pitfalls.RUNS["kl"].healthy]
-    highest = max(max(of_seed) for of_seed in healthy["policy/approx_kl"])
-    text = section("The KL explodes")
-    assert f"in {min(counts)} to {max(counts)} of the first ten rollouts" in text
-    assert f"while no healthy run exceeds {math.ceil(100 * highest) / 100}." in text
+@pytest.fixture
+def root(tmp_path):
+    """A folder with a script that is quickly done."""
+    (tmp_path / "quick.py").write_text(SCRIPT)
+    return tmp_path
 
 
-def test_what_ppos_page_says_of_the_clip_fractions():
-    page = Path("docs/ppo_rlhf.md").read_text()
-    text = page.partition("### Clip fractions\n")[2].partition("\n## ")[0]
-    items = [" ".join(item.split()) for item in text.split("\n* ")[1:]]
-    fractions = json.loads(RESULTS.read_text())["clip fractions"]
-    assert [*fractions] == [*pitfalls.CLIPPED]
-    for item, (label, numbers) in zip(items, fractions.items(), strict=True):
-        first = numbers["first"]
-        assert f": {min(first):.2f} to {max(first):.2f} in the first rollout" in item, label
-    for item, numbers in zip(items[:3], [*fractions.values()][:3], strict=True):
-        assert f"Later the mean is {mean(numbers['mean later']):.3f}," in item
-        assert f"no rollout is above {max(numbers['highest later']):.2f}" in item
-    sick = fractions["GRPO, reviews, rate 2e-3"]
-    assert f"Later the mean is {mean(sick['mean later']):.2f}," in items[3]
-    highest = sick["highest later"]
-    assert f"single rollouts reach {min(highest):.2f} to {max(highest):.2f}" in items[3]
-    healthy = [fractions[label] for label in fractions if "2e-3" not in label]
-    assert max(max(numbers["highest later"]) for numbers in healthy) < 0.1 < min(highest)
+def flags_of(run):
+    return json.loads((run.folder / "args.json").read_text())
 
 
-def test_value_is_of_the_last_five_steps_or_the_last_evaluation():
+def test_a_run_is_made_once_for_a_command_and_a_seed(root):
+    run = run_of("quick.py --a 1", 1, root)
+    assert flags_of(run)["--a"] == "1" and flags_of(run)["--seed"] == "1"
+    (root / "quick.py").unlink()
+    assert run_of("quick.py --a 1", 1, root).folder == run.folder
+    for command, seed in (("quick.py --a 1", 2), ("quick.py --a 2", 1)):
+        with pytest.raises(RuntimeError, match="No such file"):
+            run_of(command, seed, root)
+
+
+def test_an_interrupted_run_is_made_again(root):
+    run = run_of("quick.py", 1, root)
+    (run.folder / "model.safetensors").unlink()
+    (run.folder / "left").touch()
+    again = run_of("quick.py", 1, root)
+    assert (again.folder / "model.safetensors").exists() and not (again.folder / "left").exists()
+
+
+def test_a_command_names_the_model_of_another_run_with_its_seed(root, monkeypatch):
+    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+    first, second = "quick.py --a 1", "quick.py --model {quick.py --a 1}"
+    made = runs_of([second, first], root)
+    assert [*made] == [second, first]
+    for one, other in zip(made[first], made[second], strict=True):
+        assert flags_of(other)["--model"] == str(one.folder)
+        assert flags_of(other)["--seed"] == flags_of(one)["--seed"]
+
+
+def test_a_run_may_stop_with_a_gradient_norm_and_nothing_else(root):
+    run = run_of("quick.py --error gradient_norm_nan", 1, root)
+    assert (run.folder / "error.txt").read_text() == "gradient norm nan"
+    with pytest.raises(RuntimeError, match="out of paper"):
+        run_of("quick.py --error out_of_paper", 1, root)
+
+
+def test_value():
+    rows = [{"step": 0, "eval/x": 9.0}, *({"step": i, "a/x": float(i)} for i in range(1, 8))]
+    rows += [{"step": 8, "a/x": 0.0, "eval/x": 2.0}]
+    assert value(rows, "a/x") == (4 + 5 + 6 + 7 + 0) / 5
+    assert value(rows, "eval/x") == 2
+    assert value(rows, "first eval/x") == 9
+    assert value(rows, "first a/x") == 1
+    assert value(rows, "highest a/x") == 7
+    assert value(rows, "average a/x") == 28 / 8
+    assert value(rows, "a/x at 3") == 3
+
+
+def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, monkeypatch):
+    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+    monkeypatch.chdir(root)
+
+    def make_tables(numbers):
+        table = numbers.table_by_seed({"loss": ("a", "x/loss", 1)})
+        return {"quick": table, "quick spread": numbers.table_by_label({"r": ("eval/reward", 2)})}
+
+    def draw(numbers):
+        return numbers.metric_curves("a", "x/loss"), "title", "words"
+
+    experiment = experiment_of_runs("quick", {"a": "quick.py"}, make_tables, draw)
+    results = experiment.measure()
+    assert results["numbers"] == {"a": {"x/loss": [3.0, 3.0], "eval/reward": [0.5, 0.5]}}
+    curve = [[1, 2.0], [2, 4.0]]
+    assert results["curves"] == {"a": {"x/loss over step": [curve, curve]}}
+    saved = json.loads(json.dumps({"commands": experiment.commands} | results))
+    assert experiment.draw(saved)[0] == [curve, curve]
+    assert experiment.tables(saved) == {
+        "quick": {"columns": ["seed", "loss"], "rows": [["1", "3.0"], ["2", "3.0"]]},
+        "quick spread": {"columns": ["flags", "r"], "rows": [["a", "0.50"]]},
+    }
+
+
+# --- samples -----------------------------------------------------------------------------------
+def test_mean_log_ratio_is_that_of_plain_log_probs():
+    start, policy = (sampling.load_policy("tiny/reviews/policy") for _ in range(2))
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            weight.mul_(1.1)
+    rng = torch.Generator().manual_seed(1)
+    prompts = [[1, 99], [1, 99, 83, 64, 5], [1, 83, 64]]
+    sequences, texts = sampling.sample(policy, prompts, 40, rng)
+    assert len({len(completion) for _, completion in sequences}) > 1 and len(texts) == 3
+    total = 0.0
+    with torch.no_grad():
+        for prompt, completion in sequences:
+            for sign, one in ((1, policy), (-1, start)):
+                logprobs, _ = plain_logprobs(one.model, prompt, completion)
+                total += sign * logprobs.double().sum().item()
+    found = sampling.mean_log_ratio(policy, start, sequences)
+    assert found == pytest.approx(total / 3, abs=1e-5) and found > 0.1
+
+
+def test_kl_of_samples_reads_them_back_from_the_log(tmp_path):
+    """As dpo.py measures it, on the tokens that were sampled."""
+    flags = dict(train_split="train[:64]", eval_split="test[:20]", epochs=1.0, micro_batch_size=8)
+    run = runs.train(SCRIPTS["dpo"], output_dir=str(tmp_path), learning_rate=2e-3, **flags)
+    found = runs.kl_of_samples(run)
+    assert found == pytest.approx(value(run.rows, "eval/kl"), abs=1e-4) and found > 0.001
+    assert AutoModelForCausalLM.from_pretrained(run.folder)
+
+
+def test_curves_of_all_steps_or_of_evaluations_alone(tmp_path):
+    rows = [{"step": 1, "x/kl": 1.0}, {"step": 2, "x/kl": 3.0, "eval/reward": 0.5}]
+    runs.write_jsonl(tmp_path / "metrics.jsonl", rows)
+    for evaluations, points in ((False, [[1, 1.0], [2, 3.0]]), (True, [[2, 3.0]])):
+        numbers = Numbers({"a": "quick.py"}, (1,), runs={"a": [Run(tmp_path)]})
+        assert numbers.metric_curves("a", "x/kl", "step", evaluations) == [points]
+
+
+def test_typical_sample(tmp_path):
     rows = [
-        {"eval/reward": 9.0},
-        *({"reward/mean": float(i)} for i in range(6)),
-        {"eval/reward": 2},
+        {"step": 5, "completion": text, "reward": r}
+        for text, r in zip("abc", (0, 2, 9), strict=True)
     ]
-    assert pitfalls.value(rows, "reward/mean") == (1 + 2 + 3 + 4 + 5) / 5
-    assert pitfalls.value(rows, "eval/reward") == 2
-    assert pitfalls.value(rows, "highest eval/reward") == 9
-
-
-def test_chances_of_equal_groups_on_the_page():
-    text = section("All advantages are 0")
-    for size, told in ((2, "0.94"), (8, "0.78")):
-        equal = sum(0.03**right * 0.97 ** (size - right) for right in (0, size))
-        assert f"{equal:.2f}" == told
-        assert f"{told} with $G = {size}$" in text
-    numbers = json.loads(RESULTS.read_text())["numbers"]["zero"]
-    assert max(numbers[pitfalls.RUNS["zero"].sick]["eval/accuracy"]) < 0.08
-    assert "after 15 rollouts it still answers fewer than 8 %" in text
+    runs.write_jsonl(
+        tmp_path / "samples.jsonl", [{"step": 0, "completion": "z", "reward": 4}, *rows]
+    )
+    numbers = Numbers({"a": "quick.py"}, (1,), runs={"a": [Run(tmp_path)]})
+    assert numbers.typical_sample("a") == {"completion": "b", "reward": 2}

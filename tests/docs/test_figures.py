@@ -2,27 +2,18 @@
 from the numbers in docs/results."""
 
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path("docs/experiments").resolve()))
+from docs.experiments.lib import drawing
+from docs.experiments.registry import EXPERIMENTS
 
+pytestmark = pytest.mark.house
 FIGURES = sorted(Path("docs/figures").glob("*.svg"))
 PAGES = [Path("README.md"), *Path("docs").glob("*.md")]
 SVG = "{http://www.w3.org/2000/svg}"
-# The experiment whose docs/results/NAME.json a figure is drawn from, where it has another name.
-SOURCES = {
-    "clip": "theory",
-    "kl": "theory",
-    "reinforce": "variance",
-    "rewards": "format_reward",
-    "rm_bradley_terry": "reward_model",
-}
-BY_HAND = {"post_training"}
-DRAWN = [figure for figure in FIGURES if figure.stem not in BY_HAND]
 OPACITIES = ("opacity", "fill-opacity")
 SHOWN_WIDTH = 800  # pixels
 SMALLEST_TEXT = 11  # pixels
@@ -164,14 +155,6 @@ def test_text_is_large_enough_at_800_pixels(figure):
             assert pixels >= SMALLEST_TEXT, "".join(text.itertext())
 
 
-def drawing_and_figures():
-    pytest.importorskip("matplotlib", reason="drawing the figures again needs matplotlib")
-    import drawing
-    import figures
-
-    return drawing, figures
-
-
 def words_of(figure: Path) -> list[str]:
     drawing = Drawing(figure)
     texts = [*drawing.texts(), drawing.root.find(f"{SVG}title"), drawing.root.find(f"{SVG}desc")]
@@ -184,19 +167,18 @@ def coordinates_of(figure: Path) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.?\d*", paths)]
 
 
-@pytest.mark.parametrize("figure", DRAWN, ids=lambda figure: figure.stem)
-def test_drawing_again_gives_the_same_figure(figure, tmp_path, monkeypatch):
-    """From docs/results/NAME.json alone. Another matplotlib may move a line by a point or two."""
-    drawing, figures = drawing_and_figures()
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if EXPERIMENTS[name].draw])
+def test_drawing_again_gives_the_same_figure(name, tmp_path, monkeypatch):
+    """From docs/results alone. Another matplotlib may move a line by a point or two."""
+    figure = drawing.FIGURES / f"{name}.svg"
     monkeypatch.setattr(drawing, "FIGURES", tmp_path)
-    figures.draw(SOURCES.get(figure.stem, figure.stem))
+    EXPERIMENTS[name].redraw()
     again = tmp_path / figure.name
     assert words_of(again) == words_of(figure)
     assert coordinates_of(again) == pytest.approx(coordinates_of(figure), abs=2)
 
 
 def test_each_algorithm_has_its_own_colour_and_marker():
-    drawing, _ = drawing_and_figures()
     styles = drawing.ALGORITHM_STYLES.values()
     assert len({style.colour for style in styles}) == len(styles)
     assert len({style.marker for style in styles}) == len(styles)
@@ -204,7 +186,6 @@ def test_each_algorithm_has_its_own_colour_and_marker():
 
 
 def test_every_colour_may_be_that_of_a_text():
-    drawing, _ = drawing_and_figures()
     colours = [drawing.TEXT, drawing.GREY, *drawing.COLOURS]
     colours += [style.colour for style in drawing.ALGORITHM_STYLES.values()]
     for colour in colours:

@@ -1,23 +1,25 @@
 """Memory by algorithm: the formula against transformers, autograd and arithmetic by hand.
 
-tests/test_explorer.py compares docs/explorer.html with it.
+The tests of docs/explorer.html compare the page with it.
 """
-
-import json
-import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import SCRIPTS
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import common.logprobs
-from common.generation import checkpoint_activations, transformer_layers
-
-sys.path.insert(0, "docs/experiments")
-import choosing
-from choosing import CONSTANTS, DEFAULTS, memory, parameters
+from common.distributed import checkpoint_activations, transformer_layers
+from docs.experiments import choosing
+from docs.experiments.cost.memory_model import (
+    CONSTANTS,
+    DEFAULTS,
+    memory,
+    parameters,
+    peak,
+    peak_on,
+)
+from docs.experiments.lib.experiment import saved_results
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 PRECISIONS = CONSTANTS["precisions"]
@@ -127,9 +129,7 @@ def test_bytes_of_a_parameter():
     """16 if trained, 4 if frozen; with more tokens or rows only the last parts change."""
     model, mixed = MODELS["Qwen2.5-0.5B"], PRECISIONS["mixed"]  # tied: all models of one size
     expected = dict(sft=16, rm=16, reinforce=16, reinforce_kl=20, ppo=40, ppo_rule=36, grpo=20)
-    expected |= dict(
-        ppo_shared=24, grpo_no_kl=16, grpo_rm=24, dpo=16, dpo_online=20, simpo=16, kto=16
-    )
+    expected |= dict(ppo_shared=24, grpo_no_kl=16, grpo_rm=24, dpo=20, simpo=16, kto=20)
     for name, total in expected.items():
         parts = memory(model, ALGORITHMS[name], mixed, **DEFAULTS)["update"]
         state = sum(parts.values()) - parts["copies"] - parts["activations"]
@@ -163,6 +163,7 @@ def test_a_model_by_hand():
     assert one["sampling"]["activations"] == one["sampling"]["gradients"] == 0
     two = memory(model, ALGORITHMS["grpo"], PRECISIONS["mixed"], gpus=2, **run)
     assert two["update"]["policy"] == two["update"]["reference"] == 2 * policy
+    assert two["update"]["gradients"] == 2 * policy and two["update"]["adamw"] == 4 * policy
     assert two["update"]["copies"] == 2 * (2_010 + 2 * layer)
     assert two["sampling"]["copies"] == 2 * policy
     assert two["sampling"]["cache"] == one["sampling"]["cache"] / 2
@@ -193,18 +194,17 @@ def test_a_model_by_hand():
     assert short["update"]["activations"] == 21 * (2 * 20 + 460) + 4 * 1_000
 
 
-def test_checkpointing_takes_what_was_measured():
-    """The model and the batch of docs/experiments/memory.py, whose numbers docs/performance.md has
-    in MB."""
-    text = Path("docs/performance.md").read_text()
-    table = text.partition("python docs/experiments/memory.py activations")[2]
-    model = choosing.shape(256, 8, 256, 256, 1_024, 50_257, True)
-    work = DEFAULTS | dict(micro_batch=8, prompt=128, completion=1_024 - 128)
-    for row, checkpointing in (("without", False), ("with", True)):
-        measured = float(re.search(rf"^\| {row} \| ([\d,]+)", table, re.M)[1].replace(",", ""))
-        sft = ALGORITHMS["sft"]
-        parts = memory(model, sft, PRECISIONS["float32"], **work, checkpointing=checkpointing)
-        assert 0.85 < measured / (parts["update"]["activations"] / 1e6) < 1.15
+def test_the_generation_batch_bounds_what_sampling_takes():
+    model = dict(hidden=10, layers=2, query=10, kv=5, ffn=30, vocab=100, tied=False)
+    run = dict(gpus=1, micro_batch=3, prompt=4, completion=6, rollout=9, group=2)
+    caches = {}
+    for batch in (1, 4, 64):
+        moments = memory(
+            model, ALGORITHMS["grpo"], PRECISIONS["mixed"], **run, generation_batch=batch
+        )
+        caches[batch] = moments["sampling"]["cache"]
+    row = 10 * 2 * 2 * 5 * 2
+    assert caches == {1: row, 4: 4 * row, 64: 10 * row}  # five whole groups
 
 
 def test_frozen_layers_of_a_reward_model_by_hand():
@@ -233,98 +233,14 @@ def test_a_card_without_bfloat16_computes_in_float32():
     t4, other = CONSTANTS["cards"][:2]
     assert not t4["bfloat16"] and other["bfloat16"]
     model, dpo = MODELS["Qwen2.5-0.5B"], ALGORITHMS["dpo"]
-    found = [
-        choosing.peak_on(card, model, dpo, PRECISIONS["mixed"], **DEFAULTS) for card in (t4, other)
-    ]
-    by_precision = [
-        choosing.peak(model, dpo, PRECISIONS[name], **DEFAULTS) for name in ("float32", "mixed")
-    ]
+    found = [peak_on(card, model, dpo, PRECISIONS["mixed"], **DEFAULTS) for card in (t4, other)]
+    by_precision = [peak(model, dpo, PRECISIONS[name], **DEFAULTS) for name in ("float32", "mixed")]
     assert found == by_precision
 
 
 def test_the_measured_peaks_are_near_the_computed_ones():
-    measured = json.loads(choosing.RESULTS.read_text())["numbers"]["measured"]
-    assert len(measured) == len(choosing.SCRIPTS) + 2
+    measured = saved_results("choosing")["numbers"]["measured"]
+    assert len(measured) == len(SCRIPTS) + 2
     for case in measured:
         state, total, came = choosing.expected(case)
         assert state < total >= came and 0.85 < case["peak"] / came < 1.15, case["run"]
-
-
-def test_the_tables_are_of_these_constants():
-    made = json.loads(choosing.RESULTS.read_text())
-    assert made == choosing.tables(made["numbers"]["measured"])
-
-
-def test_the_worked_example():
-    """By hand: 16 bytes for a trained parameter, 4 for a frozen one."""
-    parameters = 7_615_616_512  # as Qwen2.5-7B's card and checkpoint have it
-    text = Path("docs/choosing.md").read_text()
-    example = text.partition("**A worked example.**")[2].partition("\n\n")[0]
-    assert f"has {parameters / 1e9:.2f} billion" in example
-    headless = parameters - 152_064 * 3_584  # critic and reward model: without an output head
-    grpo = (16 + 4) * parameters / 1e9
-    ppo = grpo + (16 + 4) * headless / 1e9
-    for total in (grpo, ppo):
-        assert f"{total:.0f} GB" in example and f"{total / 8:.0f} GB" in example
-    head = f"{(parameters - headless) / 1e9:.2f} billion parameters"
-    assert head in " ".join(example.split())
-
-
-def practical_numbers():
-    """Rows of the table as (algorithm, batch and steps, learning rates, coefficients)."""
-    section = Path("docs/choosing.md").read_text().partition("## Practical numbers")[2]
-    rows, algorithm = [], ""
-    for line in section.partition("## Memory")[0].splitlines():
-        if line.startswith("| ") and not line.startswith("| algorithm"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            algorithm = cells[0] or algorithm
-            rates = [float(rate) for rate in re.findall(r"\d[\d.]*e-\d", cells[3])]
-            rows.append((algorithm, cells[2], rates, cells[4]))
-    return rows
-
-
-def test_what_the_page_says_of_the_practical_numbers():
-    rows, online = practical_numbers(), ("REINFORCE, RLOO", "PPO", "GRPO", "DAPO", "GSPO")
-    preferences = ("DPO", "DPO, IPO", "SimPO", "ORPO", "KTO")
-    slow, fast, supervised = [], [], []
-    for algorithm, _, rates, _ in rows:
-        if algorithm in online:
-            slow += [rate for rate in rates if rate != 9e-6]  # that of InstructGPT's critic
-            supervised += [rate for rate in rates if rate == 9e-6]
-        elif algorithm in preferences:
-            fast += rates
-        else:
-            supervised += rates
-    page = " ".join(Path("docs/choosing.md").read_text().split())
-    assert (min(slow), max(slow)) == (1e-6, 3e-6) and "the policy's is 1e-6 to 3e-6" in page
-    assert (min(fast), max(fast)) == (3e-7, 8e-6) and "it is 3e-7 to 8e-6" in page
-    assert sum(rate <= 1e-6 for rate in fast) > len(fast) / 2
-    assert (min(supervised), max(supervised)) == (5e-6, 2e-5) and "it is 5e-6 to 2e-5" in page
-    betas = {"online": [], "DPO": []}
-    for algorithm, _, _, coefficients in rows:
-        kind = "online" if algorithm in online else algorithm.partition(",")[0]
-        stated = re.findall(r"\\beta\$ (.*?)(?:; |, \$|, \d+,|$)", coefficients)
-        betas.setdefault(kind, []).extend(
-            float(number) for text in stated for number in re.findall(r"0\.\d+|\b0\b", text)
-        )
-        if "no KL" in coefficients:
-            betas[kind].append(0.0)
-    assert (min(betas["online"]), max(betas["online"])) == (0, 0.1)
-    assert (min(betas["DPO"]), max(betas["DPO"])) == (0.1, 0.5)
-    assert "from 0 to 0.10 online and from 0.1 to 0.5 for DPO" in page
-
-
-def test_the_terms_of_a_layers_activations_add_up():
-    """The table's rows, summed for each width, are the constants."""
-    section = Path("docs/choosing.md").read_text().partition("### Activations of a layer")[2]
-    section = section.partition("### By model size")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")][1:-1]
-    kinds = {"autocast": 2, "bfloat16": 3, "float32": 4}
-    letters = {"h": "hidden", "q": "query", "k": "kv", "f": "ffn"}
-    for kind, column in kinds.items():
-        sums = dict.fromkeys(letters.values(), 0)
-        for line in lines:
-            cell = line.strip("| ").split(" | ")[column]
-            count, size, letter = re.fullmatch(r"\$(?:(\d) \\cdot )?(\d) (\w)\$", cell).groups()
-            sums[letters[letter]] += int(count or 1) * int(size)
-        assert sums == CONSTANTS["activations"][kind]

@@ -1,21 +1,18 @@
-"""The section "One prompt through every script" of docs/start.md: what the models give is asked of
-them again, the tables are recomputed in plain Python, and the worked examples are evaluated."""
+"""One prompt through every script: what the models give is asked of them again, the tables are
+recomputed in plain Python, and the worked examples of docs/numbers.md are evaluated."""
 
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
 
-import dpo
 from docs.experiments import one_prompt
+from docs.experiments.lib.experiment import saved_results
 
-SAVED = json.loads(Path("docs/results/one_prompt.json").read_text())
-TABLES, MEASURED = SAVED["tables"], SAVED["numbers"]
-PAGE = Path("docs/start.md").read_text()
-SECTION = PAGE.partition("## One prompt through every script")[2].partition("\n## ")[0]
-FLAT = " ".join(SECTION.split())
+SAVED = saved_results("one_prompt")
+TABLES, MEASURED = one_prompt.tables(SAVED), SAVED["numbers"]
+PAGE = Path("docs/numbers.md").read_text()
 LENGTHS = [len(ids) for ids in MEASURED["ids"]]
 GROUP = range(4)
 BETA, LAMBDA, CLIP = 0.2, 0.95, 0.2  # of PPO and GRPO
@@ -24,7 +21,7 @@ ROUNDING = 0.501e-4
 
 def rows_of(name):
     """The cells of a table, by the first cell of their row."""
-    return {row[0]: row[1:] for row in TABLES[f"one prompt {name}"]["rows"]}
+    return {row[0]: row[1:] for row in TABLES[f"one_prompt {name}"]["rows"]}
 
 
 def numbers(cells):
@@ -69,8 +66,6 @@ def flat(numbers_of):
 def test_the_models_sample_the_same_completions(again):
     for key in ("prompt", "prompt ids", "completion", "ids", "tokens", "gold"):
         assert again[key] == MEASURED[key]
-    assert f"`{' '.join(MEASURED['prompt'])}`" in FLAT
-    assert "ids {}, {}, {}, {} and {}".format(*MEASURED["prompt ids"]) in FLAT
 
 
 @pytest.mark.parametrize("key", ["ref", "old", "new", "entropy", "values", "reward"])
@@ -87,25 +82,6 @@ def test_the_models_give_the_same_numbers_for_other_rows(again, part):
             assert again[part][key] == pytest.approx(saved, abs=5e-4)
         else:
             assert again[part][key] == saved
-
-
-def test_the_tables_are_those_of_the_saved_numbers():
-    assert one_prompt.make_tables(MEASURED) == TABLES
-
-
-def test_the_group_is_what_the_page_says():
-    assert max(LENGTHS) <= one_prompt.MAX_LENGTH and f"among {one_prompt.NUM_SAMPLES}" in FLAT
-    assert MEASURED["reward"] == sorted(MEASURED["reward"], reverse=True)
-    assert (MEASURED["gold"][0], MEASURED["gold"][3]) == (1, -1)
-    assert one_prompt.GRPO.beta == one_prompt.PPO.beta == BETA
-    assert one_prompt.GRPO.learning_rate == 5e-4 and "learning rate 5e-4" in FLAT
-    assert one_prompt.DPO.beta == dpo.check_args(dpo.Args()).beta == 0.3
-    settings = one_prompt.KTO
-    assert (settings.beta, settings.desirable_weight, settings.undesirable_weight) == (0.1, 1.33, 1)
-    assert (one_prompt.PPO.gamma, one_prompt.PPO.gae_lambda) == (1, LAMBDA)
-    demonstrations = Path("tiny/reviews/sft/train.jsonl").read_text().splitlines()
-    row = {"prompt": one_prompt.PROMPT, "completion": one_prompt.DEMONSTRATION}
-    assert row in map(json.loads, demonstrations)
 
 
 # --- the tables, recomputed from the numbers that they show ------------------------------------
@@ -270,10 +246,11 @@ def test_kto():
 # --- the text ----------------------------------------------------------------------------------
 def worked_examples():
     """Pairs of an expression and the number behind the equals sign, from the code on the page."""
-    found = re.findall(r"`([^`]+) = (-?[\d.]+)`", SECTION)
+    found = re.findall(r"`([^`]+) = (-?[\d.]+)`", PAGE)
     return [(expression.replace("\n", " "), result) for expression, result in found]
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("expression, result", worked_examples())
 def test_a_worked_example_is_right(expression, result):
     functions = {"exp": math.exp, "ln": math.log, "sqrt": math.sqrt}
@@ -283,44 +260,13 @@ def test_a_worked_example_is_right(expression, result):
     assert computed == pytest.approx(float(result), abs=0.51 * 10**-digits)
 
 
+@pytest.mark.house
 def test_worked_examples_use_numbers_of_the_tables():
     """Or constants, or results of examples before."""
     known = {"0.0001"}
     for table in TABLES.values():
         known |= {cell.lstrip("-") for row in table["rows"] for cell in row}
-    assert len(worked_examples()) > 30
     for expression, result in worked_examples():
         for number in re.findall(r"\d+\.\d{3,}", expression):
             assert number in known, f"{number} in {expression}"
         known.add(result.lstrip("-"))
-
-
-def test_every_script_has_its_part():
-    for name in ("SFT", "The reward model", "REINFORCE", "PPO", "GRPO", "DPO", "KTO"):
-        assert f"\n### {name}\n" in SECTION
-    for name in TABLES:
-        assert f"<!-- table {name} -->" in SECTION
-
-
-def tokens_where(name, holds):
-    tokens = MEASURED["tokens"][int(name) - 1]
-    slopes = numbers(rows_of(f"PPO on {name}")["gradient"])
-    return [token for token, slope in zip(tokens, slopes, strict=True) if holds(slope)]
-
-
-def test_what_the_page_says_of_the_signs():
-    assert tokens_where("1", lambda slope: slope > 0) == ["liked", "the", "music"]
-    assert tokens_where("1", lambda slope: slope == 0) == ["<eos>"]
-    assert tokens_where("4", lambda slope: slope < 0) == ["truly", "weak"]
-    assert "all tokens are raised but `liked`, `the`, `music` and the clipped `<eos>`" in FLAT
-    assert "all are lowered but `truly` and `weak`" in FLAT
-
-    rows = rows_of("PPO on 4")
-    assert f"{rows['value V'][9]} before `weak` and {rows['value V'][10]} after it" in FLAT
-    assert f"more likely (ratio {rows['ratio'][-1]} in PPO's table)" in FLAT
-    assert all(slope < 0 for slope in flat([grpo_slopes("1", first) for first in (True, False)]))
-    assert all(slope > 0 for slope in flat([grpo_slopes("4", first) for first in (True, False)]))
-    eos_rises = [MEASURED["new"][i][-1] > MEASURED["old"][i][-1] for i in GROUP]
-    assert eos_rises == [True, True, False, True]
-    first_step = one_prompt.grpo_slopes(MEASURED, "old")
-    assert [first_step[i, LENGTHS[i] - 1] < 0 for i in GROUP] == [True, True, False, False]

@@ -1,7 +1,7 @@
 """Runs pytest in several folders, each in a process forked from one that has imported the libraries
 already: importing them takes longer than the tests.
 
-    python tests/helpers/forked_pytest.py '[["FOLDER", "TEST", ...], ...]'
+    python tests/support/forked_pytest.py '[["FOLDER", "TEST", ...], ...]'
 
 What pytest prints goes to FOLDER/pytest.out. Prints the exit statuses, in the same order.
 """
@@ -28,7 +28,7 @@ def run_pytest(folder: str, tests: list[str]) -> int:
         os.dup2(output, 2)
         os.chdir(folder)
         sys.path[0] = folder
-        os._exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *tests])))
+        os._exit(int(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *tests])))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

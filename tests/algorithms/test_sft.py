@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from transformers import (
 )
 
 import sft
-from common.generation import find_stop_ids
-from common.logprobs import UnusableRow, completion_logprobs, encode_pair
-from sft import Args, load_sequences, negative_log_likelihood, to_pairs
+from common.logprobs import completion_logprobs
+from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from sft import Args, Demonstration, load_demonstrations, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
 SMALL = dict(train_split="train[:64]", epochs=1.0, batch_size=16, micro_batch_size=16)
@@ -27,7 +28,15 @@ SMALL |= dict(eval_rows=8, eval_samples=2)
 
 
 def run(tmp_path, **flags):
-    return sft.main(Args(output_dir=str(tmp_path), **{**SMALL, **flags}))
+    output_dir = f"{tmp_path}/{time.time_ns()}"  # two runs may begin in one second
+    return sft.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
+
+
+def dataset(tmp_path, rows):
+    """A folder whose two splits have these rows."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +100,29 @@ def test_only_completion_tokens_have_a_gradient():
 def test_only_completion_tokens_are_learned_unless_asked(
     train_on_prompt, expected, tmp_path, monkeypatch
 ):
-    scored, sampled_prompts = [], []
+    held_out, scored, sampled_prompts = [], [], []
+    rollout_logprobs, generate = sft.rollout_logprobs, sft.generate
 
-    def completion_logprobs(model, pairs, rows):
-        scored.extend(pairs[i] for i in rows)
+    def spy_on_evaluation(model, sequences, *args, **options):
+        held_out.extend(sequences)
+        return rollout_logprobs(model, sequences, *args, **options)
+
+    def spy_on_sampling(model, prompts, **options):
+        sampled_prompts.extend(prompts)
+        return generate(model, prompts, **options)
+
+    def completion_logprobs(model, sequences, rows):
+        scored.extend(sequences[i] for i in rows)
         raise KeyboardInterrupt  # one step is enough
 
-    def evaluate(args, policy, tokenizer, stop_ids, sequences, prompts):
-        assert sequences == expected
-        sampled_prompts.extend(prompts)
-        return {}, []
-
-    pairs = [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]
-    monkeypatch.setattr(sft, "load_sequences", lambda *args: pairs)
+    data = [Demonstration("", [1, 5, 6], [7, 2]), Demonstration("", [1], [8, 9, 9, 2])]
+    monkeypatch.setattr(sft, "load_demonstrations", lambda *args: data)
+    monkeypatch.setattr(sft, "rollout_logprobs", spy_on_evaluation)
+    monkeypatch.setattr(sft, "generate", spy_on_sampling)
     monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
-    monkeypatch.setattr(sft, "evaluate", evaluate)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1)
+    assert held_out == expected
     assert sorted(scored) == sorted(expected)
     assert sampled_prompts == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
 
@@ -117,8 +132,8 @@ def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.pad_token = tokenizer.eos_token
     rows = [{"prompt": "1+2=", "completion": "#3"}, {"prompt": "1+2+3=", "completion": "3,6#6"}]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = load_sequences(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
+    args = Args(dataset=dataset(tmp_path, rows))
+    pairs = sft.loss_sequences(args, load_demonstrations(args, "train", tokenizer, [2]))
     assert [completion[-1] for _, completion in pairs] == [2, 2]
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
     logprobs = completion_logprobs(model, pairs, range(2)).detach()
@@ -159,12 +174,11 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
         raise KeyboardInterrupt  # one step is enough
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
-    for size in (16, 1, 4):
+    for size in (16, 3):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, micro_batch_size=size)
-    for other in gradients[1:]:
-        for a, b in zip(gradients[0], other, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
 def test_each_epoch_is_a_permutation_of_its_own_and_none_is_cut(tmp_path, monkeypatch):
@@ -230,9 +244,8 @@ def test_saved_model_ends_at_its_stop_ids_and_brings_no_sampling_of_its_own(tmp_
     model = AutoModelForCausalLM.from_pretrained(BASE)
     # Old versions of transformers refuse to save this, at the very end of a run.
     model.generation_config = GenerationConfig(temperature=0.6, do_sample=False, top_k=3)
-    sft.log(tmp_path, None, 0, {"eval/loss": 1.0}, [{"prompt": "", "completion": ""}])
     sft.save_model(tmp_path, model, AutoTokenizer.from_pretrained(BASE), [2, 5])
-    saved = GenerationConfig.from_pretrained(tmp_path / "model")
+    saved = GenerationConfig.from_pretrained(tmp_path)
     assert saved.eos_token_id == [2, 5]
     assert saved.top_k is None
     assert saved.temperature is None
@@ -247,6 +260,7 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     ]
     pairs = to_pairs(Args(), {"messages": turns})
     assert pairs == [(turns[:1], turns[1:2]), (turns[:3], turns[3:])]
+    assert to_pairs(Args(train_on_prompt=True), {"messages": turns}) == pairs[1:]
     _, completion = encode_pair(chat_tokenizer(), *pairs[1], [2])
     assert chat_tokenizer().convert_ids_to_tokens(completion) == ["d", "<eos>"]
 
@@ -259,33 +273,38 @@ def test_a_merge_across_the_boundary_is_found():
         encode_pair(tokenizer, "a", "b", [3])
 
 
-def test_two_bos_are_an_error_that_names_the_row(tokenizer, tmp_path):
+def test_two_bos_are_an_error(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="two BOS"):
         encode_pair(tokenizer, "<bos>1+2=", "#3", [2])
     rows = [{"prompt": text, "completion": "#3"} for text in ["1+2="] * 3 + ["<bos>1+2="]]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(sft.InputError, match="row 3 of train: two BOS"):
-        load_sequences(Args(dataset=str(tmp_path)), "train", tokenizer, [2])
+    with pytest.raises(ValueError, match="two BOS"):
+        load_demonstrations(Args(dataset=dataset(tmp_path, rows)), "train", tokenizer, [2])
 
 
-def test_unusable_rows_are_dropped_and_counted(tmp_path, capsys):
+def test_unusable_rows_are_dropped_and_counted(tokenizer, tmp_path, capsys):
     rows = [
-        {"prompt": "1+2=", "completion": "#3"},
+        {"prompt": "1+2=", "completion": "#34"},  # <bos>, the seven characters and <eos>
+        {"prompt": "1+2=", "completion": "#345"},
+        {"prompt": "1+2=", "completion": "#3" * 50},
         {"prompt": "1+2=", "completion": ""},
         {"prompt": None, "completion": "#3"},
-        {"prompt": "1+2=", "completion": "#3" * 50},
     ]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    run(tmp_path, dataset=str(tmp_path), train_split="train", max_length=20)
-    out = capsys.readouterr().out
-    assert "train: 1 of 4 rows; dropped 2 with an empty prompt or completion, first {" in out
-    assert "; dropped 1 longer than --max-length 20, first ('1+2=', '#3#3" in out
+    args = Args(dataset=dataset(tmp_path, rows), max_length=9)
+    (row,) = load_demonstrations(args, "train", tokenizer, [2])
+    assert (row.prompt, len(row.prompt_ids), len(row.completion_ids)) == ("1+2=", 5, 4)
+    assert capsys.readouterr().out == (
+        "train: 1 completions, dropped {'longer than --max-length': 2, "
+        "'with an empty prompt or completion': 2}; longest 106 tokens\n"
+    )
+    with pytest.raises(ValueError, match="no completion is left"):
+        load_demonstrations(Args(dataset=args.dataset, max_length=8), "train", tokenizer, [2])
 
 
-def test_save_dtype(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(run(tmp_path, save_dtype="bfloat16") / "model")
-    assert model.dtype == torch.bfloat16
+@pytest.mark.parametrize("flag", ["prompt_column", "completion_column"])
+def test_a_column_that_is_not_there(flag, tokenizer):
+    args = Args(**{flag: "answr"})
+    with pytest.raises(ValueError, match=r"no column answr in .*: it has \['prompt', 'completion'"):
+        load_demonstrations(args, "train[:2]", tokenizer, [2])
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
@@ -299,7 +318,7 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_o
     flags = dict(eval_rows=20, eval_samples=15, micro_batch_size=3, max_new_tokens=6)
     run_dir = run(tmp_path, train_on_prompt=train_on_prompt, temperature=0.5, **flags)
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(run_dir, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     total = count = 0
     for line in Path("tiny/arithmetic/sft/test.jsonl").read_text().splitlines()[:20]:
@@ -318,9 +337,11 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_o
 
 
 def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):
-    state = torch.load(run(tmp_path) / "checkpoint.pt", weights_only=True)
-    (group,) = state["policy"]["optim_state_dict"]["param_groups"]
+    file = run(tmp_path, weight_decay=0.1) / "checkpoint_00000004.pt"
+    _, moments = torch.load(file, weights_only=True)["policy"]
+    (group,) = moments["param_groups"]
     assert group["betas"] == (0.9, 0.95)
+    assert group["weight_decay"] == 0.1
 
 
 def test_each_step_starts_without_a_gradient(tmp_path, monkeypatch):

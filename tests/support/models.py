@@ -187,7 +187,7 @@ _APART = {
 }
 FREE = [*_ATTENTION, *_RECURRENT]
 # Whose cache `generate` makes static on a GPU: no sliding windows, no states.
-_WINDOWS = "Bloom Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss Llama4"  # Bloom's positions: ALiBi
+_WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss Llama4"
 STATIC = [n for n in _ATTENTION if n.split("For")[0] not in _WINDOWS.split()]
 APART = [*_APART]
 # Models that cannot be sampled from: they keep their state to themselves, or have no cache, or mix

@@ -1,6 +1,6 @@
 """Memory: what Adam keeps, and that a resumed run keeps no second copy of its checkpoint.
 
-How high the memory of a run rises is measured by docs/experiments/memory.py.
+How high the memory of a run rises is measured by docs/experiments/cost/memory.py.
 """
 
 import json
@@ -35,7 +35,7 @@ def test_adam_keeps_two_moments_of_what_is_trained_alone(name, tmp_path):
     """float32 weights, a gradient and two moments: 16 bytes for each parameter that is trained."""
     script = SCRIPTS[name]
     run_dir = run(name, tmp_path, **short_flags(name, **SHORT))
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    checkpoint = torch.load(run_dir / "checkpoint_00000001.pt", weights_only=True)
     sizes = {"policy": numbers_in(script.Args.model)}
     if name == "rm_bradley_terry":
         sizes = {"model": sizes["policy"] + 128}  # and a head for the hidden size
@@ -43,7 +43,7 @@ def test_adam_keeps_two_moments_of_what_is_trained_alone(name, tmp_path):
         sizes["critic"] = numbers_in(script.Args.reward_model)
     assert sizes.keys() == {"policy", "critic", "model"} & checkpoint.keys()
     for trained, size in sizes.items():
-        by_parameter = checkpoint[trained]["optim_state_dict"]["state"].values()
+        by_parameter = checkpoint[trained][1]["state"].values()
         moments = [state[key] for state in by_parameter for key in ("exp_avg", "exp_avg_sq")]
         assert sum(moment.numel() for moment in moments) == 2 * size
         assert {moment.dtype for moment in moments} == {torch.float32}
@@ -64,13 +64,13 @@ def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(name, tmp_path, monke
 
     def spy_on_read(*arguments, **options):
         state = read(*arguments, **options)
-        model = state["policy" if "policy" in state else "model"]["model_state_dict"]
+        model, _ = state["policy" if "policy" in state else "model"]
         loaded.extend(weakref.ref(tensor) for tensor in model.values())
         return state
 
-    def spy_on_log(*arguments):  # first called when a step has been made
+    def spy_on_log(*arguments, **named):  # first called when a step has been made
         kept.append(sum(tensor() is not None for tensor in loaded))
-        return log(*arguments)
+        return log(*arguments, **named)
 
     save, read, log = script.save_checkpoint, torch.load, script.log
     monkeypatch.setattr(script, "save_checkpoint", save_and_die)

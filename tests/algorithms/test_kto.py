@@ -3,8 +3,8 @@
 import itertools
 import math
 import random
+import tempfile
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -27,10 +27,9 @@ from reviews import (
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-import dpo
 import kto
 from common import logprobs as common_logprobs
-from kto import Args, kto_loss, kto_metrics, reference_point, sum_logprobs
+from kto import Args, Prompt, kto_loss, kto_metrics, mismatch, reference_point, sum_logratios
 
 # What the tests count on is named here, so that a default may be tuned. The peak learning rate is
 # large, so that log-ratios are not all near 0.
@@ -47,7 +46,9 @@ def run(tmp_path, train=20, **flags):
     """A real run on the first labelled reviews, of one step unless told; returns its folder."""
     if "dataset" not in flags:
         flags["dataset"] = dataset(tmp_path, rows_of("train", train), rows_of("test", 10))
-    return kto.main(Args(output_dir=str(tmp_path / "runs"), **{**SMALL, **flags}))
+    # A folder of its own: two runs in one second would have the same name.
+    flags["output_dir"] = tempfile.mkdtemp(dir=tmp_path)
+    return kto.main(Args(**{**SMALL, **flags}))
 
 
 def spy_on(monkeypatch, name):
@@ -71,6 +72,15 @@ def plain_logratio(policy, reference, sequence):
     with torch.no_grad():
         ref_logprob = sum(plain_logprobs(reference, *sequence))
     return sum(plain_logprobs(policy, *sequence)) - ref_logprob
+
+
+def plain_mismatch(rows):
+    """(x_i, y_(i+1)) of the rows of a step, y of the first for the last."""
+    pairs = []
+    for i in range(len(rows)):
+        next_row = rows[i + 1] if i + 1 < len(rows) else rows[0]
+        pairs.append((rows[i].prompt.ids, next_row.completion_ids))
+    return pairs
 
 
 def by_hand(logratios, mismatched, labels, beta, desirable_weight=1.0, undesirable_weight=1.0):
@@ -203,7 +213,8 @@ def test_metrics_equal_plain_loops_and_have_none_of_a_kind_that_is_absent():
     beta, weights = 0.5, (1.2, 0.7)
     for labels in ([True, False, False, True, True], [True] * 5, [False] * 5):
         tensors = [torch.tensor(values) for values in (logratios, z0, labels)]
-        metrics = kto_metrics(*tensors, beta, *weights)
+        args = Args(beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
+        metrics = kto_metrics(args, *tensors)
         losses, _ = by_hand(logratios, [z0], labels, beta, *weights)
         expected = {"objective/loss": sum(losses) / 5, "objective/kl": z0}
         for name, kind in (("desirable", True), ("undesirable", False)):
@@ -239,36 +250,25 @@ def test_completions_end_with_exactly_one_stop_id(tmp_path):
     labelled_rows = labelled(tmp_path, rows)
     assert len(labelled_rows) == 50
     for row, completion, labelled_row in zip(rows, completions, labelled_rows, strict=True):
-        prompt_ids, completion_ids = labelled_row.sequence
-        assert prompt_ids == ids("<bos> " + row["prompt"])
-        assert completion_ids == ids(completion + " <eos>")
+        assert labelled_row.prompt.ids == ids("<bos> " + row["prompt"])
+        assert labelled_row.completion_ids == ids(completion + " <eos>")
         assert labelled_row.label is row["label"]
-        assert labelled_row.text == row["prompt"]
+        assert labelled_row.prompt.text == row["prompt"]
     (row,) = labelled(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])  # any stop id ends it
-    assert row.sequence[1] == ids(rows[0]["completion"].split(".")[0] + ".")
+    assert row.completion_ids == ids(rows[0]["completion"].split(".")[0] + ".")
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_counted(
-    tmp_path, capsys, chat
-):
+def test_long_and_unusable_rows_are_dropped_and_counted(tmp_path, capsys, chat):
     good, fits, long = " a film", " the plot was dull", " the plot was really dull"
-    short, full, over = "on wednesday", "on wednesday i saw jaws .", "on wednesday i saw jaws . it"
-    table = [
-        (short, good, "a film <eos>"),
-        (short, fits, "the plot was dull <eos>"),  # just as long as it may be
-        (short, long, long),
-        (full, good, "a"),  # room for one token
-        (over, good),  # no room at all
-        (over + " was", good),
-        (short, ""),  # nothing there
-        (short, " \n"),
-        (short, None),
-        (None, good),
-        (" ", good),
-    ]
+    short, over = "on wednesday", "on wednesday i saw jaws . it was"
+    usable = [(short, good, "a film <eos>"), (short, fits, "the plot was dull <eos>")]
+    too_long = [(short, long), (over, good), (over + " " + over, good)]
+    empty = [(short, ""), (short, " \n"), (short, None), (None, good), (" ", good)]
+    table = [*usable, *too_long, *empty]
     rows = [dict(zip(("prompt", "completion"), row, strict=False), label=True) for row in table]
-    flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and room for five
+    flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and five more
+    dropped = {"longer than --max-length": 3, "with an empty prompt or completion": 5}
     if chat:
         for row in rows:
             row["prompt"] = [message("user", row["prompt"])]
@@ -277,16 +277,16 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
     else:
         # One word of two: the prompt would end with another token than when it stands alone.
         rows.append({"prompt": short, "completion": "s it", "label": False})
-    assert [row.sequence for row in labelled(tmp_path, rows, **flags)] == [
-        (ids("<bos> " + prompt + tail), ids(completion)) for prompt, _, completion in table[:4]
+        dropped["whose completion merges with the prompt's last token (a space may help)"] = 1
+    rows[1]["label"] = False
+    found = labelled(tmp_path, rows, **flags)
+    assert [(row.prompt.ids, row.completion_ids) for row in found] == [
+        (ids("<bos> " + prompt + tail), ids(completion)) for prompt, _, completion in usable
     ]
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"train: 4 of {len(rows)} rows; dropped 2 whose prompt leaves no")
-    assert "; dropped 5 with an empty prompt or completion, first " in printed
-    merged = "; dropped 1 whose completion merges with the prompt's last token (a space may help)"
-    assert (merged in printed) == (not chat)
-    summary = "train: 4 of 4 desirable; 0 pairs split in two; 2 cut off at --max-length "
-    assert f"{summary}{flags['max_length']}\n" in printed
+    longest = len(ids("<bos> " + over + " " + over + tail + good + " <eos>"))
+    assert capsys.readouterr().out == (
+        f"train: 2 completions, 1 of them desirable, dropped {dropped}; longest {longest} tokens\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,238 +304,89 @@ def test_long_completions_are_cut_off_and_unusable_rows_dropped_and_both_are_cou
 def test_prompts_and_columns_of_a_row(tmp_path, row, flags, chat):
     row = row | {"answer": "5", "note": 3}
     (labelled_row,) = labelled(tmp_path, [row], chat=chat, chat_template=chat and CHAT, **flags)
-    prompt_ids = ids("<bos> on wednesday" + (" <eos> . the :" if chat else ""))
-    sequence = (prompt_ids, ids("a film <eos>"))
-    assert labelled_row._asdict() == {
-        "text": [message("user", "on wednesday")] if chat else "on wednesday",
-        "sequence": sequence,
-        "label": True,
-        "columns": {"answer": "5", "note": 3},
-        "mismatched": sequence,
-    }
+    assert labelled_row.prompt == Prompt(
+        text=[message("user", "on wednesday")] if chat else "on wednesday",
+        ids=ids("<bos> on wednesday" + (" <eos> . the :" if chat else "")),
+        columns={"answer": "5", "note": 3},
+    )
+    assert labelled_row.completion_ids == ids("a film <eos>")
     assert labelled_row.label is True  # also of a 1, which torch.where would refuse
 
 
-@pytest.mark.parametrize("kind", ["strings", "strings as chat", "messages", "conversations"])
-def test_preference_pairs_are_taken_apart_and_counted(tmp_path, capsys, kind):
-    pairs = [
-        {"prompt": "on wednesday", "chosen": " a film", "rejected": " it"},
-        {"prompt": "on monday", "chosen": " the plot was dull", "rejected": " a film"},
-    ]
-    chat = kind != "strings"
-    if kind in ("messages", "conversations"):
-        for pair in pairs:
-            pair["prompt"] = [message("user", pair["prompt"])]
-            before = pair.pop("prompt") if kind == "conversations" else []
-            for side in ("chosen", "rejected"):
-                pair[side] = [*before, message("assistant", pair[side])]
-    flags = dict(chat=kind == "strings as chat", chat_template=chat and CHAT)
-    rows = labelled(tmp_path, [pair | {"label": 7} for pair in pairs], **flags)
-    days = ("wednesday", "monday")
-    days = [ids(f"<bos> on {day}" + (" <eos> . the :" if chat else "")) for day in days]
-    assert [(*row.sequence, row.label) for row in rows] == [
-        (days[0], ids("a film <eos>"), True),
-        (days[0], ids("it <eos>"), False),
-        (days[1], ids("the plot was dull <eos>"), True),
-        (days[1], ids("a film <eos>"), False),
-    ]
-    assert [row.columns for row in rows] == [{}] * 4
-    printed = capsys.readouterr().out
-    assert "train: 4 of 4 rows\ntrain: 2 of 4 desirable; 2 pairs split in two; 0 cut" in printed
-
-
-def pair_of(kind, prompt, chosen, rejected):
-    """A row of that kind: strings or messages, with a prompt of their own or with one in both."""
-    if kind in ("strings", "named columns"):
-        names = ("x", "y", "z") if kind == "named columns" else ("prompt", "chosen", "rejected")
-        return dict(zip(names, (prompt, chosen, rejected), strict=True))
-    if kind == "whole strings":
-        return {"chosen": prompt + chosen, "rejected": prompt + rejected}
-    user = [message("user", prompt)]
-    sides = [[message("assistant", side)] for side in (chosen, rejected)]
-    if kind == "messages":
-        return {"prompt": user, "chosen": sides[0], "rejected": sides[1]}
-    return {"chosen": user + sides[0], "rejected": user + sides[1]}  # conversations
-
-
-FLAGS_OF_KIND = {
-    "strings": dict(),
-    "whole strings": dict(prompt_column="none"),
-    "named columns": dict(prompt_column="x", chosen_column="y", rejected_column="z"),
-    "messages": dict(),
-    "conversations": dict(),
-}
-KINDS = pytest.mark.parametrize("kind", FLAGS_OF_KIND)
-
-
-@KINDS
-@pytest.mark.parametrize("flags", [dict(), dict(chat=True), dict(max_length=20)])
-def test_pairs_are_read_as_dpo_reads_them(tmp_path, kind, flags):
-    """Its prompts, and its completions: chosen, and then rejected."""
-    rows = read("tiny/reviews/preferences/train.jsonl")[:40]
-    rows = [pair_of(kind, row["prompt"], row["chosen"], row["rejected"]) for row in rows]
-    args = dict(dataset=dataset(tmp_path, rows), **FLAGS_OF_KIND[kind], **flags)
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.chat_template = CHAT
-    pairs = dpo.load_preference_pairs(dpo.Args(**args), "train", tokenizer, [EOS])
-    expected = []
-    for pair in pairs:
-        expected.append((pair.text, (pair.prompt_ids, pair.chosen_ids), True))
-        expected.append((pair.text, (pair.prompt_ids, pair.rejected_ids), False))
-    assert len(expected) == 80
-    found = kto.load_labelled(Args(**args), "train", tokenizer, [EOS])
-    assert [row[:3] for row in found] == expected
-    ends = [row.sequence[1][-1] == EOS for row in found]
-    assert all(ends) == ("max_length" not in flags) and any(ends)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nothing"),
-    [
-        ("strings", None),
-        ("strings", ""),
-        ("strings", " \n"),
-        ("messages", ""),
-        ("conversations", ""),
-    ],
-)
-@pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_pair_with_an_empty_side_is_dropped_whole(tmp_path, capsys, kind, nothing, side):
-    """Its other side alone would make one kind of label more frequent than the other."""
-    good = {"chosen": " a film", "rejected": " it"}
-    rows = [pair_of(kind, "on wednesday", **good)]
-    rows.append(pair_of(kind, "on monday", **good | {side: nothing}))
-    labelled_rows = labelled(tmp_path, rows, chat_template=CHAT)
-    printed = capsys.readouterr().out
-    assert [row.label for row in labelled_rows] == [True, False]
-    assert "train: 2 of 4 rows; dropped 2 with an empty prompt or completion, first " in printed
-    assert "train: 1 of 2 desirable; " in printed
-
-
-TURNS = [{"role": "user", "content": "on monday"}, {"role": "assistant", "content": "it"}]
+@pytest.mark.parametrize("label", [2, -1, 0.5, None, "true"])
+def test_a_label_is_0_or_1(tmp_path, label):
+    row = {"prompt": "on monday", "completion": " it", "like": label}
+    with pytest.raises(ValueError, match=f"--label-column like: {label!r} is neither 0 nor 1"):
+        labelled(tmp_path, [row], label_column="like")
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"prompt": "on monday", "completion": " it"},
-        {"prompt": "on monday", "chosen": " it", "more": 1},
-        {"chosen": "on monday it", "rejected": "on monday a film"},
-        {"chosen": TURNS, "other": TURNS},
-        {"completion": TURNS},
+        {"prompt": "on monday", "chosen": " it", "rejected": " a film"},
     ],
 )
-def test_an_error_about_columns_names_those_of_the_file(tmp_path, row):
-    with pytest.raises(kto.InputError) as end:
+def test_an_error_about_columns_names_those_that_are_there(tmp_path, row):
+    columns = r"\[" + ", ".join(map(repr, row)) + r"\]"
+    with pytest.raises(ValueError, match=f"no column .* it has {columns}"):
         labelled(tmp_path, [row])
-    assert "row 0 of train: " in str(end.value) and str(sorted(row)) in str(end.value)
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_what_nothing_can_be_learned_from_is_said(tmp_path, capsys, split):
-    """One kind of label, and one prompt: of each split, and of neither where there are two."""
-    rows = [
-        {"prompt": "on monday", "completion": " it", "label": True},
-        {"prompt": "on monday", "completion": " a film", "label": True},
-        {"prompt": "on sunday", "completion": " a film", "label": False},
+# --- mismatched pairs, and the reference point --------------------------------------------------
+
+
+def test_each_prompt_is_mismatched_with_the_next_completion():
+    sequences = [([1], [5, 2]), ([1, 7], [9, 8, 2]), ([7, 3, 3], [4, 2])]
+    assert mismatch(sequences, 128) == [
+        ([1], [9, 8, 2]),
+        ([1, 7], [4, 2]),
+        ([7, 3, 3], [5, 2]),  # after the last comes the first
     ]
-    one_kind = f"{split}: all labels are of one kind, so there is no margin to learn\n"
-    one_prompt = f"{split}: all prompts are the same, so no pair is mismatched and z0 means "
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    for count, expected in ((2, True), (3, False)):
-        args = Args(dataset=dataset(tmp_path, rows[:count]))
-        kto.load_labelled(args, split, tokenizer, [EOS])
-        printed = capsys.readouterr().out
-        assert (one_kind in printed, one_prompt in printed) == (expected, expected)
-    rows[0]["label"] = False  # one prompt, but two kinds
-    kto.load_labelled(Args(dataset=dataset(tmp_path, rows[:2])), split, tokenizer, [EOS])
-    printed = capsys.readouterr().out
-    assert one_kind not in printed and one_prompt in printed
-    rows[2] |= {"label": True}  # and two prompts, but one kind
-    kto.load_labelled(Args(dataset=dataset(tmp_path, rows[1:])), split, tokenizer, [EOS])
-    printed = capsys.readouterr().out
-    assert one_kind in printed and one_prompt not in printed
 
 
-def test_of_a_conversation_the_last_message_is_the_completion(tmp_path):
-    turns = [
-        message("user", "on monday"),
-        message("assistant", "a film"),
-        message("user", "and"),
-        message("assistant", "it"),
-    ]
-    (row,) = labelled(tmp_path, [{"completion": turns, "label": False}], chat_template=CHAT)
-    (same,) = labelled(
-        tmp_path,
-        [{"prompt": turns[:3], "completion": turns[3:], "label": False}],
-        chat_template=CHAT,
-    )
-    assert row == same
-    assert row.text == turns[:3]
-    assert row.sequence[1] == ids("it <eos>")
+def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room():
+    """Each row has six tokens at most, so that each prompt leaves room for one."""
+    sequences = [([1], [5, 6, 7, 8, 2]), ([1, 3, 3, 3, 4], [2])]
+    assert mismatch(sequences, 6) == [([1], [2]), ([1, 3, 3, 3, 4], [5])]
 
 
-def test_completions_and_labels_go_before_pairs(tmp_path):
-    """A row that has all four columns is one that is labelled."""
-    row = {"prompt": "on wednesday", "completion": " it", "label": False}
-    (labelled_row,) = labelled(tmp_path, [row | {"chosen": " a film", "rejected": " a movie"}])
-    assert labelled_row.sequence[1] == ids("it <eos>")
-    assert labelled_row.label is False
-
-
-# --- mismatched pairs ---------------------------------------------------------------------------
-
-
-def test_each_completion_is_mismatched_once_and_with_another_prompt(tmp_path):
-    for source in ("labels", "preferences"):
-        rows = read(f"tiny/reviews/{source}/train.jsonl")[:300]
-        labelled_rows = labelled(tmp_path, rows)
-        prompts = {tuple(row.sequence[0]) for row in labelled_rows}
-        assert len(prompts) < len(labelled_rows) / 1.5, "prompts repeat"
-        sequences = {(*map(tuple, row.sequence),) for row in labelled_rows}
-        for row in labelled_rows:
-            prompt, _ = row.sequence
-            mismatched_prompt, mismatched_completion = row.mismatched
-            assert mismatched_prompt == prompt
-            sources = [list(x) for x, y in sequences if list(y) == mismatched_completion]
-            assert any(x != prompt for x in sources)
-        completions = Counter(tuple(row.sequence[1]) for row in labelled_rows)
-        assert Counter(tuple(row.mismatched[1]) for row in labelled_rows) == completions
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_prompt_is_matched_with_itself_where_the_data_allows(tmp_path, seed):
-    """Completions that tell their prompt. Of N rows of which one prompt has m, at least 2 m - N
-    must take a completion of their own prompt, and no more do."""
-    rng = random.Random(seed)
-    kinds = rng.randint(1, 6)
-    prompts = [rng.randrange(kinds) for _ in range(rng.randint(2, 15))]
-    if seed % 3 == 0:
-        prompts += [0] * rng.randint(2, 30)
-        rng.shuffle(prompts)
-    words = "film movie plot acting music cast".split()
-    rows = [{"prompt": words[k], "completion": f" {words[k]}", "label": True} for k in prompts]
-    labelled_rows = labelled(tmp_path, rows)
-    num_same = sum(row.sequence[1] == row.mismatched[1] for row in labelled_rows)
-    assert num_same == max(0, 2 * max(Counter(prompts).values()) - len(prompts))
-
-
-def test_no_row_is_matched_with_itself(tmp_path):
-    """One prompt: then another of its completions."""
-    words = "film movie plot acting music".split()
-    rows = [{"prompt": "the", "completion": f" {word}", "label": True} for word in words]
-    labelled_rows = labelled(tmp_path, rows)
-    assert all(row.sequence[1] != row.mismatched[1] for row in labelled_rows)
-
-
-def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room(tmp_path):
-    rows = [
-        {"prompt": "on monday", "completion": " the plot was dull .", "label": True},
-        {"prompt": "on monday i saw jaws", "completion": " it", "label": False},
-    ]
-    long, short = labelled(tmp_path, rows, max_length=9)
-    assert short.mismatched == (ids("<bos> on monday i saw jaws"), ids("the plot was"))
-    assert long.mismatched == (ids("<bos> on monday"), ids("it <eos>"))
+def test_the_reference_point_of_a_tiny_policy_by_enumeration():
+    """Policy and reference say a token by the last one, from tables of probabilities written here:
+    z0 as a product of fractions, of the pairs (x_1, y_2), (x_2, y_3), (x_3, y_1).
+    """
+    policy, reference = tiny_model("llama"), tiny_model("llama", seed=1)
+    tables = []
+    for model in (policy, reference):
+        # No attention, no MLP: a logit is a function of the last token alone.
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+        with torch.no_grad():
+            hidden = model.model.norm(model.get_input_embeddings().weight)
+            tables.append(model.lm_head(hidden).double().softmax(dim=1).tolist())
+    rows = [([4, 1], [5, 2]), ([1, 7], [9, 8, 2]), ([7, 3], [4, 2])]
+    by_pair = []
+    for prompt, completion in (([4, 1], [9, 8, 2]), ([1, 7], [4, 2]), ([7, 3], [5, 2])):
+        ratio, last = 1.0, prompt[-1]
+        for token in completion:
+            ratio *= tables[0][last][token] / tables[1][last][token]
+            last = token
+        by_pair.append(math.log(ratio))
+    args = Args(micro_batch_size=2)
+    logratios = sum_logratios(args, policy, reference, mismatch(rows, 128))
+    assert logratios.tolist() == pytest.approx(by_pair, rel=1e-4)
+    expected = sum(by_pair) / 3
+    # The two models swapped, all log-ratios change their sign: one of the two means is clamped.
+    swapped = sum_logratios(args, reference, policy, mismatch(rows, 128))
+    assert abs(expected) > 0.1
+    z0s = [reference_point(values) for values in (logratios, swapped)]
+    assert [z0.item() for z0 in z0s] == pytest.approx([max(0, expected), max(0, -expected)])
+    assert not any(z0.requires_grad for z0 in z0s)
+    # Not what it is for the rows themselves, nor for a shift the other way.
+    others = [sum_logratios(args, policy, reference, rows)]
+    others.append(sum_logratios(args, policy, reference, mismatch(rows[::-1], 128)))
+    assert all(abs(values.mean() - expected) > 0.1 for values in others)
 
 
 # --- the log-probabilities ----------------------------------------------------------------------
@@ -544,15 +395,24 @@ def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room(
 SEQUENCES = [([1], [5, 2]), ([1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2]), ([7, 3], [4])]
 
 
-def test_log_probs_are_sums_over_the_completions_tokens_and_need_no_graph():
-    model, graphs = tiny_model("llama"), []
-    model.base_model.register_forward_hook(
-        lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
-    )
-    logprobs = sum_logprobs(Args(micro_batch_size=2), model, SEQUENCES)
-    assert graphs and not any(graphs), "a graph costs memory"
-    expected = torch.stack([sum(plain_logprobs(model, *sequence)) for sequence in SEQUENCES])
-    torch.testing.assert_close(logprobs, expected.detach(), atol=1e-4, rtol=1e-4)
+def test_log_ratios_are_sums_over_the_completions_tokens_and_need_no_graph():
+    policy, reference = tiny_model("llama"), tiny_model("llama", seed=1)
+    graphs = []
+    for model in (policy, reference):
+        model.base_model.register_forward_hook(
+            lambda module, args, output: graphs.append(output.last_hidden_state.requires_grad)
+        )
+    args = Args(micro_batch_size=2)
+    for temperature in (1.0, 0.7):
+        logratios = sum_logratios(args, policy, reference, SEQUENCES, temperature)
+        expected = []
+        for sequence in SEQUENCES:
+            logprobs, refs = (
+                sum(plain_logprobs(model, *sequence, temperature)) for model in (policy, reference)
+            )
+            expected.append((logprobs - refs).item())
+        assert logratios.tolist() == pytest.approx(expected, abs=1e-4)
+    assert graphs.count(False) >= 8, "two micro-batches, two models, two temperatures"
 
 
 def test_a_rank_without_rows_runs_the_same_passes(monkeypatch):
@@ -563,11 +423,12 @@ def test_a_rank_without_rows_runs_the_same_passes(monkeypatch):
     counts = []
     for rank in (0, 1):
         monkeypatch.setattr(common_logprobs, "RANK", rank)
-        sum_logprobs(Args(micro_batch_size=1), model, SEQUENCES)  # the first call checks the head
+        args = Args(micro_batch_size=1)
+        sum_logratios(args, model, model, SEQUENCES)  # the first call checks the head
         passes.clear()
-        sum_logprobs(Args(micro_batch_size=1), model, SEQUENCES)
+        sum_logratios(args, model, model, SEQUENCES)
         counts.append(len(passes))
-    assert counts == [2, 2]
+    assert counts == [4, 4]
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -584,11 +445,9 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     tmp_path, monkeypatch, flags
 ):
     steps, loaded = watch_steps(monkeypatch), spy_on(monkeypatch, "load_labelled")
-    flags = dict(epochs=1.6, micro_batch_size=3, max_length=24, seed=5, **flags)
+    flags = dict(epochs=1.6, micro_batch_size=3, seed=5, **flags)
     run_dir = run(tmp_path, **flags)
     args, rows = Args(**{**SMALL, **flags}), loaded[0][1]
-    lengths = [len((row["prompt"] + row["completion"]).split()) for row in rows_of("train", 20)]
-    assert max(lengths) > 24 > min(lengths), "some must be cut off"
     reference, policy = plain_model(), plain_model()
     weights = (args.desirable_weight, args.undesirable_weight)
     assert len(steps) == 4
@@ -598,8 +457,10 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         set_weights(policy, policy_weights)
         batch = [rows[i] for i in batch_rows(number, 8, 20, args.seed)]
         with torch.no_grad():  # all of the step's, and no gradient
-            mismatched = [plain_logratio(policy, reference, row.mismatched).item() for row in batch]
-        logratios = [plain_logratio(policy, reference, row.sequence) for row in batch]
+            pairs = plain_mismatch(batch)
+            mismatched = [plain_logratio(policy, reference, pair).item() for pair in pairs]
+        sequences = [(row.prompt.ids, row.completion_ids) for row in batch]
+        logratios = [plain_logratio(policy, reference, sequence) for sequence in sequences]
         labels = [row.label for row in batch]
         losses, z0 = by_hand([r.item() for r in logratios], mismatched, labels, args.beta, *weights)
         mismatched_means.append(sum(mismatched) / 8)
@@ -638,26 +499,28 @@ def sampled_ids(sample):
 
 # By heart, and with hardly anything undesirable, all of the data gets more probable: z0 leaves 0.
 BY_HEART = dict(eval_split="train", epochs=4, desirable_weight=4.0, undesirable_weight=0.1)
+BY_HEART |= dict(max_new_tokens=15)  # so that some samples end, and some do not
 
 
 @pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7, **BY_HEART)])
 def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
-    # Prompts are completed in groups of 2 x 4, and scored in groups of 2 x 3.
     loaded = spy_on(monkeypatch, "load_labelled")
-    flags = dict(batch_size=4, micro_batch_size=3, eval_rows=9, max_new_tokens=24, **flags)
+    flags = dict(max_new_tokens=24, generation_batch_size=4) | flags
+    flags |= dict(batch_size=4, micro_batch_size=3, eval_rows=9)
     run_dir = run(tmp_path, **flags)
     args = Args(**{**SMALL, **flags})
     first, *_, last = metrics_of(run_dir)
-    policy, reference = plain_model(run_dir / "model"), plain_model()
+    policy, reference = plain_model(run_dir), plain_model()
     rows = loaded[1][1][:9]
     samples = read(run_dir / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0] * 9 + [last["step"]] * 9
     samples = samples[9:]
-    assert [sample["prompt"] for sample in samples] == [row.text for row in rows]
+    assert [sample["prompt"] for sample in samples] == [row.prompt.text for row in rows]
     kl = 0
     with torch.no_grad():
-        logratios = [plain_logratio(policy, reference, row.sequence).item() for row in rows]
-        mismatched = [plain_logratio(policy, reference, row.mismatched).item() for row in rows]
+        sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
+        logratios = [plain_logratio(policy, reference, pair).item() for pair in sequences]
+        mismatched = [plain_logratio(policy, reference, p).item() for p in plain_mismatch(rows)]
         for sample in samples:
             sequence = (ids("<bos> " + sample["prompt"]), sampled_ids(sample))
             logprobs = plain_logprobs(policy, *sequence, args.temperature)
@@ -671,8 +534,7 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     bad = [r for r, label in zip(logratios, labels, strict=True) if not label]
     margin = args.beta * (sum(good) / len(good) - sum(bad) / len(bad))
     lengths = [sample["length"] for sample in samples]
-    assert any(EOS in sampled_ids(sample) for sample in samples)
-    assert any(EOS not in sampled_ids(sample) for sample in samples)
+    assert {EOS in sampled_ids(sample) for sample in samples} == {True, False}
     assert last["eval/loss"] == pytest.approx(sum(losses) / 9, rel=1e-4)
     assert last["eval/margin"] == pytest.approx(margin, rel=1e-3)
     assert last["eval/kl"] == pytest.approx(kl, rel=1e-3)
@@ -717,16 +579,8 @@ def test_a_reward_function_gets_the_other_columns_and_scores_the_samples(tmp_pat
     assert last["eval/accuracy"] == 0.8  # of about 0, 0.5, 1, ... all but the first two
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(eval_reward_fn="none"),
-        dict(eval_reward_fn="none", dataset=Args.dataset, train_split="train[:20]"),
-        dict(),  # the gold reward is that of the default dataset alone
-    ],
-)
-def test_without_a_reward_function_there_is_no_reward(tmp_path, flags):
-    run_dir = run(tmp_path, **flags)
+def test_without_a_reward_function_there_is_no_reward(tmp_path):
+    run_dir = run(tmp_path)  # the gold reward is that of the default dataset alone
     for row in metrics_of(run_dir):
         names = {name for name in row if name.startswith("eval/")}
         assert names == {f"eval/{k}" for k in "loss margin kl length_mean".split()}
@@ -738,8 +592,7 @@ def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
     rows = [row | {"label": label} for row in rows_of("train", 20)]
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2)
     printed = capsys.readouterr().out
-    assert f"train: {20 * label} of 20 desirable; " in printed
-    assert "train: all labels are of one kind" in printed
+    assert f"train: 20 completions, {20 * label} of them desirable, dropped {{}}" in printed
     first, *_, last = metrics_of(run_dir)
     assert not {"reward/margin", "eval/margin"} & (first.keys() | last.keys())
     absent, present = ("undesirable", "desirable") if label else ("desirable", "undesirable")
@@ -750,7 +603,6 @@ def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
 def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     # A clock that goes one second with each look at it.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__, strftime=time.strftime)
-    clock.time_ns = time.time_ns
     monkeypatch.setattr(kto, "time", clock)
     loaded = spy_on(monkeypatch, "load_labelled")
     flags = dict(epochs=3.5, eval_every=3, warmup_ratio=0.25)
@@ -765,10 +617,8 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
     assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
     for number, step in enumerate(steps):
         batch = [loaded[0][1][i] for i in batch_rows(number, 8, 20, seed=1)]
-        num_tokens = sum(
-            len(x) + len(y) for row in batch for x, y in (row.sequence, row.mismatched)
-        )
-        assert step["time/tokens_per_second"] == num_tokens  # in one second
+        lengths = [2 * (len(row.prompt.ids) + len(row.completion_ids)) for row in batch]
+        assert step["time/tokens_per_second"] == sum(lengths)  # in one second
 
 
 def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
@@ -790,72 +640,29 @@ def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags", [dict(), dict(micro_batch_size=3), WEIGHTS, dict(beta=2.0)])
 def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags):
-    # Three steps are an epoch of 24 rows, and the rate is nearly 0.
-    run_dir = run(tmp_path, train=24, epochs=2, **STILL, **flags)
+    # Four steps are two epochs of 16 rows, and the rate is nearly 0.
+    run_dir = run(tmp_path, train=16, epochs=2, **STILL, **flags)
     before, *steps = metrics_of(run_dir)
-    rows = rows_of("train", 24)
+    rows = rows_of("train", 16)
     for number, step in enumerate(steps):
-        labels = [rows[i]["label"] for i in batch_rows(number, 8, 24, seed=1)]
+        labels = [rows[i]["label"] for i in batch_rows(number, 8, 16, seed=1)]
         weights = [flags.get(f"{'' if k else 'un'}desirable_weight", 1.0) for k in labels]
         loss = sum(weights) / 16  # half of their mean
-        if number < 3:
-            names = ("objective/kl", "reward/desirable", "reward/undesirable", "reward/margin")
-            assert [step[name] for name in names] == [0, 0, 0, 0]
-            assert step["objective/loss"] == loss
-        else:  # in other micro-batches, that is with other roundings
-            assert step["objective/loss"] == pytest.approx(loss, rel=1e-5)
-    assert before["eval/margin"] == 0
-    assert len(steps) == 6
+        assert not any(step[name] for name in step if name.startswith("reward/"))
+        assert step["objective/kl"] == 0
+        assert step["objective/loss"] == loss
+    assert before["eval/margin"] == before["eval/kl"] == 0
+    assert len(steps) == 4
 
 
-def test_a_row_that_is_met_again_in_the_first_epochs_last_batch_keeps_what_was_found_first(
-    tmp_path, monkeypatch
-):
-    # The third batch has 4 of 20 rows, and of the second epoch 4 that were met before. Each call
-    # gives a number of its own, so that a batch shows which call its references are from.
-    calls = itertools.count()
-    monkeypatch.setattr(
-        kto,
-        "sum_logprobs",
-        lambda args, model, sequences: torch.full((len(sequences),), float(next(calls))),
-    )
-    points = spy_on(monkeypatch, "reference_point")
-    run(tmp_path, epochs=1, micro_batch_size=8)
-    batches = [logratios for ((logratios,), _) in points if len(logratios) == 8]
-    first, second, third = (len(set(batch.tolist())) for batch in batches)
-    assert first == second == 1 < third
-
-
-@pytest.mark.parametrize(("epochs", "met", "passes"), [(0.4, 8, 1), (2, 20, 3)])
-def test_the_kept_reference_is_that_of_the_untouched_checkpoint_where_it_is_needed(
-    tmp_path, monkeypatch, epochs, met, passes
-):
-    loaded = spy_on(monkeypatch, "load_labelled")
-    calls = spy_on(monkeypatch, "sum_logprobs")
-    points = spy_on(monkeypatch, "reference_point")
-    run(tmp_path, epochs=epochs)
-    # Of training rows and their mismatched pairs, then of 4 held-out ones and theirs.
-    assert [len(args[2]) for args, _ in calls[: 2 * passes + 2]] == [8] * (2 * passes) + [4] * 2
-    rows = loaded[0][1]
-    for reference_calls, sequences in (
-        (calls[:passes], [row.sequence for row in rows]),
-        (calls[passes : 2 * passes], [row.mismatched for row in rows]),
-    ):
-        scored = [id(sequence) for args, _ in reference_calls for sequence in args[2]]
-        assert len({*scored}) == met
-        assert {*scored} <= {*map(id, sequences)}
-    # The reference is what the log-probs of a step lack to its log-ratios.
-    model = plain_model()
-    mismatched_calls = [call for call in calls[2 * passes + 4 :] if len(call[0][2]) == 8]
-    points = [point for point in points if len(point[0][0]) == 8]
-    references = {}
-    for (args, logprobs), ((logratios,), _) in zip(mismatched_calls, points, strict=True):
-        ref_logprobs = logprobs - logratios
-        for sequence, ref in zip(args[2], ref_logprobs.tolist(), strict=True):
-            assert references.setdefault(id(sequence), ref) == pytest.approx(ref, abs=1e-4)
-            with torch.no_grad():
-                assert ref == pytest.approx(sum(plain_logprobs(model, *sequence)).item(), abs=1e-3)
-    assert len(references) == met
+def test_the_reference_is_the_starting_model_and_never_moves(tmp_path, monkeypatch):
+    loaded = spy_on(monkeypatch, "load_model")
+    run(tmp_path, epochs=1)
+    (_, policy), (_, reference) = loaded
+    before = plain_model().state_dict()
+    assert all(torch.equal(tensor, before[k]) for k, tensor in reference.state_dict().items())
+    assert all(p.grad is None for p in reference.parameters())
+    assert not all(torch.equal(tensor, before[k]) for k, tensor in policy.state_dict().items())
 
 
 def assert_same_training(run_dir, other_dir):
@@ -881,15 +688,13 @@ def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
 ):
     loaded, passes = (spy_on(monkeypatch, f) for f in ("load_labelled", "completion_logprobs"))
     runs = []
-    for size in (8, 1, 3):
-        runs.append(run(tmp_path, epochs=1.6, micro_batch_size=size, **flags))
+    for size in (8, 3):
+        runs.append(run(tmp_path, epochs=1.6, micro_batch_size=size, seed=5, **flags))
         assert max(len(values) for _, values in passes) == size
         passes.clear()
-    train_sequences = [row.sequence for row in loaded[0][1]]
-    lengths = {len(prompt) + len(completion) for prompt, completion in train_sequences}
+    lengths = {len(row.prompt.ids) + len(row.completion_ids) for row in loaded[0][1]}
     assert len(lengths) > 5, "ragged lengths"
-    for other in runs[1:]:
-        assert_same_training(runs[0], other)
+    assert_same_training(*runs)
     points = [row["objective/kl"] for row in metrics_of(runs[0])[1:]]
     assert len(points) == 4 and max(points) > 0.1, "the reference point must have left 0"
 
@@ -912,28 +717,8 @@ def test_completions_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch
     lengths = []  # of each micro-batch
     for (_, sequences, inds), _ in calls:
         lengths.append([len(sequences[i][0]) + len(sequences[i][1]) for i in inds])
+    lengths, reference = lengths[::2], lengths[1::2]
+    assert lengths == reference
     assert [len(micro_batch) for micro_batch in lengths] == [4] * 5
     assert all(min(a) >= max(b) for a, b in itertools.pairwise(lengths))
     assert max(lengths[0]) > min(lengths[-1])
-
-
-def test_a_run_of_pairs_is_that_of_their_sides(tmp_path):
-    """Split in two by hand, in the same order."""
-    pairs = read("tiny/reviews/preferences/train.jsonl")[:10]
-    rows = [
-        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
-        for pair in pairs
-        for side in ("chosen", "rejected")
-    ]
-    runs = []
-    for name, data in (("pairs", pairs), ("sides", rows)):
-        (tmp_path / name).mkdir()
-        runs.append(run(tmp_path, dataset=dataset(tmp_path / name, data), epochs=1))
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        ours, theirs = (
-            [{k: v for k, v in row.items() if k[:5] != "time/"} for row in read(run_dir / name)]
-            for run_dir in runs
-        )
-        assert ours == theirs
-    ours, theirs = map(weights_of, runs)
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)

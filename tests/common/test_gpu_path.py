@@ -7,19 +7,20 @@ the types. (2) A device made of CPU memory (`simulated_gpu.py`): that tensors me
 import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import simulated_graph
-from background import Background
 from gpu_types import take_gpu_types
 from models import STATIC, family_model
+from runs import torchrun, words
 from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
-from test_torchrun import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import common.distributed
 import common.generation
 import common.logprobs
 from common.generation import generate
@@ -37,6 +38,8 @@ MORE = {
     ),
 }
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
+# One that samples and reads a reward model, and one that reads rows, with a reference.
+TWO_SCRIPTS = pytest.mark.parametrize("name", ["grpo", "dpo"])
 
 
 def prompts(task, count):
@@ -51,9 +54,9 @@ def check(run_dir):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    weights = load_file(run_dir / "model" / "model.safetensors")
+    weights = load_file(run_dir / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    state = torch.load(run_dir / "checkpoint_00000004.pt", weights_only=True)
     assert state["step"] == 4
     return rows
 
@@ -61,7 +64,7 @@ def check(run_dir):
 # --- 1. types -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@TWO_SCRIPTS
 def test_training_in_bfloat16_with_the_static_cache(name, tmp_path, monkeypatch):
     script = SCRIPTS[name]
     plain = check(script.main(script.Args(output_dir=str(tmp_path / "plain"), **RUNS[name])))
@@ -108,37 +111,13 @@ def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task, tem
     assert difference.mean().abs() < 0.001
 
 
-def make_sharded_runs(folder):
-    """One run of each script on two processes that compute in bfloat16."""
-    runs = []
-    for name in SCRIPTS:
-        words = ["--output-dir", str(folder), "--exp-name", name]
-        for flag, value in RUNS[name].items():
-            words += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
-        runs.append([name, words, None])
-    path = folder / "runs.json"
-    path.write_text(json.dumps(runs))
-    process = torchrun(2, "tests/helpers/run_together.py", path, "bfloat16")
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output[:20_000]
-    return folder
-
-
-begin = Background(make_sharded_runs)
-
-
-@pytest.fixture(scope="module")
-def sharded_runs(tmp_path_factory):
-    """The folder of these runs."""
-    return begin.result(tmp_path_factory)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_sharded_training_in_bfloat16_with_the_static_cache(name, sharded_runs):
-    (run_dir,) = sharded_runs.glob(f"{name}__*")
+@TWO_SCRIPTS
+def test_sharded_training_in_bfloat16_with_the_static_cache(name, tmp_path):
+    command = [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / "runs"})]
+    output = tmp_path / "output"
+    statuses = torchrun(2, command, output, before="gpu_types:compute_in_bfloat16")
+    assert statuses == [0, 0], Path(f"{output}.0").read_text()[-3000:]
+    (run_dir,) = (tmp_path / "runs").iterdir()
     check(run_dir)
 
 
@@ -166,7 +145,7 @@ def graph(monkeypatch):
         return simulated_graph.capture(step)
 
     monkeypatch.setattr(common.generation, "capture", capture)
-    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: True)
+    monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
     return graphs
 
 
@@ -189,7 +168,7 @@ COPY_IN = ["Falcon", "GPTNeo"]
 @pytest.mark.parametrize("name", [name for name in STATIC if name not in READ_BACK])
 def test_captured_decoding_gives_the_same_completions(name, bfloat16, monkeypatch, graph):
     model = family_model(name)
-    for module in (common.generation, common.logprobs):
+    for module in (common.distributed, common.generation, common.logprobs):
         monkeypatch.setattr(module, "use_bfloat16", lambda device: bfloat16)
     completions = complete_and_drop(model)
     assert graph, "no step was captured"
@@ -218,13 +197,13 @@ def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch,
 )
 def test_a_step_that_reads_a_value_back_is_not_captured(planted, monkeypatch, graph):
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    step = common.generation.CachedDecoder.step
+    step = common.generation.Decoder.step
 
     def reads_back(self):
         planted(self)
         return step(self)
 
-    monkeypatch.setattr(common.generation.CachedDecoder, "step", reads_back)
+    monkeypatch.setattr(common.generation.Decoder, "step", reads_back)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
         complete(model, prompts("reviews", 4))
 
@@ -266,13 +245,13 @@ def test_a_captured_step_stays_on_its_device(name, graph):
 )
 def test_a_step_that_copies_between_devices_is_not_captured(planted, monkeypatch, graph):
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    step = common.generation.CachedDecoder.step
+    step = common.generation.Decoder.step
 
     def copies(self):
         planted(self)
         return step(self)
 
-    monkeypatch.setattr(common.generation.CachedDecoder, "step", copies)
+    monkeypatch.setattr(common.generation.Decoder, "step", copies)
     with SimulatedGPU(), pytest.warns(UserWarning, match="not permitted when stream is capturing"):
         complete(model.to(SIM), prompts("reviews", 4), max_new_tokens=4)
 
@@ -281,13 +260,13 @@ def test_a_number_of_python_in_a_step_shows(monkeypatch, graph):
     """A graph holds the number of the step that was recorded: completions are other ones."""
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
     model.can_pad_left = True  # the trial would find its logits wrong
-    step = common.generation.CachedDecoder.step
+    step = common.generation.Decoder.step
 
     def counting(self):
         self.count = getattr(self, "count", 0) + 1
         return step(self) * (1.0 + self.count / 10)
 
-    monkeypatch.setattr(common.generation.CachedDecoder, "step", counting)
+    monkeypatch.setattr(common.generation.Decoder, "step", counting)
     completions = complete(model, prompts("reviews", 16))
     assert graph
     monkeypatch.setattr(common.generation, "capture", lambda step: step)
@@ -299,7 +278,7 @@ def test_steps_that_cannot_be_captured_run_uncaptured(captured, monkeypatch):
     """The first steps are captured, as many as given; at the next one the GPU gives up."""
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
     expected = complete(model, prompts("reviews", 64))
-    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: True)
+    monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
     replayed = []
 
     def capture(step):
@@ -333,7 +312,7 @@ def test_a_pytorch_without_cuda_cannot_capture():
 
 
 # The other scripts put what these do on the device: models, rows, a rollout, pairs.
-BY_DEFAULT = ("ppo_rlhf", "grpo", "dpo")
+BY_DEFAULT = ("ppo_rlhf", "dpo")
 ALL = [pytest.param(n, marks=[pytest.mark.slow] * (n not in BY_DEFAULT)) for n in SCRIPTS]
 
 
@@ -343,14 +322,13 @@ def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypat
     script = SCRIPTS[name]
     flags = dict(RUNS[name], output_dir=str(tmp_path))
     cpu = script.main(script.Args(**flags, exp_name="cpu"))
-    start_run = script.start_run
-    monkeypatch.setattr(script, "start_run", lambda args: (start_run(args)[0], SIM, None))
-    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: True)
+    monkeypatch.setattr(script, "join_processes", lambda: SIM)
+    monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
     monkeypatch.setattr(common.generation, "capture", lambda step: step)
     save = script.save_checkpoint
 
-    def stop(run_dir, trained, state):
-        save(run_dir, trained, state)
+    def stop(run_dir, training, state):
+        save(run_dir, training, state)
         raise KeyboardInterrupt
 
     with SimulatedGPU():
@@ -413,5 +391,5 @@ def test_cards_that_only_emulate_bfloat16_compute_in_float32(monkeypatch, is_rea
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     card = torch.device("cuda", 0)
-    assert common.generation.use_bfloat16(card) == is_real
-    assert not common.generation.use_bfloat16(torch.device("cpu"))
+    assert common.distributed.use_bfloat16(card) == is_real
+    assert not common.distributed.use_bfloat16(torch.device("cpu"))

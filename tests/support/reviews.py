@@ -33,7 +33,7 @@ def metrics_of(run_dir):
 
 
 def weights_of(run_dir):
-    return load_file(run_dir / "model" / "model.safetensors")
+    return load_file(run_dir / "model.safetensors")
 
 
 def watch_steps(monkeypatch):

@@ -10,8 +10,10 @@ import torch
 from models import APART, FREE, REFUSED, VOCAB, family_model, tiny_config, tiny_model
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
+import common.distributed
 import common.generation
-from common.generation import SameTypeStaticCache, find_stop_ids, generate, pad_rows, sample_tokens
+from common.generation import SameTypeStaticCache, generate, sample_tokens
+from common.tokens import find_stop_ids, pad_rows
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -75,7 +77,8 @@ def a_stop_id(tokens_of_rows):
 @pytest.fixture(autouse=True, params=["growing", "static"])
 def cache_kind(request, monkeypatch):
     """Every test on both kinds of cache: the one of CPUs, and the one of GPUs, not captured."""
-    monkeypatch.setattr(common.generation, "use_static_cache", lambda _: request.param == "static")
+    devices = ("cpu",) if request.param == "static" else ()
+    monkeypatch.setattr(common.generation, "GRAPH_DEVICES", devices)
     monkeypatch.setattr(common.generation, "capture", lambda step: step)
     return request.param
 
@@ -223,8 +226,7 @@ def test_greedy_equals_plain_forward_passes_in_every_family(name, cache_kind, mo
     for stop_ids in ([], [made[0][2]], [made[3][1], made[5][0]]):
         found = sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
         assert found == [cut(tokens, stop_ids) for tokens in made]
-    # Bloom cannot use a static cache.
-    assert model.can_pad_left == (name in FREE and (name, cache_kind) != ("Bloom", "static"))
+    assert model.can_pad_left == (name in FREE)
 
 
 def test_rows_that_are_not_free_are_read_by_length_and_stay(monkeypatch):
@@ -244,6 +246,41 @@ def test_rows_that_are_not_free_are_read_by_length_and_stay(monkeypatch):
     sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
     assert {shape for shape in shapes if shape[1] > 1} == {(1, 7), (3, 2), (2, 5)}
     assert shapes.count((3, 1)) == max(lengths) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("xLSTM", "no attribute 'reorder_cache'"), ("TrOCR", "probabilities by 6")]
+)
+def test_a_model_that_cannot_be_padded_says_why(name, reason):
+    with pytest.warns(UserWarning, match=f"tried left_padded=True, which fails: .*{reason}"):
+        sample(family_model(name), FAMILY_ROWS)
+
+
+def fail_with_a_cache(model, error, monkeypatch):
+    forward = model.forward
+
+    def fails_with_a_cache(use_cache, **inputs):
+        if use_cache:
+            raise error
+        return forward(use_cache=use_cache, **inputs)
+
+    monkeypatch.setattr(model, "forward", fails_with_a_cache)
+
+
+def test_a_model_that_fails_with_any_cache_says_why(monkeypatch):
+    model = tiny_model("llama")
+    fail_with_a_cache(model, KeyError("keys of layer 3"), monkeypatch)
+    with pytest.warns(match="left_padded=False"), pytest.raises(ValueError, match="of layer 3"):
+        sample(model, FAMILY_ROWS)
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_too_little_memory_is_no_sign_of_a_cache_that_cannot_be_padded(kind, monkeypatch):
+    model = tiny_model("llama")
+    fail_with_a_cache(model, kind("2 GiB"), monkeypatch)
+    with pytest.raises(kind, match="2 GiB"):
+        sample(model, FAMILY_ROWS)
+    assert not hasattr(model, "can_pad_left")
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "XLNetLMHeadModel"])
@@ -407,6 +444,36 @@ def test_global_random_state_is_neither_read_nor_moved():
 def test_rows_with_the_same_prompt_are_drawn_independently():
     made = sample(tiny_model("llama"), [[5, 17, 30]] * 4)
     assert len({tuple(tokens) for tokens in made}) == 4
+
+
+@every_architecture
+def test_tokens_do_not_depend_on_the_batch_size(architecture):
+    model, rows = tiny_model(architecture), ragged_rows((7, 2, 5, 1, 4, 3))
+    check_batch_sizes(model, rows, a_stop_id(sample(model, rows)))
+
+
+def test_tokens_do_not_depend_on_the_batch_size_where_prompts_are_not_padded():
+    model, _ = plain_greedy("Bart")
+    check_batch_sizes(model, FAMILY_ROWS, sample(model, FAMILY_ROWS)[0][5])
+    assert not model.can_pad_left
+
+
+def check_batch_sizes(model, rows, stop_id):
+    options = dict(max_new_tokens=12, temperature=1.0, stop_ids=[stop_id])
+    expected = generate(model, rows, **options, rng=seeded(0))
+    assert len({len(tokens) for tokens in expected}) > 1
+    for batch_size in (1, 2, 4, 9):
+        sizes, decode = [], common.generation.decode
+
+        def spy(model, prompts, *arguments, sizes=sizes, decode=decode):
+            sizes.append(len(prompts))
+            return decode(model, prompts, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common.generation, "decode", spy)
+            found = generate(model, rows, **options, rng=seeded(0), batch_size=batch_size)
+        assert found == expected
+        assert max(sizes) <= batch_size and sum(sizes) == len(rows)
 
 
 @every_architecture
@@ -619,7 +686,6 @@ def test_empty_prompt_is_refused():
         (7, None, [7]),
         (None, [9, 3], [3, 9]),
         (0, [2], [0, 2]),  # id 0 is an id
-        (None, None, []),
     ],
 )
 def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of_config, expected):
@@ -632,9 +698,14 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of
 
 def test_stop_ids_without_a_generation_config(tmp_path):
     assert find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=7, chat_template=None)) == [7]
-    assert (
-        find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=None, chat_template=None)) == []
-    )
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_without_any_stop_id_nothing_could_end(tmp_path, has_config):
+    if has_config:
+        GenerationConfig(eos_token_id=None).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="neither tokenizer nor generation config has an EOS"):
+        find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=None, chat_template=None))
 
 
 @pytest.mark.parametrize(
@@ -661,14 +732,14 @@ def test_pad_rows_of_nothing(rows, shape, left):
 
 
 def test_the_cache_is_freed_without_the_garbage_collector(monkeypatch):
-    made, keep = [], common.generation.CachedDecoder.select
+    made, keep = [], common.generation.Decoder.select
 
     def spy(self, rows):
         made.extend(weakref.ref(cache) for cache in self.cache.values())
         return keep(self, rows)
 
-    monkeypatch.setattr(common.generation.CachedDecoder, "select", spy)
-    monkeypatch.setattr(common.generation, "use_static_cache", lambda device: False)
+    monkeypatch.setattr(common.generation.Decoder, "select", spy)
+    monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ())
     model = tiny_model("llama")
     options = dict(max_new_tokens=4, temperature=1.0, stop_ids=[])
     gc.collect()
@@ -684,15 +755,15 @@ def test_layers_within_layers_are_sharded_first(monkeypatch):
     """FSDP refuses a layer within one that it has; Mamba names two that are nested."""
     model, units = tiny_model("llama"), []
 
-    monkeypatch.setattr(common.generation, "WORLD_SIZE", 2)
+    monkeypatch.setattr(common.distributed, "WORLD_SIZE", 2)
     monkeypatch.setattr(
-        common.generation, "fully_shard", lambda unit, **options: units.append(unit)
+        common.distributed, "fully_shard", lambda unit, **options: units.append(unit)
     )
     for part in model.modules():
         for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
             object.__setattr__(part, name, lambda value: None)
     model._no_split_modules = {"LlamaDecoderLayer", "LlamaMLP"}
-    common.generation.shard(model, CPU)
+    common.distributed.shard(model, CPU)
     assert len(units) == 2 * model.config.num_hidden_layers + 1
     for index, unit in enumerate(units):
         assert not set(units[index + 1 :]) & {part for part in unit.modules() if part is not unit}

@@ -4,83 +4,20 @@ import json
 import math
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
 from tiny.reviews.gold import grammatical
 
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(script, folder, seed, *flags):
-    words = [
-        "nice",
-        sys.executable,
-        script,
-        "--output-dir",
-        str(folder),
-        "--seed",
-        str(seed),
-        *flags,
-    ]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-
-
-# The runs that are made by default. In a run of the whole suite they have a core for themselves.
-RUNS = [
-    ("reinforce.py", 1),
-    ("grpo.py", 1),
-    ("ppo_rlhf.py", 1),
-    ("dpo.py", 1),
-    ("kto.py", 1),
-    ("rm_bradley_terry.py", 1),
-    ("sft.py", 1, "--epochs", "1"),
-]
-STARTED = {}
-
-
-def begin(folder):
-    """The job that makes the default runs, one after the other."""
-
-    def job():
-        commands = []
-        for script, seed, *flags in STARTED:
-            words = ["--output-dir", str(folder / script), "--seed", str(seed)]
-            commands.append([script, *words, *flags])
-        words = [
-            "nice",
-            sys.executable,
-            "tests/helpers/forked.py",
-            json.dumps(commands),
-            str(folder),
-        ]
-        with subprocess.Popen([*words, "--in-turn"], cwd=ROOT, stdout=PIPE, text=True) as process:
-            for number, (words, future) in enumerate(STARTED.items()):
-                child, status = process.stdout.readline(), process.stdout.readline()
-                paths = [folder / f"{number}.{end}" for end in ("out", "err")]
-                texts = [path.read_text() if child else "no process" for path in paths]
-                done = subprocess.CompletedProcess(words, int(status or -1), *texts)
-                future.set_result((done, folder / words[0]))
-
-    STARTED.update((words, Future()) for words in RUNS)
-    return job
+ROOT = Path(__file__).parents[2]
 
 
 def learn(script, tmp_path, seed, *flags):
     """What a run logged at each step, its first and its last evaluation, and what it printed."""
-    started = STARTED.get((script, seed, *flags))
-    if started:
-        done, made = started.result()
-        (run_dir,) = made.iterdir()
-        run_dir.rename(tmp_path / run_dir.name)
-    else:
-        done = run(script, tmp_path, seed, *flags)
+    words = [sys.executable, script, "--output-dir", str(tmp_path), "--seed", str(seed), *flags]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    print(done.stdout)
     (run_dir,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
@@ -184,17 +121,6 @@ def test_kto_makes_reviews_kind_from_labels(seed, tmp_path):
     assert last["eval/kl"] < 6
     fractions = grammatical([], last_reviews(tmp_path))
     assert sum(fractions) / len(fractions) >= 0.9
-
-
-@pytest.mark.parametrize("seed", ALL_SLOW)
-def test_kto_takes_pairs_apart(seed, tmp_path):
-    rule = "./tiny/reviews/gold.py:sentiment"
-    flags = ("--dataset", "tiny/reviews/preferences", "--eval-reward-fn", rule)
-    _, first, last, printed = learn("kto.py", tmp_path, seed, *flags)
-    assert "train: 2000 of 4000 desirable; 2000 pairs split in two; 0 cut off" in printed
-    assert abs(first["eval/reward"]) < 0.1
-    assert last["eval/reward"] >= 0.6
-    assert last["eval/kl"] < 6
 
 
 @pytest.mark.parametrize("seed", ALL_SLOW)

@@ -9,18 +9,12 @@ from models import APART, FREE, REFUSED, VOCAB, family_model, tiny_config, tiny_
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
+import common.distributed
 import common.generation
 import common.logprobs
 from common.generation import generate
-from common.logprobs import (
-    ChunkedLogprobs,
-    completion_logprobs,
-    head_logits,
-    output_head,
-    plain_logprobs,
-    micro_batches,
-    rollout_logprobs,
-)
+from common.logprobs import ChunkedLogprobs, completion_logprobs, head_logits, micro_batches
+from common.logprobs import output_head, plain_logprobs, rollout_logprobs
 
 HEADS = {  # architectures, with what their heads do to the logits
     "llama": {},
@@ -83,7 +77,7 @@ def more_padding(monkeypatch, columns, pad_id=None):
 
 def use_bfloat16(monkeypatch):
     """Products in bfloat16, as on a GPU."""
-    for module in (common.generation, common.logprobs):
+    for module in (common.distributed, common.generation, common.logprobs):
         monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
 
 

@@ -7,8 +7,9 @@ from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
 from torch.autograd.graph import saved_tensors_hooks
 
-import common.generation
-from common.generation import checkpoint_activations, generate, transformer_layers
+import common.distributed
+from common.distributed import checkpoint_activations, transformer_layers
+from common.generation import generate
 from common.logprobs import completion_logprobs
 
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 8]), ([9, 3], [4, 4])]
@@ -89,13 +90,13 @@ def test_a_layers_input_is_all_that_is_kept_of_it():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_trains_the_same_weights_with_it(name, tmp_path, monkeypatch):
     script, recomputed = SCRIPTS[name], []
-    checkpoint = common.generation.checkpoint
+    checkpoint = common.distributed.checkpoint
 
     def spy(*args, **kwargs):
         recomputed.append(1)
         return checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr(common.generation, "checkpoint", spy)
+    monkeypatch.setattr(common.distributed, "checkpoint", spy)
     flags = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=2)
     flags |= dict(total_rollouts=2, prompts_per_rollout=2, num_minibatches=1, max_new_tokens=4)
     flags = short_flags(name, **flags)
@@ -105,7 +106,7 @@ def test_every_script_trains_the_same_weights_with_it(name, tmp_path, monkeypatc
         args = script.Args(
             output_dir=str(tmp_path), eval_every=9, activation_checkpointing=enabled, **flags
         )
-        weights.append(load_file(script.main(args) / "model" / "model.safetensors"))
+        weights.append(load_file(script.main(args) / "model.safetensors"))
         assert bool(recomputed) == enabled
     plain, checkpointed = weights
     assert plain.keys() == checkpointed.keys()

@@ -1,0 +1,127 @@
+"""What a GPU would be asked to do: launches and waits, counted on a simulated device."""
+
+import pytest
+import torch
+from docs.experiments.cost import launches
+from docs.experiments.cost.launches import (
+    count_generate,
+    count_logprobs,
+    count_script,
+    counted,
+    logprobs_ours,
+    logprobs_theirs,
+    make_model,
+)
+from models import tiny_model
+from scripts import SCRIPTS
+from simulated_gpu import SIM, SimulatedGPU
+
+import common.logprobs
+from common.generation import generate
+
+VOCABULARY = 1_000
+# transformers looks whether a row packs several sequences, once per forward pass, and the head of a
+# model is tried once per run.
+WAITS_LEFT = {"hidden_states", "output_head"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(VOCABULARY)
+
+
+def test_logprobs_take_few_launches_per_chunk(model, monkeypatch):
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 32 * VOCABULARY)
+    plain = count_logprobs(model, logprobs_theirs, 32).launches.total()
+    one_chunk = [
+        count_logprobs(model, logprobs_ours, num_tokens).launches.total() for num_tokens in (4, 32)
+    ]
+    two_chunks = count_logprobs(model, logprobs_ours, 64).launches.total()
+    assert one_chunk[0] == one_chunk[1]  # whatever the number of tokens in it
+    assert one_chunk[1] - plain <= 30
+    assert 0 < two_chunks - one_chunk[1] <= 30
+
+
+def test_logprobs_wait_for_transformers_alone(model):
+    assert functions(count_logprobs(model, logprobs_ours, 32).waits) == {"hidden_states"}
+
+
+def test_a_token_is_waited_for_once_in_eight(model):
+    results = count_generate(model)
+    launches_of_graph, waits_of_graph = results["generate, graph"]
+    assert launches_of_graph <= 14  # the replay, the copy of its input, and the sampling
+    assert waits_of_graph <= 1 / 8
+    _, waits = results["generate, growing cache"]
+    assert waits <= 1 + 1 / 8  # one is of transformers, which looks for padding in the mask
+
+
+def functions(waits):
+    """Names of the functions that wait, from places such as "grpo.py:373 main: index"."""
+    return {place.partition(" ")[2].partition(":")[0] for place in waits}
+
+
+# The other scripts index tensors by micro-batch with an index on the CPU, which is waited for.
+@pytest.mark.parametrize("name", ["sft"])
+def test_no_script_waits_in_its_loop_over_micro_batches(name):
+    launches_of_step, _, counter = count_script(name)
+    assert launches_of_step > 100
+    assert functions(counter.loop_waits) <= WAITS_LEFT, counter.loop_waits
+
+
+@pytest.mark.parametrize(
+    ("operation", "waits"),
+    [
+        (lambda x: x.sum().item(), 1),
+        (lambda x: bool((x > 0).all()), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: x[torch.tensor([0])], 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: torch.tensor([1.0], device=SIM), 1),
+        (lambda x: torch.ones(3).to(SIM), 1),
+        (lambda x: torch.ones(3).to(SIM, non_blocking=True), 0),
+        (lambda x: x[1:] + x[0], 0),
+        (lambda x: x.masked_fill(x > 0, 0.0), 0),
+        (lambda x: x[torch.arange(2, device=SIM)], 0),
+    ],
+)
+def test_waits_are_seen(operation, waits):
+    with counted() as counter:
+        x = torch.ones(3, device=SIM)
+        operation(x)
+    assert counter.waits.total() == waits
+
+
+def test_launches_are_operations_that_are_no_views():
+    with counted() as counter:
+        x = torch.ones(4, device=SIM)
+        (x.view(2, 2)[0] + 1).mul_(2)
+        torch.ones(4).exp()  # on the CPU
+    assert counter.launches == {"ones": 1, "add": 1, "mul_": 1}
+
+
+def test_loops_over_micro_batches_are_found_in_every_script():
+    for name in SCRIPTS:
+        assert launches.micro_batch_lines(f"{name}.py"), name
+
+
+@pytest.mark.parametrize("stop_ids", [[], [7], [*range(0, 50, 4)]])
+def test_completions_are_the_same_where_ended_sequences_stay_for_some_tokens(stop_ids):
+    model, prompts = tiny_model("llama"), [[1, 5, 2], [7], [9, 4, 4, 8, 6], [7], [2, 2]]
+
+    def sample():
+        return generate(
+            model,
+            prompts,
+            max_new_tokens=21,
+            temperature=1.0,
+            stop_ids=stop_ids,
+            rng=torch.Generator().manual_seed(0),
+        )
+
+    expected = sample()
+    if len(stop_ids) > 1:
+        assert len({len(completion) for completion in expected}) > 2
+    with SimulatedGPU():
+        model.to(SIM)
+        assert sample() == expected

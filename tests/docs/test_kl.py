@@ -1,0 +1,213 @@
+"""The tables of docs/kl.md and the scripts' estimators behind them: derived again with plain
+Python."""
+
+import math
+
+import pytest
+import torch
+from by_hand import close, gradient, kl, rows_of, softmax, tensor
+
+import grpo
+import ppo_rlhf
+from docs.experiments import kl as kl_page
+
+TABLES = kl_page.tables({})
+REF, FAR, NEAR = (0.4, 0.3, 0.2, 0.1), (0.01, 0.09, 0.3, 0.6), (0.3, 0.3, 0.25, 0.15)
+ESTIMATORS = {
+    "k1": lambda p, q: math.log(p / q),
+    "k2": lambda p, q: math.log(p / q) ** 2 / 2,
+    "k3": lambda p, q: q / p - 1 - math.log(q / p),
+}
+
+
+def test_the_tokens_of_the_far_policy():
+    for i, (token, cells) in enumerate(rows_of(TABLES["kl tokens"]).items()):
+        assert token == "abcd"[i]
+        terms = [k(FAR[i], REF[i]) for k in ESTIMATORS.values()]
+        close(cells[1:], [REF[i], FAR[i], *terms], 3)
+
+
+def test_bias_and_deviation_of_k1_k2_k3():
+    moments = {}
+    for (policy, name), cells in rows_of(TABLES["kl values"]).items():
+        p, old = (NEAR, REF) if policy == "near" else (FAR, NEAR)
+        terms = [ESTIMATORS[name](a, b) for a, b in zip(p, REF, strict=True)]
+        mean = sum(a * x for a, x in zip(p, terms, strict=True))
+        deviation = math.sqrt(sum(a * (x - mean) ** 2 for a, x in zip(p, terms, strict=True)))
+        stale = sum(a * x for a, x in zip(old, terms, strict=True))
+        exact = kl(p, REF)
+        close(cells[2:], [exact, mean, mean - exact, deviation, stale], 3)
+        assert kl_page.kl_moments(p)[name] == pytest.approx((mean, deviation))
+        moments[policy, name] = mean - exact, deviation
+    for policy in ("near", "far"):
+        assert moments[policy, "k1"][0] == pytest.approx(0, abs=1e-12)
+        assert moments[policy, "k3"][0] == pytest.approx(0, abs=1e-12)
+        assert moments[policy, "k2"][0] > 1e-4
+    near, far = (moments[x, "k3"][1] / moments[x, "k1"][1] for x in ("near", "far"))
+    assert (round(near, 1), round(far)) == (0.1, 3)  # "a tenth", "three times"
+
+
+def gradients_by_differences():
+    """What a loss of each kind has as its gradient: the tokens' chances stay, the term moves."""
+
+    def expected(drawn, term):
+        def function(logits):
+            p = softmax(logits)
+            return sum(w * term(p[i], i) for i, w in enumerate(drawn))
+
+        return gradient(function, FAR)
+
+    k = ESTIMATORS
+    fixed = {name: [f(a, b) for a, b in zip(FAR, REF, strict=True)] for name, f in k.items()}
+    found = {
+        "full KL(π ‖ ref)": gradient(lambda x: kl(softmax(x), REF), FAR),
+        "full KL(ref ‖ π)": gradient(lambda x: kl(REF, softmax(x)), FAR),
+    }
+    for name, f in k.items():
+        found[name] = expected(FAR, lambda p, i, f=f: f(p, REF[i]))
+        found[f"{name} in the reward"] = expected(
+            FAR, lambda p, i, name=name: fixed[name][i] * math.log(p)
+        )
+    for name in ("k1", "k3"):
+        f = k[name]
+        found[f"rho {name}"] = expected(FAR, lambda p, i, f=f: p / FAR[i] * f(p, REF[i]))
+    k2, k3 = k["k2"], k["k3"]
+    found["k2, tokens of π_old"] = expected(NEAR, lambda p, i: k2(p, REF[i]))
+    found["rho k2, tokens of π_old"] = expected(NEAR, lambda p, i: FAR[i] / NEAR[i] * k2(p, REF[i]))
+    found["rho k3, tokens of π_old"] = expected(NEAR, lambda p, i: p / NEAR[i] * k3(p, REF[i]))
+    return found
+
+
+def test_the_gradients_table():
+    table, found = rows_of(TABLES["kl gradients"]), gradients_by_differences()
+    assert {*table} == {*found}
+    for name, (mean, _, _) in kl_page.gradient_moments().items():  # through k2_kl and k3_kl
+        assert mean == pytest.approx(found[name], abs=1e-8), name
+    full = {name: found[f"full {name}"] for name in ("KL(π ‖ ref)", "KL(ref ‖ π)")}
+    exact, zero = kl(FAR, REF), [0.0] * 4
+    # the closed forms on the page
+    logs = [math.log(a / b) for a, b in zip(FAR, REF, strict=True)]
+    by_hand = [a * (x - exact) for a, x in zip(FAR, logs, strict=True)]
+    assert full["KL(π ‖ ref)"] == pytest.approx(by_hand, abs=1e-8)
+    by_hand = [a - b for a, b in zip(FAR, REF, strict=True)]
+    assert full["KL(ref ‖ π)"] == pytest.approx(by_hand, abs=1e-8)
+    for name, cells in table.items():
+        close(cells[1:5], found[name], 3)
+        told = {"nothing": zero, **full}.get(cells[6])
+        if told is None:
+            assert cells[6] == "neither"
+            for other in (zero, *full.values()):
+                assert max(abs(a - b) for a, b in zip(found[name], other, strict=True)) > 0.1
+        else:
+            assert found[name] == pytest.approx(told, abs=1e-8)
+    assert found["k3 in the reward"][0] > 0 and found["k3 in the reward"][1] > 0
+
+
+def test_rho_k3_has_the_gradient_of_rho_k2_at_every_token():
+    """One token's term moves with its log-prob; rho in front of k2 is a constant."""
+    for p, old, q in [*zip(FAR, NEAR, REF, strict=True), *zip(FAR, FAR, REF, strict=True)]:
+        at = math.log(p)
+
+        def rho_k3(x, old=old, q=q):
+            return math.exp(x) / old * ESTIMATORS["k3"](math.exp(x), q)
+
+        def k2(x, q=q):
+            return ESTIMATORS["k2"](math.exp(x), q)
+
+        now = tensor(at).requires_grad_()
+        old_logprob, ref_logprob = tensor(old).log(), tensor(q).log()
+        weighted = (now - old_logprob).exp() * grpo.k3_kl(now, ref_logprob)
+        by_scripts = [
+            torch.autograd.grad(term, now)[0].item()
+            for term in (weighted, ppo_rlhf.k2_kl(now, old_logprob, ref_logprob))
+        ]
+        assert by_scripts == pytest.approx([-p / old * math.log(q / p)] * 2)
+        slopes = [(f(at + 1e-5) - f(at - 1e-5)) / 2e-5 for f in (rho_k3, k2)]
+        assert slopes[0] == pytest.approx(p / old * slopes[1], rel=1e-6, abs=1e-7)
+        assert slopes[1] == pytest.approx(-math.log(q / p), rel=1e-6, abs=1e-7)
+
+
+def test_the_variances_of_the_gradients():
+    """The gradient of one token is a coefficient times grad log pi, 1[i = j] - pi_j."""
+    logs = [math.log(a / b) for a, b in zip(FAR, REF, strict=True)]
+    u = [b / a for a, b in zip(FAR, REF, strict=True)]
+    rho = [a / b for a, b in zip(FAR, NEAR, strict=True)]
+    k3 = [x - 1 + y for x, y in zip(u, logs, strict=True)]
+    coefficients = {
+        "k1": (FAR, [1.0] * 4),
+        "k2": (FAR, logs),
+        "k3": (FAR, [1 - x for x in u]),
+        "rho k1": (FAR, [1 + x for x in logs]),
+        "rho k3": (FAR, logs),
+        "k2, tokens of π_old": (NEAR, logs),
+        "rho k2, tokens of π_old": (NEAR, [a * b for a, b in zip(rho, logs, strict=True)]),
+        "rho k3, tokens of π_old": (NEAR, [a * b for a, b in zip(rho, logs, strict=True)]),
+        "k1 in the reward": (FAR, logs),
+        "k2 in the reward": (FAR, [x * x / 2 for x in logs]),
+        "k3 in the reward": (FAR, k3),
+    }
+    found = {"full KL(π ‖ ref)": 0.0, "full KL(ref ‖ π)": 0.0}
+    for name, (drawn, c) in coefficients.items():
+        each = [[c[i] * ((i == j) - FAR[j]) for j in range(4)] for i in range(4)]
+        mean = [sum(drawn[i] * each[i][j] for i in range(4)) for j in range(4)]
+        off = [sum((x - m) ** 2 for x, m in zip(some, mean, strict=True)) for some in each]
+        found[name] = sum(w * x for w, x in zip(drawn, off, strict=True))
+    table = rows_of(TABLES["kl gradients"])
+    assert {*table} == {*found}
+    for name, cells in table.items():
+        close(cells[5:6], [found[name]], 2)
+
+
+def test_the_kl_that_a_token_leads_to():
+    """Two tokens. The models agree on the first, and on the second after `a`."""
+    first, far = (0.5, 0.5), kl(FAR, REF)
+
+    def whole(logits):
+        return softmax(logits)[1] * far
+
+    exact = gradient(whole, first)
+    # Every completion with its chance, through the scripts' functions.
+    second = [(1.0, 0.0), *((p, math.log(p / q)) for p, q in zip(FAR, REF, strict=True))]
+    chances = tensor([0.5, *(0.5 * p for p, _ in second[1:])])
+    log_ratio = tensor([[0.0, x] for _, x in second])
+    mask, no_score = torch.ones(5, 2, dtype=torch.bool), torch.zeros(5).double()
+    rewards = ppo_rlhf.shaped_rewards(no_score, log_ratio, mask, 1.0)
+    advantages, _ = ppo_rlhf.gae(rewards, torch.zeros_like(rewards), 1.0, 1.0)
+    logits = torch.zeros(2).double().requires_grad_()
+    logprobs = logits.log_softmax(dim=0)[[0, 1, 1, 1, 1]]
+    (grad,) = torch.autograd.grad((chances * -advantages[:, 0] * logprobs).sum(), logits)
+    assert grad.tolist() == pytest.approx(exact)
+    # As a loss, each token by itself: the first log-ratio is 0 and so are its gradients.
+    for estimate in (
+        lambda x: ppo_rlhf.k2_kl(x, x.detach(), x.detach()),
+        lambda x: grpo.k3_kl(x, x.detach()),
+        lambda x: x - x.detach(),
+    ):
+        logprobs = logits.log_softmax(dim=0)[[0, 1, 1, 1, 1]]
+        (grad,) = torch.autograd.grad((chances * estimate(logprobs)).sum(), logits)
+        assert grad.tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+def test_beta_in_the_loss_and_in_the_reward():
+    rewards = (1.0, 0.0, 0.0, 1.0)
+    std = math.sqrt(sum((r - 0.5) ** 2 for r in rewards) / 3)
+    # KLs of the four completions in the reward, at that price, and in the loss, after the scaling.
+    nats = (3.0, 1.0, 0.0, 2.0)
+    returns = [r - 0.04 * std * x for r, x in zip(rewards, nats, strict=True)]
+    in_reward = grpo.group_advantages(torch.tensor(returns), 4, scale=False) / std
+    in_loss = grpo.group_advantages(torch.tensor(rewards), 4).tolist()
+    in_loss = [a - 0.04 * (x - 1.5) for a, x in zip(in_loss, nats, strict=True)]
+    assert in_reward.tolist() == pytest.approx(in_loss, abs=2e-4)
+
+
+def test_which_direction_is_which():
+    ref, table = (0.46, 0.03, 0.02, 0.03, 0.46), rows_of(TABLES["kl directions"])
+    both = {}
+    for centre in range(1, 6):
+        weights = [2.0 ** -((place - centre) ** 2) for place in range(1, 6)]
+        p = [w / sum(weights) for w in weights]
+        both[centre] = kl(p, ref), kl(ref, p)
+        close(table[str(centre)][1:2], p, 2)
+        close(table[str(centre)][2:], both[centre], 2)
+    seeking = [sorted(both, key=lambda centre: both[centre][part])[:2] for part in (0, 1)]
+    assert {*seeking[0]} == {1, 5} and seeking[1][0] == 3

@@ -1,0 +1,45 @@
+"""What README says of copying a script into another project."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import start
+
+pytestmark = pytest.mark.house
+ROOT = Path(__file__).parents[2]
+REWARD = """
+from common.helpers import is_short
+
+def short(prompts, completions, **columns):
+    return [float(is_short(text)) for text in completions]
+"""
+TRAIN = """
+from rlhf import grpo
+
+grpo.main(grpo.Args(
+    model="{root}/tiny/arithmetic/policy", dataset="{root}/tiny/arithmetic/prompts",
+    train_split="train[:4]", eval_split="test[:2]", reward_fn=["{folder}/rewards.py:short"],
+    total_rollouts=1, prompts_per_rollout=2, group_size=2, output_dir="{folder}/runs",
+))
+"""
+
+
+def test_a_script_in_a_package_beside_a_package_common_of_the_project(tmp_path):
+    package = tmp_path / "rlhf"
+    shutil.copytree(ROOT / "common", package / "common")
+    shutil.copy(ROOT / "grpo.py", package)
+    (command,) = re.findall(r"^    (sed -i .*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    command = command.replace("your_package", "rlhf")
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    (tmp_path / "common").mkdir()  # the project's own
+    (tmp_path / "common" / "helpers.py").write_text("def is_short(text): return len(text) < 4\n")
+    (tmp_path / "rewards.py").write_text(REWARD)
+    train = tmp_path / "train.py"
+    train.write_text(TRAIN.replace("{root}", str(ROOT)).replace("{folder}", str(tmp_path)))
+    process = start([str(train)], tmp_path / "output")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "output").read_text()
+    assert [*tmp_path.glob("runs/grpo__1__*/model.safetensors")]

@@ -1,0 +1,119 @@
+"""Flags: ranges, contradictions, --resume, and the learning rate's schedule."""
+
+import json
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from pydantic import ValidationError
+from runs import words
+from scripts import SPECS
+from torch.optim import SGD
+from transformers import get_scheduler
+
+import grpo
+
+EACH = pytest.mark.parametrize("name", SPECS)
+
+
+def refused(name, argv, capsys):
+    """What the command line prints about flags that end a script with status 2."""
+    with pytest.raises(SystemExit) as end:
+        SPECS[name].module.parse_args(argv)
+    assert end.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@EACH
+def test_a_typo_and_a_number_out_of_range_end_with_a_message(name, capsys):
+    assert "--lerning-rate" in refused(name, ["--lerning-rate", "1"], capsys)
+    printed = refused(name, ["--learning-rate", "0"], capsys)
+    assert "learning_rate Input should be greater than 0" in printed.replace("│", "")
+
+
+@EACH
+@pytest.mark.parametrize("number", [-1, math.nan])
+def test_every_number_has_a_range(name, number):
+    args = SPECS[name].module.Args
+    numbers = [field for field in fields(args) if "int" in str(field.type).lower()]
+    numbers += [field for field in fields(args) if "float" in str(field.type).lower()]
+    numbers = [field.name for field in numbers if "list" not in str(field.type)]
+    assert {"seed", "learning_rate", "save_every"} <= {*numbers}
+    for flag in numbers:
+        with pytest.raises(ValidationError, match=flag):
+            args(**{flag: number})
+
+
+@pytest.mark.parametrize("ratio", [1.0, 100.0])
+def test_a_warm_up_is_a_fraction(ratio):
+    """Steps may have been meant."""
+    for spec in SPECS.values():
+        if hasattr(spec.module.Args, "warmup_ratio"):
+            with pytest.raises(ValidationError, match="warmup_ratio"):
+                spec.module.Args(warmup_ratio=ratio)
+
+
+GDPO = dict(multi_objective_aggregation="normalize_then_sum")
+CONTRADICTIONS = [
+    ("reinforce", dict(group_size=1), "--baseline leave_one_out needs a --group-size of"),
+    ("grpo", dict(group_size=1), "--group-size must be at least 2"),
+    (
+        "grpo",
+        dict(importance_sampling_level="sequence", loss_norm="token"),
+        "--importance-sampling-level sequence needs --loss-norm sequence",
+    ),
+    ("grpo", GDPO | dict(kl_placement="reward"), "normalize_then_sum has no place for"),
+    ("grpo", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
+    ("grpo", GDPO | dict(scale_rewards=False), "normalize_then_sum has no place for"),
+    ("grpo", dict(reward_weights=[1.0, 2.0]), "--reward-weights: give 1, one for each reward"),
+    ("ppo_rlhf", dict(reward_weights=[1.0, 2.0]), "--reward-weights: give 1, one for each"),
+    ("ppo_rlhf", dict(reward_model=None), "without --reward-model give --reward-fn"),
+    (
+        "ppo_rlhf",
+        dict(reward_model=None, reward_fn=["tiny/reviews/gold.py:sentiment"]),
+        "and --critic-init sft, scratch or policy",
+    ),
+    ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
+    ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
+    ("dpo", dict(label_smoothing=0.1, loss="ipo"), "--label-smoothing belongs to --loss sigmoid"),
+    ("dpo", dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to"),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "message"), CONTRADICTIONS)
+def test_flags_that_contradict_each_other(name, flags, message, capsys):
+    """Wherever they come from: the command line, Python, or a run's args.json."""
+    with pytest.raises(ValueError, match=message):
+        SPECS[name].module.Args(**flags)
+    typed = words({flag: value for flag, value in flags.items() if value is not False})
+    typed += [f"--no-{flag.replace('_', '-')}" for flag in flags if flags[flag] is False]
+    assert message in refused(name, typed, capsys).replace("│ ", "")
+
+
+@EACH
+def test_a_resumed_run_has_its_own_flags_and_no_others(name, tmp_path):
+    script, short = SPECS[name].module, SPECS[name].short_flags
+    args = script.parse_args(words(short | {"seed": 7}))
+    (tmp_path / "args.json").write_text(json.dumps(vars(args)))
+    assert script.parse_args(["--resume", str(tmp_path)]) == script.Args(
+        **short | {"seed": 7, "resume": str(tmp_path)}
+    )
+    for typed in (["--seed", "7"], ["--track"]):
+        with pytest.raises(ValueError, match="--resume takes no other flags"):
+            script.parse_args(["--resume", str(tmp_path), *typed])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant_with_warmup"])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5])
+def test_learning_rates_are_those_of_transformers_without_the_step_of_rate_0(schedule, ratio):
+    """One step later in a schedule that is one step longer."""
+    args = grpo.Args(lr_schedule=schedule, warmup_ratio=ratio)
+    for total_steps in (1, 2, 7, 20, 300):
+        warmup_steps = int(ratio * total_steps)
+        optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        theirs = get_scheduler(schedule, optimizer, warmup_steps + 1, total_steps + 1).lr_lambdas[0]
+        factors = [grpo.lr_factor(args, step, total_steps) for step in range(total_steps)]
+        assert factors == pytest.approx([theirs(step + 1) for step in range(total_steps)])
+        assert factors[0] > 0 and factors[warmup_steps] == 1
+        assert all(0 < factor < 1 for factor in factors[:warmup_steps])

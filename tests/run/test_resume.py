@@ -1,0 +1,235 @@
+"""A run that is killed and resumed ends with the same bits as one that was never stopped."""
+
+import json
+import random
+import runpy
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import contents, start, words
+from scripts import SPECS
+
+import grpo
+
+EACH = pytest.mark.parametrize("name", SPECS)
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def assert_same_run(run_dir, other_dir):
+    files, others = contents(run_dir), contents(other_dir)
+    assert files.keys() == others.keys()
+    assert [name for name in files if not same(files[name], others[name])] == []
+
+
+def resume(name, run_dir):
+    script = SPECS[name].module
+    assert script.main(script.parse_args(["--resume", str(run_dir)])) == run_dir
+
+
+def checkpoints(run_dir):
+    return sorted(path.name for path in run_dir.glob("checkpoint*"))
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def whole(request, tmp_path_factory):
+    """A script's name, and the folder of its uninterrupted run."""
+    script, folder = SPECS[request.param].module, tmp_path_factory.mktemp("whole")
+    typed = words(SPECS[request.param].short_flags | {"output_dir": folder})
+    return request.param, script.main(script.parse_args(typed))
+
+
+@pytest.fixture(scope="module")
+def grpo_run(tmp_path_factory):
+    flags = SPECS["grpo"].short_flags | {"output_dir": str(tmp_path_factory.mktemp("grpo"))}
+    return grpo.main(grpo.Args(**flags))
+
+
+@pytest.fixture
+def copied(grpo_run, tmp_path):
+    return Path(shutil.copytree(grpo_run, tmp_path / "run"))
+
+
+# --- to the bit ---------------------------------------------------------------------------------
+def test_kills_at_five_random_moments(whole, tmp_path):
+    """SIGKILL, resume, SIGKILL, ...: whatever was half written, the end is the same."""
+    name, run_dir = whole
+    flags = SPECS[name].short_flags | {"output_dir": tmp_path / "runs"}
+    command, statuses = [f"{name}.py", *words(flags)], []
+    for _ in range(5):
+        output = tmp_path / "output"
+        process = start(command, output)
+        saved = []  # wait for a checkpoint and for the progress bar
+        while process.is_alive() and not (saved and "%|" in output.read_text()):
+            time.sleep(0.002)
+            saved = [*tmp_path.glob("runs/*/checkpoint_*.pt")]
+        time.sleep(random.uniform(0, 0.15))
+        process.kill()
+        process.join()
+        statuses.append(process.exitcode)
+        command = [f"{name}.py", "--resume", str(saved[0].parent)]
+    print(name, statuses)  # 0 is a run that was faster than its killer
+    assert set(statuses) <= {-signal.SIGKILL, 0} and statuses[0] != 0, output.read_text()
+    resume(name, saved[0].parent)
+    assert_same_run(saved[0].parent, run_dir)
+
+
+def test_the_older_checkpoint_serves_where_the_last_was_deleted(whole, tmp_path):
+    """As after a divergence. The logs hold steps that the older one has not seen."""
+    name, run_dir = whole
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    older, last = checkpoints(copy)
+    assert older < last
+    (copy / last).unlink()
+    resume(name, copy)
+    assert_same_run(copy, run_dir)
+
+
+def test_resuming_a_finished_run_says_so_and_writes_the_same_model(whole, tmp_path, capsys):
+    """It may have been killed between its last checkpoint and the model."""
+    name, run_dir = whole
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    (copy / "model.safetensors").unlink()
+    resume(name, copy)
+    assert_same_run(copy, run_dir)
+    assert "steps done, nothing to do" in capsys.readouterr().out
+
+
+def test_the_last_two_checkpoints_are_kept_with_every_model_and_optimizer(whole):
+    name, run_dir = whole
+    (last, *_) = sorted(run_dir.glob("checkpoint*"), reverse=True)
+    state = torch.load(last, weights_only=True)
+    older_step = (state["step"] - 1) // 2 * 2  # --save-every 2, and the last
+    assert checkpoints(run_dir) == [f"checkpoint_{older_step:08}.pt", last.name]
+    tensors = {key for key in state if isinstance(state[key], tuple)}
+    assert tensors == {*SPECS[name].models}
+    for model in SPECS[name].models:
+        weights, moments = state[model]
+        assert moments["state"].keys() <= weights.keys() and len(moments["state"]) > 0
+
+
+@EACH
+def test_a_change_in_any_column_of_the_training_data_is_seen(name, tmp_path, monkeypatch):
+    script, found = SPECS[name].module, []
+
+    class Stopped(Exception):
+        pass
+
+    def stop(args, training, state):
+        found.append(state["data"])
+        raise Stopped
+
+    monkeypatch.setattr(script, "load_checkpoint", stop)
+    lines = Path(script.Args.dataset, "train.jsonl").read_text().splitlines()
+    first, *rows = [json.loads(line) | {"margin": 0.0} for line in lines[:4]]
+    columns = {"prompt"} if SPECS[name].kind == "rollouts" else {*first}
+    if name != "rm_bradley_terry":
+        columns -= {"margin"}
+    other = first | {"margin": 0.5, "label": not rows[-1].get("label")}
+    for column in [None, *columns]:
+        folder = tmp_path / f"data_{column}"
+        folder.mkdir()
+        changed = rows[-1] if column is None else rows[-1] | {column: other[column]}
+        text = "".join(json.dumps(row) + "\n" for row in [*rows, changed])
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_text(text)
+        with pytest.raises(Stopped):
+            script.main(script.Args(dataset=str(folder), resume="a run"))
+    assert len(set(found)) == len(found) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].kind == "rollouts"])
+def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_path, monkeypatch):
+    """They depend on the seed and the step alone, so that a resume draws them again."""
+    script, drawn = SPECS[name].module, []
+    generate = script.generate
+
+    def spy(model, prompts, **options):
+        completions = generate(model, prompts, **options)
+        drawn.append(sorted(zip(prompts, completions, strict=True)))
+        return completions
+
+    monkeypatch.setattr(script, "generate", spy)
+    # The policy stays as it is, and all steps have the same prompts.
+    flags = SPECS[name].short_flags | dict(learning_rate=1e-30, train_split="train[:3]")
+    script.main(script.Args(**flags | dict(total_rollouts=3, output_dir=str(tmp_path))))
+    first_evaluation, *rollouts, last_evaluation = drawn
+    assert first_evaluation == last_evaluation
+    assert all(rollouts.count(rollout) == 1 for rollout in rollouts) and len(rollouts) == 3
+
+
+# --- what may go wrong: once, as these functions are the same in all scripts (test_source.py) -----
+def test_a_resume_on_other_data_is_refused(copied):
+    args = json.loads((copied / "args.json").read_text())
+    (copied / "args.json").write_text(json.dumps(args | {"train_split": "train[1:20]"}))
+    with pytest.raises(ValueError, match="the training rows of tiny/arithmetic/prompts have chan"):
+        resume("grpo", copied)
+
+
+def test_a_save_that_dies_leaves_the_last_checkpoint(copied, grpo_run, monkeypatch):
+    (copied / checkpoints(copied)[1]).unlink()
+
+    def die(state, path):
+        Path(path).write_bytes(b"half a")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", die)
+        resume("grpo", copied)
+    resume("grpo", copied)
+    assert_same_run(copied, grpo_run)
+
+
+def test_a_log_that_was_shortened_is_not_filled_up(copied):
+    (copied / "metrics.jsonl").write_text("")
+    resume("grpo", copied)
+    assert (copied / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(copied):
+    for checkpoint in checkpoints(copied):
+        (copied / checkpoint).unlink()
+    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint yet"):
+        resume("grpo", copied)
+
+
+INTERRUPT = """
+calls = []
+def rule(prompts, completions, **columns):
+    calls.append(1)
+    if len(calls) == {number}:
+        raise KeyboardInterrupt
+    return [0.0] * len(prompts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (1, "no checkpoint yet"),  # nor a folder
+        (3, "no checkpoint yet"),
+        (6, "--resume {run_dir} from step 4"),
+    ],
+)
+def test_ctrl_c_says_what_can_be_resumed(number, message, tmp_path, monkeypatch):
+    """The rule is called at the start and in every step; Ctrl-C meets one of its calls."""
+    (tmp_path / f"interrupt{number}.py").write_text(INTERRUPT.replace("{number}", str(number)))
+    flags = SPECS["grpo"].short_flags | dict(eval_every=9, output_dir=tmp_path / "runs")
+    flags["reward_fn"] = f"{tmp_path}/interrupt{number}.py:rule"
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words(flags)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path("grpo.py", run_name="__main__")
+    (run_dir,) = [*tmp_path.glob("runs/*")] or [None]
+    assert end.value.code == message.replace("{run_dir}", str(run_dir))

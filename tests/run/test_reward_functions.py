@@ -1,0 +1,134 @@
+"""Reward functions: how they are loaded, and what they may not return."""
+
+import multiprocessing
+import sys
+import traceback
+
+import pytest
+import torch
+from scripts import SPECS
+
+import grpo
+
+PROMPTS = [grpo.Prompt(text, [1], {"answer": "3"}) for text in ("1+2=", "0+3=")]
+TEXTS = ["#3", "#4"]
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """Loading a file adds its folder to the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def reward_file(tmp_path, source, name="rules"):
+    path = tmp_path / f"{name}_{tmp_path.name}.py"  # Python imports one module of a name
+    path.write_text(source)
+    return str(path)
+
+
+def call(function):
+    return grpo.rule_rewards(function, PROMPTS, [], TEXTS)
+
+
+def test_a_function_gets_prompts_completions_and_columns():
+    def rule(prompts, completions, answer):
+        assert (prompts, completions, answer) == (["1+2=", "0+3="], TEXTS, ["3", "3"])
+        return [1.3, -2]
+
+    assert torch.equal(call(rule), torch.tensor([1.3, -2.0]))
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [1.0],
+        [1.0, 2.0, 3.0],
+        None,
+        1.0,
+        [1.0, None],
+        [1.0, float("nan")],
+        [1.0, float("inf")],
+        [1.0, 1e39],  # inf in float32
+        [[1.0], [2.0]],
+    ],
+)
+def test_it_must_return_a_finite_number_for_each_completion(rewards):
+    def rule(prompts, completions, **columns):
+        return rewards
+
+    with pytest.raises(ValueError, match="rule must return 2 finite numbers, not "):
+        call(rule)
+
+
+@pytest.mark.parametrize("rewards", ["11", ["good", 1.0], {"#3": 1.0, "#4": 0.0}])
+def test_what_is_no_number_ends_with_an_error(rewards):
+    def rule(prompts, completions, **columns):
+        return rewards
+
+    with pytest.raises((ValueError, TypeError)):
+        call(rule)
+
+
+def test_two_functions_of_one_name():
+    spec = "tiny/reviews/gold.py:sentiment"
+    with pytest.raises(ValueError, match="two reward functions have the name sentiment"):
+        grpo.load_reward_fns([spec, spec])
+
+
+def test_two_functions_in_files_of_one_name(tmp_path):
+    """Python's import would give the first file's functions for the second."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        rule = f"def {folder}(prompts, completions, **columns): return [{ord(folder)}] * 2\n"
+        (tmp_path / folder / "twice.py").write_text(rule)
+    specs = [f"{tmp_path}/{folder}/twice.py:{folder}" for folder in ("a", "b")]
+    reward_fns = grpo.load_reward_fns(specs)
+    assert [fn(PROMPTS, [], TEXTS)[0].item() for fn in reward_fns.values()] == [97, 98]
+    assert [*reward_fns] == ["a", "b"]
+
+
+RULES = """\
+from __future__ import annotations
+import dataclasses
+from beside_{name} import right
+
+@dataclasses.dataclass
+class Verdict:
+    reward: float | None = None
+
+def rule(prompts, completions, **columns):
+    return [Verdict(reward=right(text)).reward for text in completions]
+"""
+
+
+def test_it_may_use_dataclasses_modules_beside_it_and_processes(tmp_path):
+    reward_file(tmp_path, "def right(text):\n    return len(text) / 2\n", name="beside")
+    path = reward_file(tmp_path, RULES.replace("{name}", tmp_path.name))
+    (rewards,) = grpo.load_reward_fns([f"{path}:rule"]).values()
+    (function,) = rewards.args
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        in_a_process = pool.apply(function, kwds=dict(prompts=[], completions=TEXTS))
+    assert rewards(PROMPTS, [], TEXTS).tolist() == in_a_process == [1.0, 1.0]
+
+
+BROKEN = """\
+def rule(prompts, completions, **columns):
+    return [len(completion) for completion in completons]
+"""
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "dpo", "kto"])
+def test_an_error_in_a_reward_file_shows_its_own_line(name, tmp_path):
+    """And no folder is made. The file is loaded before any model."""
+    script, flags = SPECS[name].module, SPECS[name].short_flags
+    flag = "eval_reward_fn" if hasattr(script.Args, "eval_reward_fn") else "reward_fn"
+    path = reward_file(tmp_path, BROKEN)
+    flags = flags | {flag: f"{path}:rule", "output_dir": str(tmp_path / "runs")}
+    with pytest.raises(NameError, match="completons") as error:
+        script.main(script.Args(**flags))
+    *_, last = traceback.extract_tb(error.tb)
+    assert (last.filename, last.lineno) == (path, 2)
+    assert not (tmp_path / "runs").exists()
+    flags |= {flag: f"{path}:missing", "model": "no/such/model"}
+    with pytest.raises(AttributeError, match="missing"):
+        script.main(script.Args(**flags))

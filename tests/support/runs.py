@@ -1,0 +1,107 @@
+"""Short runs of the scripts, in this process or in processes of their own, and what they leave."""
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from importlib import import_module
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+# A process is forked from one that has imported the libraries: that takes longer than a short run.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["grpo", "transformers.models.llama.modeling_llama"])
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    """Flags as they are typed."""
+    typed = []
+    for flag, value in flags.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        typed += [f"--{flag.replace('_', '-')}", *map(str, values)]
+    return typed
+
+
+def start(
+    command: list[str],
+    output: Path,
+    environment: dict[str, str] | None = None,
+    before: str = "",
+) -> ForkServerProcess:
+    """`python COMMAND`, with what it prints in the file `output`.
+
+    `before` is a module:function that is called before the script is imported: it may patch common.
+    """
+    arguments = (command, output, environment or {}, before)
+    process = FORK_SERVER.Process(target=run_as_main, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def run_as_main(command: list, output: Path, environment: dict, before: str) -> None:
+    """What such a process does."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    # A shell's job in the background ignores Ctrl-C, and with it what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(environment)
+    for module in [name for name in sys.modules if name.split(".")[0] == "common"]:
+        del sys.modules[module]  # its RANK is that of the environment when it is imported
+    sys.argv = list(map(str, command))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+    if before:
+        module, _, function = before.partition(":")
+        getattr(import_module(module), function)()
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def torchrun(ranks: int, command: list[str], output: Path, before: str = "") -> list[int]:
+    """`torchrun --nproc_per_node=RANKS COMMAND`; returns the exit statuses.
+
+    What a rank prints goes to the file `output`.{rank}. If one fails, or after five minutes, the
+    others are ended.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, WORLD_SIZE=ranks)
+    environment |= dict(TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+    processes = []
+    for rank in range(ranks):
+        own = {key: str(value) for key, value in (environment | {"RANK": rank}).items()}
+        processes.append(start(command, Path(f"{output}.{rank}"), own, before))
+    deadline = time.monotonic() + 300  # ranks that have drifted apart wait for each other
+    while running := [process for process in processes if process.is_alive()]:
+        if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+            for process in running:
+                process.kill()
+        wait([process.sentinel for process in running], timeout=10)
+    return [process.exitcode for process in processes]
+
+
+def read_log(path: Path) -> list[dict]:
+    """The rows of a .jsonl file, without what a clock says."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    clocks = ("seconds", "per_second")
+    return [{key: v for key, v in row.items() if not key.endswith(clocks)} for row in rows]
+
+
+def contents(run_dir: Path) -> dict[str, Any]:
+    """All that a finished run leaves, but for what a clock says, by file."""
+    files = {}
+    for path in sorted(run_dir.iterdir()):
+        if path.suffix == ".jsonl":
+            files[path.name] = read_log(path)
+        elif path.suffix == ".pt":
+            files[path.name] = torch.load(path, weights_only=True)
+            del files[path.name]["logs"]  # the sizes of the logs
+        elif path.name != "args.json":
+            files[path.name] = path.read_bytes()
+    return files

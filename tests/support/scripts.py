@@ -1,0 +1,88 @@
+"""What the tests across scripts know of each script: a new one is one entry here."""
+
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import dpo
+import grpo
+import kto
+import ppo_rlhf
+import reinforce
+import rm_bradley_terry
+import sft
+
+
+class ScriptSpec(NamedTuple):
+    module: ModuleType
+    # what it trains on: completions that it samples, or those of a data set
+    kind: Literal["rollouts", "rows"]
+    loader: str  # its function that reads a split
+    models: tuple[str, ...]  # the models that it trains, as a checkpoint names them
+    short_flags: dict[str, Any]  # a run of half a second: about seven steps, into a second epoch
+
+
+# No number can be divided evenly by 2 or by 4, and of four processes some get no row at all.
+SHORT = dict(eval_split="test[:5]", eval_every=3, save_every=2, micro_batch_size=2)
+SHORT_ROWS = SHORT | dict(train_split="train[:13]", epochs=1.7, batch_size=3)
+SHORT_ROLLOUTS = SHORT | dict(train_split="train[:19]", total_rollouts=7, prompts_per_rollout=3)
+
+SPECS = {
+    "sft": ScriptSpec(
+        module=sft,
+        kind="rows",
+        loader="load_demonstrations",
+        models=("policy",),
+        short_flags=SHORT_ROWS,
+    ),
+    "reinforce": ScriptSpec(
+        module=reinforce,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | dict(group_size=3, beta=0.1),
+    ),
+    "rm_bradley_terry": ScriptSpec(
+        module=rm_bradley_terry,
+        kind="rows",
+        loader="load_comparisons",
+        models=("model",),
+        short_flags=SHORT_ROWS | dict(center_coef=0.01),
+    ),
+    "ppo_rlhf": ScriptSpec(
+        module=ppo_rlhf,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy", "critic"),
+        # Its beta is adapted: a part of the state.
+        short_flags=SHORT_ROLLOUTS
+        | dict(max_new_tokens=16, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
+    ),
+    "grpo": ScriptSpec(
+        module=grpo,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
+    ),
+    "dpo": ScriptSpec(
+        module=dpo,
+        kind="rows",
+        loader="load_preference_pairs",
+        models=("policy",),
+        short_flags=SHORT_ROWS | dict(max_new_tokens=16, nll_coef=0.1),
+    ),
+    "kto": ScriptSpec(
+        module=kto,
+        kind="rows",
+        loader="load_labelled",
+        models=("policy",),
+        short_flags=SHORT_ROWS | dict(max_new_tokens=16),
+    ),
+}
+SCRIPTS = {name: spec.module for name, spec in SPECS.items()}
+
+
+def short_flags(name: str, **flags: Any) -> dict[str, Any]:
+    """Those of the flags that the script has; so one set of flags serves all scripts."""
+    fields = SCRIPTS[name].Args.__dataclass_fields__
+    return {flag: value for flag, value in flags.items() if flag in fields}

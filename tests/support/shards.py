@@ -1,0 +1,34 @@
+"""What must hold in each of several processes: weights are divided, and whole while it samples."""
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import common.distributed
+import common.generation
+
+
+def watch():
+    shard, decode = common.distributed.shard, common.generation.decode
+
+    def checked_shard(model, device):
+        whole = sum(weight.numel() for weight in model.parameters())
+        sharded = shard(model, device)
+        weights = [*sharded.parameters()]
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        # A weight that cannot be divided evenly leaves the first processes one row more.
+        most = sum(weight.shape[1:].numel() for weight in weights)
+        own = sum(weight.to_local().numel() for weight in weights)
+        assert abs(own - whole / common.distributed.WORLD_SIZE) <= most
+        units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
+        roots = {"model", "score"} if hasattr(model, "score") else {""}
+        num_layers = model.config.num_hidden_layers if hasattr(model, "config") else 0
+        assert units == roots | {f"model.layers.{i}" for i in range(num_layers)}
+        return sharded
+
+    def checked_decode(model, *arguments):
+        assert not any(isinstance(weight, DTensor) for weight in model.parameters())
+        units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        assert not any(part._forward_pre_hooks or part._forward_hooks for part in units)
+        return decode(model, *arguments)
+
+    common.distributed.shard, common.generation.decode = checked_shard, checked_decode
