@@ -7,7 +7,6 @@
 A bug is a list of text replacements, below. Whoever reads on learns the solutions.
 """
 
-import argparse
 import difflib
 import json
 import shutil
@@ -16,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED_FOLDERS = ("common", "tiny", "tests")
@@ -31,7 +32,7 @@ class Exercise(NamedTuple):
     commands: tuple[str, ...]  # a script and its flags
     metrics: tuple[str, ...]  # shown after a run
     bug: tuple[Edit, ...]
-    test: str  # of this project; passes in the healthy copy, and fails in the one with the bug
+    test: str  # file::function in tests/; passes in the healthy copy, fails in that with the bug
     setup: tuple[Edit, ...] = ()  # in the healthy copy too
 
 
@@ -58,14 +59,13 @@ EXERCISES = {
             Edit(
                 "ppo_rlhf.py",
                 "        ref_model = load_model("
-                '"--model", args.model, AutoModelForCausalLM, positions, device)\n',
+                "AutoModelForCausalLM, args.model, tokenizer, positions, device)\n",
                 "        ref_model = load_model("
-                '"--model", args.model, AutoModelForCausalLM, positions, device)\n'
+                "AutoModelForCausalLM, args.model, tokenizer, positions, device)\n"
                 "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
             ),
         ),
-        test="tests/test_ppo_rlhf.py::"
-        "test_reference_and_reward_model_stay_while_policy_and_critic_move",
+        test="test_ppo_rlhf.py::test_reference_and_reward_model_stay_while_policy_and_critic_move",
     ),
     2: Exercise(
         commands=("grpo.py --temperature 0.7 --total-rollouts 12 --eval-every 6",),
@@ -82,7 +82,7 @@ EXERCISES = {
                 "policy, sequences, inds, entropy=True",
             ),
         ),
-        test="tests/test_grpo.py::"
+        test="test_grpo.py::"
         "test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from",
     ),
     3: Exercise(
@@ -92,16 +92,11 @@ EXERCISES = {
         bug=(
             Edit(
                 "common/logprobs.py",
-                "    starts = torch.tensor("
-                "[len(prompt) for prompt, _ in batch], device=ids.device)\n"
                 "    is_completion = mask &",
-                "    mask &= ids != model.config.pad_token_id\n"
-                "    starts = torch.tensor("
-                "[len(prompt) for prompt, _ in batch], device=ids.device)\n"
-                "    is_completion = mask &",
+                "    mask &= ids != model.config.pad_token_id\n    is_completion = mask &",
             ),
         ),
-        test="tests/test_sft.py::test_real_eos_is_learned_where_padding_has_its_id",
+        test="test_sft.py::test_real_eos_is_learned_where_padding_has_its_id",
     ),
     4: Exercise(
         commands=(
@@ -110,6 +105,7 @@ EXERCISES = {
         ),
         metrics=("objective/loss", "policy/grad_norm", "eval/loss"),
         bug=(
+            Edit("sft.py", "; N is the whole step's, so micro-batches add up.", "."),
             Edit(
                 "sft.py",
                 "        num_tokens = sum(len(completion) for _, completion in sequences)"
@@ -124,7 +120,7 @@ EXERCISES = {
                 "            loss = loss * len(inds) / len(sequences)\n",
             ),
         ),
-        test="tests/test_sft.py::test_micro_batch_size_does_not_change_the_gradient",
+        test="test_sft.py::test_micro_batch_size_does_not_change_the_gradient",
     ),
     5: Exercise(
         commands=(f"{GRPO_REVIEWS} --beta 0.2 --total-rollouts 12 --eval-every 6",),
@@ -136,7 +132,7 @@ EXERCISES = {
                 "    log_ratio = logprobs - ref_logprobs\n",
             ),
         ),
-        test="tests/test_grpo.py::test_k3_value_sign_and_gradient_by_enumeration",
+        test="test_grpo.py::test_k3_value_sign_and_gradient_by_enumeration",
     ),
     6: Exercise(
         commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
@@ -144,12 +140,13 @@ EXERCISES = {
         bug=(
             Edit(
                 "ppo_rlhf.py",
-                "[len(prompt) - 1 for prompt, _ in batch]",
-                "[len(prompt) for prompt, _ in batch]",
+                "        # V_t is read one position before token t, "
+                "where the critic has seen x and y_<t alone.\n"
+                "        start = len(prompt) - 1\n",
+                "        start = len(prompt)\n",
             ),
         ),
-        test="tests/test_ppo_rlhf.py::"
-        "test_a_value_depends_on_the_tokens_before_its_own_and_no_others",
+        test="test_ppo_rlhf.py::test_a_value_depends_on_the_tokens_before_its_own_and_no_others",
     ),
 }
 SOLUTIONS = {
@@ -244,7 +241,7 @@ def write_copy(exercise: Exercise, folder: Path, healthy: bool = False) -> None:
 
 
 # --- running it --------------------------------------------------------------------------------
-def run(command: str, folder: Path, metrics: tuple[str, ...]) -> None:
+def train(command: str, folder: Path, metrics: tuple[str, ...]) -> None:
     """Train with a command in the copy, then show where its logs are and how its metrics moved."""
     known_runs = {*folder.glob("runs/*")}
     subprocess.run([sys.executable, *command.split()], cwd=folder, check=True)
@@ -267,7 +264,7 @@ def summary(rows: list[dict], metrics: tuple[str, ...], num_lines: int = 8) -> s
     return "\n".join(lines)
 
 
-def solution(number: int) -> str:
+def solution_text(number: int) -> str:
     """The lines of the bug, why they are wrong, and the test that catches them."""
     exercise, lines = EXERCISES[number], []
     for edit in exercise.bug:
@@ -277,8 +274,15 @@ def solution(number: int) -> str:
         changes = difflib.ndiff(whole_lines(text, edit.old), whole_lines(text, edit.old, edit.new))
         lines += [change.rstrip() for change in changes if not change.startswith("?")]
     lines += ["", SOLUTIONS[number], "", "The test that catches it, in the copy:"]
-    lines.append(f"    python -m pytest {exercise.test}")
+    lines.append(f"    python -m pytest {path_of_test(exercise)}")
     return "\n".join(lines)
+
+
+def path_of_test(exercise: Exercise) -> str:
+    """Where in tests/ it stands, as pytest wants it."""
+    file, _, function = exercise.test.partition("::")
+    (path,) = ROOT.glob(f"tests/**/{file}")
+    return f"{path.relative_to(ROOT)}::{function}"
 
 
 def whole_lines(text: str, old: str, new: str | None = None) -> list[str]:
@@ -289,37 +293,36 @@ def whole_lines(text: str, old: str, new: str | None = None) -> list[str]:
     return (before + (old if new is None else new) + after).splitlines()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("number", type=int, choices=EXERCISES, help="of the exercise")
-    parser.add_argument(
-        "--out", type=Path, help="a new folder for the copy; default: a temporary one"
-    )
-    parser.add_argument("--healthy", action="store_true", help="leave the bug out")
-    parser.add_argument("--no-run", action="store_true", help="only write the copy")
-    parser.add_argument(
-        "--solution", action="store_true", help="print the solution, do nothing else"
-    )
-    args = parser.parse_args()
-    exercise = EXERCISES[args.number]
-    if args.solution:
-        print(solution(args.number))
-        return
+def main(
+    number: tyro.conf.Positional[int],
+    out: Path | None = None,
+    healthy: bool = False,
+    run: bool = True,
+    solution: bool = False,
+) -> None:
+    """Write a copy of the scripts with a silent bug in it, and train with it.
 
-    folder = args.out or Path(tempfile.mkdtemp(prefix=f"exercise_{args.number}_"))
-    folder = folder.resolve()
+    Args:
+        number: number of the exercise
+        out: a new folder for the copy; default: a temporary one
+        healthy: leave the bug out
+        run: train in the copy; --no-run only writes it
+        solution: print the solution, do nothing else
+    """
+    exercise = EXERCISES[number]
+    if solution:
+        print(solution_text(number))
+        return
+    folder = (out or Path(tempfile.mkdtemp(prefix=f"exercise_{number}_"))).resolve()
     if folder.is_relative_to(ROOT):
-        parser.error(f"--out {folder} lies within the repository")
-    try:
-        write_copy(exercise, folder, args.healthy)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+        raise ValueError(f"--out {folder} lies within the repository")
+    write_copy(exercise, folder, healthy)
     print(f"copy: {folder}")
     for command in exercise.commands:
         print(f"in it: python {command}", flush=True)
-        if not args.no_run:
-            run(command, folder, exercise.metrics)
+        if run:
+            train(command, folder, exercise.metrics)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -1,6 +1,4 @@
-"""Best of n, and rejection sampling as training: tables and figure of docs/best_of_n.md.
-
-    python docs/experiments/figures.py best_of_n       # 6 minutes on two cores
+"""docs/best_of_n.md: best of n, and rejection sampling as training.
 
 Best of n samples n completions of a prompt and keeps the one with the highest reward; nothing is
 trained. Rejection sampling samples completions, keeps the right ones or the best ones, and
@@ -8,36 +6,36 @@ fine-tunes on them with sft.py, in one round or in several. Each plan samples as
 as the run in the same table: 15,360 as GRPO on the arithmetic task, 3,840 as PPO on the reviews.
 """
 
-import contextlib
-import io
-import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-from paths import RESULTS
-from runs import GOLD, SEEDS
-from tables import spread
 from torch import Generator, Tensor
-from transformers import AutoModelForCausalLM
 
 import grpo
 import ppo_rlhf
 import sft
-from common.generation import generate
-from common.logprobs import Sequences, micro_batches, rollout_logprobs
+from docs.experiments.lib import sampling
+from docs.experiments.lib.drawing import (
+    ALGORITHM_STYLES,
+    COLOURS,
+    Style,
+    draw_evaluations,
+    panels,
+)
+from docs.experiments.lib.experiment import Experiment, saved_results
+from docs.experiments.lib.runs import for_each_seed, train, write_jsonl
+from docs.experiments.lib.tables import rounded, spread
 from tiny.arithmetic.reward import find_last_number, last_number
-from tiny.reviews.gold import grammatical
+from tiny.reviews.gold import grammatical, sentiment
 
 # The two tasks, as flags of grpo.py: a rule on the answer, and a learned reward.
-SUMS = grpo.Args(reward_fn=[grpo.LAST_NUMBER])
+SUMS = grpo.Args()
 REVIEWS = grpo.Args(
     model="tiny/reviews/policy",
     dataset="tiny/reviews/prompts",
@@ -122,79 +120,39 @@ def tie_probability(scores: Sequence[float]) -> float:
     return equal_pairs / math.comb(num_samples, 2)
 
 
-# --- sampling ----------------------------------------------------------------------------------
-class Policy(NamedTuple):
-    model: Any
-    tokenizer: Any
-    stop_ids: list[int]
-
-
-def load_policy(folder: str) -> Policy:
-    tokenizer, stop_ids = grpo.load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return Policy(model, tokenizer, stop_ids)
-
-
-def load_prompts(task: grpo.Args, split: str, tokenizer: Any) -> list[grpo.Prompt]:
-    with contextlib.redirect_stdout(io.StringIO()):
-        return grpo.load_prompts(task, split, tokenizer)
-
-
-def sample(
-    policy: Policy, prompts: list[grpo.Prompt], max_new_tokens: int, rng: Generator
-) -> tuple[Sequences, list[str]]:
-    """A completion for each prompt at temperature 1, in the batches of an evaluation of grpo.py."""
-    batch_size = SUMS.prompts_per_rollout * SUMS.group_size
-    sequences, texts = [], []
-    for start in range(0, len(prompts), batch_size):
-        prompt_ids = [prompt.ids for prompt in prompts[start : start + batch_size]]
-        completion_ids = generate(
-            policy.model,
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=1.0,
-            stop_ids=policy.stop_ids,
-            rng=rng,
-        )
-        sequences += zip(prompt_ids, completion_ids, strict=True)
-        texts += policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    return sequences, texts
-
-
-def load_reward(task: grpo.Args, tokenizer: Any, columns: dict) -> Any:
-    """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
-    if task.reward_model:
-        max_length = task.max_prompt_length + task.max_new_tokens
-        return grpo.load_reward_model(task, tokenizer, max_length, torch.device("cpu"))
-    (reward_fn,) = grpo.load_reward_fns("--reward-fn", task.reward_fn, columns).values()
-    return reward_fn
-
-
-def load_gold(columns: dict) -> Any:
-    (gold_fn,) = grpo.load_reward_fns("--eval-reward-fn", [GOLD], columns).values()
-    return gold_fn
-
-
 # --- best of n ---------------------------------------------------------------------------------
+def sample_each(
+    task: grpo.Args, policy: sampling.Policy, prompts: list[grpo.Prompt], rng: Generator
+) -> tuple[list, list[str]]:
+    """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
+    prompt_ids = [prompt.ids for prompt in prompts]
+    return sampling.sample(policy, prompt_ids, task.max_new_tokens, rng)
+
+
+def right_answers(prompts: list[grpo.Prompt], texts: list[str]) -> list[float]:
+    """The rewards of the arithmetic task."""
+    return last_number([], texts, [prompt.columns["answer"] for prompt in prompts])
+
+
 def best_of_sums(seed: int) -> dict[str, list[float]]:
     """Of the held-out sums, for each of SUM_SIZES: accuracy of best of n and of the majority, and
     the KL of best of n."""
     num_samples = max(SUM_SIZES)
-    policy = load_policy(SUMS.model)
-    prompts = load_prompts(SUMS, "test", policy.tokenizer)
-    rng = Generator().manual_seed(seed)
+    policy = sampling.load_policy(SUMS.model)
+    prompts = sampling.load_prompts(SUMS, "test", policy.tokenizer)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    _, texts = sample(policy, repeated, SUMS.max_new_tokens, rng)
+    _, texts = sample_each(SUMS, policy, repeated, Generator().manual_seed(seed))
+    all_rewards = right_answers(repeated, texts)
     measured = {"best of n": [], "majority": [], "KL": []}
     for n in SUM_SIZES:
         best, majority, kls = [], [], []
         for i, prompt in enumerate(prompts):
-            of_prompt = texts[i * num_samples : (i + 1) * num_samples]
-            answer = prompt.columns["answer"]
-            rewards = last_number([], of_prompt, [answer] * num_samples)
+            group = slice(i * num_samples, (i + 1) * num_samples)
+            rewards = all_rewards[group]
             best.append(expected_best(rewards, rewards, n))
-            answers = [find_last_number(text) for text in of_prompt]
-            majority.append(majority_is_right(answers, find_last_number(answer), n))
+            answers = [find_last_number(text) for text in texts[group]]
+            right_answer = find_last_number(prompt.columns["answer"])
+            majority.append(majority_is_right(answers, right_answer, n))
             kls.append(right_kl(mean(rewards), n))
         measured["best of n"].append(mean(best))
         measured["majority"].append(mean(majority))
@@ -206,19 +164,17 @@ def best_of_reviews(seed: int) -> dict[str, Any]:
     """Of the held-out review prompts, for each of REVIEW_SIZES: learned and gold reward and grammar
     of the completion with the highest learned reward."""
     num_samples = max(REVIEW_SIZES)
-    policy = load_policy(REVIEWS.model)
+    policy = sampling.load_policy(REVIEWS.model)
     # Each prompt is in the file eight times: once is enough, because each gets many samples.
-    prompts = load_prompts(REVIEWS, "test", policy.tokenizer)
+    prompts = sampling.load_prompts(REVIEWS, "test", policy.tokenizer)
     prompts = [*{prompt.text: prompt for prompt in prompts}.values()]
-    reward_fn = load_reward(REVIEWS, policy.tokenizer, prompts[0].columns)
-    gold_fn = load_gold(prompts[0].columns)
-    rng = Generator().manual_seed(seed)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    sequences, texts = sample(policy, repeated, REVIEWS.max_new_tokens, rng)
+    sequences, texts = sample_each(REVIEWS, policy, repeated, Generator().manual_seed(seed))
+    reward_fn = sampling.load_reward_model(REVIEWS.reward_model)
     learned = reward_fn(repeated, sequences, texts).tolist()
     quantities = {
         "learned": learned,
-        "gold": gold_fn(repeated, sequences, texts).tolist(),
+        "gold": sentiment([], texts),
         "grammatical": grammatical([], texts),
     }
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
@@ -251,12 +207,18 @@ def text_after_prompt(tokenizer: Any, prompt_ids: list[int], completion_ids: lis
     return text.removeprefix(prompt)
 
 
+def load_reward(task: grpo.Args) -> Callable:
+    """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
+    if task.reward_model:
+        return sampling.load_reward_model(task.reward_model)
+    return lambda prompts, _, texts: torch.tensor(right_answers(prompts, texts))
+
+
 def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
     """Train as planned, in a folder; what the last model is worth."""
-    task = plan.task
-    start_policy = policy = load_policy(task.model)
-    train_prompts = load_prompts(task, "train", policy.tokenizer)
-    reward_fn = load_reward(task, policy.tokenizer, train_prompts[0].columns)
+    task, reward_fn = plan.task, load_reward(plan.task)
+    start_policy = policy = sampling.load_policy(task.model)
+    train_prompts = sampling.load_prompts(task, "train", policy.tokenizer)
     num_prompts = plan.budget // (plan.num_rounds * plan.num_samples)  # per round
     data_epochs = math.ceil(plan.num_rounds * num_prompts / len(train_prompts))
     rng = Generator().manual_seed(seed)
@@ -270,75 +232,68 @@ def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
         prompts = []
         for i in prompt_batches[round_index]:
             prompts += [train_prompts[i]] * plan.num_samples
-        sequences, texts = sample(policy, prompts, task.max_new_tokens, rng)
+        sequences, texts = sample_each(task, policy, prompts, rng)
 
         # 2. Keep the right ones, or the best of each prompt.
         rewards = reward_fn(prompts, sequences, texts)
-        kept = select(rewards, plan.num_samples, has_rule=not task.reward_model)
+        selected = select(rewards, plan.num_samples, has_rule=not task.reward_model)
 
         # 3. Fine-tune on them.
         data = folder / f"round_{round_index}"
         data.mkdir()
-        with open(data / "train.jsonl", "w") as file:
-            for i in kept:
-                completion = text_after_prompt(policy.tokenizer, *sequences[i])
-                row = {"prompt": prompts[i].text, "completion": completion}
-                file.write(json.dumps(row) + "\n")
-        with contextlib.redirect_stdout(io.StringIO()):
-            run_dir = sft.main(
-                sft.Args(
-                    model=model,
-                    dataset=str(data),
-                    eval_split="train[:8]",
-                    epochs=plan.epochs,
-                    seed=seed,
-                    output_dir=str(folder),
-                    eval_every=10_000,
-                    save_every=10_000,
-                )
-            )
-        model = str(run_dir / "model")
-        policy = load_policy(model)
-        num_kept += len(kept)
-        num_steps += len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1
-    measured = evaluate(task, policy, start_policy, seed)
+        rows = []
+        for i in selected:
+            completion = text_after_prompt(policy.tokenizer, *sequences[i])
+            rows.append({"prompt": prompts[i].text, "completion": completion})
+        write_jsonl(data / "train.jsonl", rows)
+        run = train(
+            sft,
+            model=model,
+            dataset=str(data),
+            eval_split="train[:8]",
+            epochs=plan.epochs,
+            seed=seed,
+            output_dir=str(folder),
+            eval_every=10_000,
+            save_every=10_000,
+        )
+        model = str(run.folder)
+        policy = sampling.load_policy(model)
+        num_kept += len(selected)
+        num_steps += len(run.rows) - 1
+    measured = evaluate(task, reward_fn, policy, start_policy, seed)
     return measured | {"kept": num_kept, "steps": num_steps}
 
 
-def evaluate(task: grpo.Args, policy: Policy, start_policy: Policy, seed: int) -> dict[str, float]:
+def evaluate(
+    task: grpo.Args,
+    reward_fn: Callable,
+    policy: sampling.Policy,
+    start_policy: sampling.Policy,
+    seed: int,
+) -> dict[str, float]:
     """One completion per held-out prompt, with the random numbers of an evaluation of grpo.py.
 
     The KL to the starting policy is k1, in nats per completion.
     """
-    prompts = load_prompts(task, "test", policy.tokenizer)[: task.eval_rows]
-    rng = Generator().manual_seed(seed)
-    sequences, texts = sample(policy, prompts, task.max_new_tokens, rng)
-    reward_fn = load_reward(task, policy.tokenizer, prompts[0].columns)
-    rewards = reward_fn(prompts, sequences, texts)
-    log_ratio = total_logprob(policy, sequences) - total_logprob(start_policy, sequences)
+    prompts = sampling.load_prompts(task, "test", policy.tokenizer)[: task.eval_rows]
+    sequences, texts = sample_each(task, policy, prompts, Generator().manual_seed(seed))
+    mean_reward = reward_fn(prompts, sequences, texts).mean().item()
     measured = {
-        "KL": log_ratio / len(sequences),
+        "KL": sampling.mean_log_ratio(policy, start_policy, sequences),
         "tokens": mean(len(completion) for _, completion in sequences),
     }
     if task.reward_model:
-        gold_fn = load_gold(prompts[0].columns)
-        measured["learned"] = rewards.mean().item()
-        measured["gold"] = gold_fn(prompts, sequences, texts).mean().item()
+        measured["learned"] = mean_reward
+        measured["gold"] = mean(sentiment([], texts))
         measured["grammatical"] = mean(grammatical([], texts))
     else:
-        measured["accuracy"] = rewards.mean().item()
+        measured["accuracy"] = mean_reward
     return measured
 
 
-def total_logprob(policy: Policy, sequences: Sequences) -> float:
-    batches = micro_batches(sequences, torch.arange(len(sequences)), 64)
-    return rollout_logprobs(policy.model, sequences, batches, temperature=1.0).double().sum().item()
-
-
 # --- results -----------------------------------------------------------------------------------
-def measure(seed: int) -> dict:
-    """All that is measured with one seed."""
-    torch.set_num_threads(1)
+def measure_seed(seed: int) -> dict:
     measured = {"sums": best_of_sums(seed), "reviews": best_of_reviews(seed), "training": {}}
     for label, plan in (SUM_PLANS | REVIEW_PLANS).items():
         with tempfile.TemporaryDirectory() as folder:
@@ -346,58 +301,23 @@ def measure(seed: int) -> dict:
     return measured
 
 
-def results() -> dict:
-    """What docs/results/best_of_n.json holds."""
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        measured = rounded(list(pool.map(measure, SEEDS)))
-    return report(measured)
+def measure() -> dict:
+    return {"numbers": rounded(for_each_seed(measure_seed))}
 
 
-def rounded(value: Any) -> Any:
-    """The same lists and dictionaries, with their numbers rounded to four digits."""
-    if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 4)
-
-
-def saved_numbers(experiment: str) -> dict:
-    """The numbers of another experiment."""
-    return json.loads((RESULTS / f"{experiment}.json").read_text())["numbers"]
-
-
-def report(measured: list[dict]) -> dict:
+def tables(results: dict) -> dict:
     """Tables of what is measured with each seed, beside GRPO's and PPO's results."""
-    sum_rows = []
-    for i, n in enumerate(SUM_SIZES):
-        row = [str(n), f"{kl_bound(n):.2f}"]
-        for quantity, digits in (("KL", 2), ("best of n", 3), ("majority", 3)):
-            row.append(spread([of_seed["sums"][quantity][i] for of_seed in measured], digits))
-        sum_rows.append(row)
-    review_rows = []
-    for i, n in enumerate(REVIEW_SIZES):
-        row = [str(n), f"{kl_bound(n):.2f}"]
-        for quantity, digits in (("learned", 2), ("gold", 3), ("grammatical", 2)):
-            row.append(spread([of_seed["reviews"][quantity][i] for of_seed in measured], digits))
-        review_rows.append(row)
-    tables = {
-        "best of n sums": {
-            "columns": ["n", "bound of the KL", "KL", "best of n", "majority of n"],
-            "rows": sum_rows,
-        },
-        "best of n reviews": {
-            "columns": ["n", "bound of the KL", "learned", "gold", "grammatical"],
-            "rows": review_rows,
-        },
-        **training_tables(measured),
-    }
-    seeds = [str(seed) for seed in SEEDS]
-    return {"tables": tables, "numbers": dict(zip(seeds, measured, strict=True))}
+    measured = results["numbers"].values()
 
-
-def training_tables(measured: list[dict]) -> dict:
-    """What rejection sampling gives, beside GRPO and PPO with as many sampled completions."""
+    def by_size(task: str, sizes: Sequence[int], digits: dict[str, int]) -> dict:
+        rows = []
+        for i, n in enumerate(sizes):
+            row = [str(n), f"{kl_bound(n):.2f}"]
+            for quantity in digits:
+                values = [of_seed[task][quantity][i] for of_seed in measured]
+                row.append(spread(values, digits[quantity]))
+            rows.append(row)
+        return {"columns": ["n", "bound of the KL", *digits], "rows": rows}
 
     def row_of(label: str, digits: dict[str, int]) -> list[str]:
         row = [label]
@@ -406,81 +326,88 @@ def training_tables(measured: list[dict]) -> dict:
             row.append(spread(values, digits[quantity]))
         return row
 
+    best_of_sums = by_size("sums", SUM_SIZES, {"KL": 2, "best of n": 3, "majority": 3})
+    best_of_sums["columns"][-1] = "majority of n"
+    digits = {"learned": 2, "gold": 3, "grammatical": 2}
+    best_of_reviews = by_size("reviews", REVIEW_SIZES, digits)
+
     sum_digits = {"kept": 0, "steps": 0, "accuracy": 3, "tokens": 1, "KL": 1}
     sum_rows = [row_of(label, sum_digits) for label in SUM_PLANS]
-    numbers = saved_numbers("grpo")["(default)"]
+    numbers = saved_results("grpo")["numbers"]["(default)"]
     steps = SUMS.total_rollouts * SUMS.update_epochs * SUMS.num_minibatches
-    accuracy, tokens = spread(numbers["accuracy"], 3), spread(numbers["tokens"], 1)
+    accuracy, tokens = spread(numbers["eval/accuracy"], 3), spread(numbers["eval/length_mean"], 1)
     sum_rows.append(
         ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", f"{steps}", accuracy, tokens, ""]
     )
 
     review_digits = {"kept": 0, "steps": 0, "learned": 2, "gold": 2, "grammatical": 2, "KL": 1}
     review_rows = [row_of(label, review_digits) for label in REVIEW_PLANS]
-    numbers = saved_numbers("ppo")["(default)"]
+    numbers = saved_results("ppo_rlhf")["numbers"]["(default)"]
     steps = PPO.total_rollouts * PPO.update_epochs * PPO.num_minibatches
     ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", f"{steps}"]
-    for quantity in ("learned reward", "reward", "grammatical"):
+    for quantity in ("reward/mean", "eval/reward", "grammatical"):
         ppo_row.append(spread(numbers[quantity], 2))
-    ppo_kls = saved_numbers("frontier")["PPO, KL in the reward, beta 0.2"]["KL of samples"]
+    frontier = saved_results("frontier")["numbers"]
+    ppo_kls = frontier["PPO, KL in the reward, beta 0.2"]["KL of samples"]
     review_rows.append([*ppo_row, spread(ppo_kls, 1)])
     columns = ["", "trained on", "optimiser steps"]
     return {
-        "rejection sampling sums": {
+        "best_of_n sums": best_of_sums,
+        "best_of_n reviews": best_of_reviews,
+        "best_of_n rejection sums": {
             "columns": [*columns, "accuracy", "tokens", "KL"],
             "rows": sum_rows,
         },
-        "rejection sampling reviews": {
+        "best_of_n rejection reviews": {
             "columns": [*columns, "learned", "gold", "grammatical", "KL"],
             "rows": review_rows,
         },
     }
 
 
-def draw(results: dict) -> None:
-    """docs/figures/best_of_n.svg: gold and learned reward on the reviews against the KL."""
-    from drawing import ALGORITHM_STYLES, COLOURS, Style, draw_evaluations, panels, save
-
+def draw(results: dict) -> tuple:
+    """Gold and learned reward on the reviews against the KL."""
     measured = [*results["numbers"].values()]
     figure, axes = panels(2, height=3.4)
     bounds = [kl_bound(n) for n in REVIEW_SIZES]
     for axis, quantity in zip(axes, ("gold", "learned"), strict=True):
         ppo = ppo_curves(quantity)
-        draw_evaluations(axis, ppo, "PPO, one per beta", *ALGORITHM_STYLES["PPO"])
+        draw_evaluations(axis, ppo, "PPO, one per beta", ALGORITHM_STYLES["PPO"])
         best = []
         for of_seed in measured:
             # n = 1 has a KL of 0, which a logarithmic scale cannot show.
             best.append([*zip(bounds[1:], of_seed["reviews"][quantity][1:], strict=True)])
         label = f"best of n, n = 2 to {REVIEW_SIZES[-1]}"
-        draw_evaluations(axis, best, label, *ALGORITHM_STYLES["best of n"])
+        draw_evaluations(axis, best, label, ALGORITHM_STYLES["best of n"])
         for plan, marker in zip(REVIEW_PLANS, ("v", "h"), strict=True):
             trained = [of_seed["training"][plan] for of_seed in measured]
             points = [[(of_seed["KL"], of_seed[quantity])] for of_seed in trained]
-            draw_evaluations(axis, points, f"trained on the {plan}", *Style(COLOURS[0], marker))
+            draw_evaluations(axis, points, f"trained on the {plan}", Style(COLOURS[0], marker))
         axis.set(xscale="log", xlabel="KL to the starting policy, nats per completion")
         axis.set_xticks([0.2, 0.5, 1, 2, 5, 10, 20], ["0.2", "0.5", "1", "2", "5", "10", "20"])
         axis.minorticks_off()
     axes[0].set(title="gold reward")
     axes[1].set(title="learned reward")
     axes[0].legend(loc="lower left")
-    save(
-        figure,
-        "best_of_n.svg",
-        "Best of n, rejection sampling and PPO: reward against KL",
+    description = (
         "Gold and learned reward on the review task over the KL to the starting policy, for best "
         "of n with n from 2 to 256, for rejection sampling with 1 and 4 rounds, and for PPO with "
-        "several beta.",
+        "several beta."
     )
+    return figure, "Best of n, rejection sampling and PPO: reward against KL", description
 
 
 def ppo_curves(quantity: str) -> list[list[tuple]]:
     """Points (KL, reward) of PPO with the KL in the rewards: a list for each seed, a point for each
     beta."""
-    experiment, kl, reward = "frontier", "KL of samples", "reward"
+    experiment, kl, reward = "frontier", "KL of samples", "eval/reward"
     if quantity == "learned":
-        experiment, kl, reward = "reward_hacking", "KL, last five rollouts", "learned reward"
+        experiment, kl, reward = "reward_hacking", "objective/kl", "reward/mean"
     points = []  # for each beta a list, of each seed
-    for label, of_label in saved_numbers(experiment).items():
+    for label, of_label in saved_results(experiment)["numbers"].items():
         if experiment == "reward_hacking" or label.startswith("PPO, KL in the reward"):
             points.append([*zip(of_label[kl], of_label[reward], strict=True)])
     return [list(of_seed) for of_seed in zip(*points, strict=True)]
+
+
+EXPERIMENTS = (Experiment("best_of_n", tables, measure, draw),)

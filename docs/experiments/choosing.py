@@ -1,278 +1,34 @@
-"""Memory of a run by algorithm, from one table of constants, and how near it is to measured peaks.
-
-    python docs/experiments/figures.py choosing     # five minutes on two cores
-    python docs/experiments/choosing.py             # writes docs/explorer.html too
-
-`CONSTANTS` stands in docs/explorer.html as JSON; tests/test_choosing.py compares the two, and
-what the page shows with what `memory` computes. A GB is 10^9 bytes.
+"""docs/choosing.md: memory by algorithm and model size, and how near the formula is to measured
+peaks, small and at the size of Qwen2.5-0.5B.
 """
 
 import json
-import sys
+import os
 import tempfile
-from math import ceil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import measuring
-import paths
 import torch
-from scripts import SCRIPTS
-from subprocesses import run_for_json
 from transformers import Qwen2Config
 
 import common.logprobs
-from common.generation import generate, pad_rows
-
-RESULTS, PAGE = paths.RESULTS / "choosing.json", paths.DOCS / "explorer.html"
-GB = 1e9
-
-
-# --- the constants -----------------------------------------------------------------------------
-def shape(hidden: int, layers: int, query: int, kv: int, ffn: int, vocab: int, tied: bool) -> dict:
-    """`query` and `kv` are widths, heads times the size of a head; `tied` embeddings are the head's
-    weights too."""
-    return dict(hidden=hidden, layers=layers, query=query, kv=kv, ffn=ffn, vocab=vocab, tied=tied)
-
-
-def needs(
-    name: str, trained: list[str], frozen: list[str] | None = None, samples: str = "", rows: int = 1
-) -> dict:
-    """The models of an algorithm; what it samples: nothing, one completion for each prompt, or a
-    group; and the rows of one element of a micro-batch: a pair has two."""
-    return dict(name=name, trained=trained, frozen=frozen or [], samples=samples, rows=rows)
-
-
-def sizes(name: str, weights: int, gradients: int, adamw: int, frozen: int, compute: int) -> dict:
-    """Bytes of a parameter, and of a number that a matrix product reads and writes."""
-    return dict(
-        name=name,
-        weights=weights,
-        gradients=gradients,
-        adamw=adamw,
-        frozen=frozen,
-        compute=compute,
-    )
-
-
-def card(gb: int, name: str, bfloat16: bool = True) -> dict:
-    """A GPU's memory in GB, and whether it computes in bfloat16; the scripts use float32 if not."""
-    return dict(gb=gb, name=name, bfloat16=bfloat16)
-
-
-CONSTANTS = {
-    "models": {  # hidden, layers, query, kv, ffn, vocab, tied
-        "Qwen2.5-0.5B": shape(896, 24, 896, 128, 4_864, 151_936, True),
-        "Qwen2.5-1.5B": shape(1_536, 28, 1_536, 256, 8_960, 151_936, True),
-        "Qwen2.5-3B": shape(2_048, 36, 2_048, 256, 11_008, 151_936, True),
-        "Qwen2.5-7B": shape(3_584, 28, 3_584, 512, 18_944, 152_064, False),
-        "Llama-3.1-8B": shape(4_096, 32, 4_096, 1_024, 14_336, 128_256, False),
-        "Qwen2.5-14B": shape(5_120, 48, 5_120, 1_024, 13_824, 152_064, False),
-        "Qwen2.5-32B": shape(5_120, 64, 5_120, 1_024, 27_648, 152_064, False),
-        "Llama-3.1-70B": shape(8_192, 80, 8_192, 1_024, 28_672, 128_256, False),
-    },
-    "algorithms": {  # by the first word of their script's name, and variants
-        "sft": needs("SFT", ["policy"]),
-        "rm": needs("Reward model", ["reward"], rows=2),
-        "reinforce": needs("REINFORCE, RLOO", ["policy"], samples="group"),
-        "reinforce_kl": needs(
-            "REINFORCE, RLOO with a KL", ["policy"], ["reference"], samples="group"
-        ),
-        "ppo": needs("PPO", ["policy", "critic"], ["reference", "reward"], samples="one"),
-        "ppo_rule": needs("PPO with a rule", ["policy", "critic"], ["reference"], samples="one"),
-        "ppo_shared": needs(
-            "PPO, value head on the policy", ["policy"], ["reference", "reward"], samples="one"
-        ),
-        "grpo": needs("GRPO, GSPO, GDPO", ["policy"], ["reference"], samples="group"),
-        "grpo_no_kl": needs("GRPO without a KL (DAPO, Dr. GRPO)", ["policy"], samples="group"),
-        "grpo_rm": needs(
-            "GRPO with a reward model", ["policy"], ["reference", "reward"], samples="group"
-        ),
-        "dpo": needs("DPO, IPO", ["policy"], rows=2),
-        "dpo_online": needs("DPO, IPO with an online reference", ["policy"], ["reference"], rows=2),
-        "simpo": needs("SimPO, ORPO", ["policy"], rows=2),
-        "kto": needs("KTO", ["policy"]),
-    },
-    "precisions": {  # weights, gradients, AdamW's moments, frozen weights, compute
-        "mixed": sizes("float32, bfloat16 products (GPUs)", 4, 4, 8, 4, 2),
-        "float32": sizes("float32 throughout (CPUs)", 4, 4, 8, 4, 4),
-        "master": sizes("bfloat16, float32 master weights", 2, 2, 12, 2, 2),
-        "bfloat16": sizes("bfloat16 throughout", 2, 2, 4, 2, 2),
-    },
-    # Bytes that autograd keeps for a token of a layer, per unit of each width.
-    "activations": {
-        "float32": dict(hidden=24, query=8, kv=8, ffn=16),
-        "autocast": dict(hidden=26, query=4, kv=4, ffn=8),
-        "bfloat16": dict(hidden=16, query=4, kv=4, ffn=8),
-    },
-    # Bytes of a layer's input, per unit of the hidden size: what checkpointing keeps of a layer.
-    "layer_input": dict(float32=4, autocast=4, bfloat16=2),
-    "prefill": dict(hidden=6, ffn=3),  # numbers that are in use at one time for a token of a prompt
-    "logits_chunk": 2**26,  # MAX_LOGITS of common/logprobs.py
-    "logit": 4,  # bytes; and of the head's gradient, per weight, before it is added to the others
-    "sampled_logit": 16,  # bytes: the logit, its softmax, and the cumulative sum in float64
-    "cards": [
-        card(16, "T4", bfloat16=False),
-        card(24, "RTX 4090"),
-        card(48, "L40S"),
-        card(80, "H100"),
-        card(96, "RTX PRO 6000"),
-        card(141, "H200"),
-        card(192, "B200"),
-    ],
-    "most_gpus": 4_096,  # the page takes no more, and looks no further
-    "most": 1_000_000,  # of any other number
-}
-PARTS = {
-    "policy": "policy",
-    "reference": "reference",
-    "critic": "critic",
-    "reward": "reward model",
-    "gradients": "gradients",
-    "adamw": "AdamW",
-    "copies": "copies of weights",
-    "activations": "activations",
-    "cache": "KV cache",
-    "logits": "a step's logits",
-    "reading": "reading the prompts",
-}
-DEFAULTS = dict(gpus=1, micro_batch=1, prompt=512, completion=512, rollout=128, group=8)
-
-
-# --- the formula -------------------------------------------------------------------------------
-def parameters(model: dict) -> dict[str, int]:
-    """Of a layer, of the embeddings with the output head, of the policy, and of a classifier. The
-    biases of Qwen2.5's queries, keys and values, a ten-thousandth of all, are left out."""
-    hidden, embedding = model["hidden"], model["vocab"] * model["hidden"]
-    layer = hidden * (2 * model["query"] + 2 * model["kv"] + 3 * model["ffn"] + 2)
-    ends = embedding * (1 if model["tied"] else 2) + hidden
-    layers = model["layers"] * layer
-    backbone = layers + embedding + hidden
-    return dict(layer=layer, ends=ends, policy=layers + ends, backbone=backbone)
-
-
-def weighted_widths(model: dict, per_unit: dict[str, int]) -> int:
-    """The sum over widths of the model, each times what there is per unit of it."""
-    return sum(amount * model[width] for width, amount in per_unit.items())
-
-
-def memory(
-    model: dict,
-    algorithm: dict,
-    precision: dict,
-    gpus: int,
-    micro_batch: int,
-    prompt: int,
-    completion: int,
-    rollout: int,
-    group: int,
-    checkpointing: bool = False,
-    train_layers: int | None = None,
-) -> dict[str, dict[str, float]]:
-    """Bytes on one GPU by part, while the script updates, and while it samples (if it does).
-
-    micro_batch: rows or pairs that a GPU computes at a time; prompt, completion: tokens; rollout:
-    completions of all GPUs together; group: completions of a prompt; checkpointing: with
-    --activation-checkpointing; train_layers: the last layers of a reward model that are trained,
-    None for all weights.
-    """
-    counts = parameters(model)
-    embedding = model["vocab"] * model["hidden"]
-    compute_bytes = precision["compute"]
-    has_policy = "policy" in algorithm["trained"]  # which has an output head over the vocabulary
-    freezes_layers = train_layers is not None and algorithm["trained"] == ["reward"]
-    trained_layers = train_layers if freezes_layers else model["layers"]
-
-    # 1. Weights, gradients and moments, sharded over the GPUs.
-    model_sizes = {
-        "policy": counts["policy"],
-        "reference": counts["policy"],
-        "critic": counts["backbone"],
-        "reward": counts["backbone"],
-    }
-    update = dict.fromkeys(PARTS, 0.0)
-    for name in algorithm["trained"]:
-        trained = model_sizes[name]
-        if freezes_layers:
-            trained = trained_layers * counts["layer"]
-        frozen = model_sizes[name] - trained
-        update[name] = (precision["weights"] * trained + precision["frozen"] * frozen) / gpus
-        update["gradients"] += precision["gradients"] * trained / gpus
-        update["adamw"] += precision["adamw"] * trained / gpus
-    for name in algorithm["frozen"]:
-        update[name] = precision["frozen"] * model_sizes[name] / gpus
-    sampling = dict(update)
-
-    # 2. Copies of weights: on one GPU autocast keeps a copy in low precision of the trained weights
-    # that it multiplies by; several gather two layers at a time, and what stands at the ends.
-    uses_autocast = compute_bytes < precision["weights"]
-    autocast_copies = 0
-    if uses_autocast:
-        multiplied = counts["backbone"] - (0 if has_policy else embedding)
-        if freezes_layers:
-            multiplied = trained_layers * counts["layer"]
-        autocast_copies = compute_bytes * multiplied
-    if gpus == 1:
-        update["copies"] = autocast_copies
-    else:
-        gathered_ends = counts["ends"] if has_policy else embedding
-        update["copies"] = compute_bytes * (gathered_ends + 2 * counts["layer"])
-
-    # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
-    # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
-    # The backward pass has the logits first, and then, one after another, the layers' activations.
-    kind = "bfloat16"
-    if compute_bytes == 4:
-        kind = "float32"
-    elif uses_autocast and gpus == 1:
-        kind = "autocast"
-    rows = micro_batch * algorithm["rows"]
-    bytes_per_token = weighted_widths(model, CONSTANTS["activations"][kind])
-    tokens = rows * (prompt + completion)
-    chunk_bytes = head_gradient = 0
-    if has_policy:
-        positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
-        chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
-        head_gradient = CONSTANTS["logit"] * model["vocab"] * model["hidden"]
-    if checkpointing:
-        inputs = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
-        one_layer = tokens * bytes_per_token if trained_layers > 0 else 0
-        update["activations"] = float(inputs + max(one_layer, chunk_bytes) + head_gradient)
-    else:
-        kept = tokens * trained_layers * bytes_per_token
-        update["activations"] = float(kept + chunk_bytes + head_gradient)
-    if not algorithm["samples"]:
-        return {"update": update}
-
-    # 4. Sampling: all weights on each GPU, and the larger of what reading the prompts takes and
-    # what the completions take. Each prompt is read once, before the rows of its group are made.
-    completions = ceil(rollout / gpus)
-    prompts = completions
-    if algorithm["samples"] == "group":
-        prompts = ceil(completions / group)
-    cache_bytes = 2 * model["layers"] * model["kv"] * (prompt + completion) * compute_bytes
-    logits = completions * CONSTANTS["sampled_logit"] * model["vocab"]
-    reading = prompts * prompt * weighted_widths(model, CONSTANTS["prefill"]) * compute_bytes
-    sampling["gradients"] = 0.0
-    sampling["copies"] = autocast_copies if gpus == 1 else compute_bytes * counts["policy"]
-    if prompts * cache_bytes + reading > completions * cache_bytes + logits:
-        sampling["cache"], sampling["reading"] = float(prompts * cache_bytes), float(reading)
-    else:
-        sampling["cache"], sampling["logits"] = float(completions * cache_bytes), float(logits)
-    return {"update": update, "sampling": sampling}
-
-
-def peak(model: dict, algorithm: dict, precision: dict, **work: int) -> float:
-    """Bytes at the moment that needs most; `work` is what `memory` wants to know else."""
-    moments = memory(model, algorithm, precision, **work)
-    return max(sum(parts.values()) for parts in moments.values())
-
-
-def peak_on(card: dict, model: dict, algorithm: dict, precision: dict, **work: int) -> float:
-    """`peak` on such a card: without bfloat16 the matrix products are in float32."""
-    if precision["compute"] == 2 and not card["bfloat16"]:
-        precision = CONSTANTS["precisions"]["float32"]
-    return peak(model, algorithm, precision, **work)
+from common.generation import generate
+from common.tokens import pad_rows
+from docs.experiments.cost.memory_model import (
+    CONSTANTS,
+    DEFAULTS,
+    GB,
+    PARTS,
+    memory,
+    peak,
+    shape,
+    write_explorer,
+)
+from docs.experiments.lib import measuring
+from docs.experiments.lib.drawing import GREY, TEXT, panels
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import train
 
 
 # --- the peaks that are measured, each in a process of its own ---------------------------------
@@ -315,18 +71,21 @@ class MicroBatchRecorder:
 
 
 def measure_script(
-    name: str, sizes: dict[str, int] = measuring.MEDIUM, micro_batch_size: int = ROWS, **more: Any
+    name: str,
+    sizes: dict[str, int] = measuring.MEDIUM,
+    micro_batch_size: int = ROWS,
+    more_flags: dict[str, Any] | None = None,
 ) -> dict:
     """Peak of two optimiser steps with random models of these sizes, and their micro-batches."""
-    script = SCRIPTS[name]
+    script = import_module(name)
     recorder = MicroBatchRecorder(script)
-    flags = measuring.two_steps(script, micro_batch_size) | more
+    flags = measuring.two_steps(script, micro_batch_size) | (more_flags or {})
     with tempfile.TemporaryDirectory() as folder:
         large_models = measuring.large_models(script, Path(folder), sizes)
-        script.main(script.Args(output_dir=folder, **flags))  # what is made once
+        train(script, output_dir=f"{folder}/first", **flags)  # what is made once
         recorder.clear()
         before = measuring.reset_peak()
-        script.main(script.Args(output_dir=folder, **flags | large_models))
+        train(script, output_dir=f"{folder}/second", **flags | large_models)
         measured = measuring.peak() - before
         config = json.loads((Path(large_models["model"]) / "config.json").read_text())
     # The largest micro-batch.
@@ -355,91 +114,74 @@ def measure_script(
     }
 
 
-def measure_update() -> dict:
-    """Two optimiser steps on 4 x 512 tokens, of a model with a real vocabulary."""
-
-    def run(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
-        ids = torch.randint(CHECKED["vocab"], (rows, prompt + completion)).tolist()
-        sequences = [(row[:prompt], row[prompt:]) for row in ids]
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for _step in range(2):
-            for _micro_batch in range(2):  # the second micro-batch meets the gradients of the first
-                logprobs = common.logprobs.completion_logprobs(model, sequences, range(rows))
-                logprobs.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return measure_part("update", run, rows=4, prompt=256, completion=256)
+def random_checked_model(layers: int = CHECKED["layers"]) -> torch.nn.Module:
+    config = Qwen2Config(
+        vocab_size=CHECKED["vocab"],
+        hidden_size=CHECKED["hidden"],
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=CHECKED["ffn"],
+        tie_word_embeddings=CHECKED["tied"],
+    )
+    return measuring.random_model(config)
 
 
-def measure_sampling() -> dict:
-    """A rollout of 48 x 256 tokens, of a model with a real vocabulary."""
-
-    def run(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
-        prompts = torch.randint(CHECKED["vocab"], (rows, prompt)).tolist()
-        generate(
-            model,
-            prompts,
-            max_new_tokens=completion,
-            temperature=1.0,
-            stop_ids=[],
-            rng=torch.Generator(),
-        )
-
-    return measure_part("sampling", run, rows=48, prompt=224, completion=32)
+def update(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
+    """Two optimiser steps of two micro-batches, of which the second meets the gradients of the
+    first."""
+    ids = torch.randint(CHECKED["vocab"], (rows, prompt + completion)).tolist()
+    sequences = [(row[:prompt], row[prompt:]) for row in ids]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _step in range(2):
+        for _micro_batch in range(2):
+            logprobs = common.logprobs.completion_logprobs(model, sequences, range(rows))
+            logprobs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def measure_part(name: str, run: Any, rows: int, prompt: int, completion: int) -> dict:
-    """Peak of making a model and of `run(model, rows, prompt, completion)`."""
+def roll_out(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
+    generate(
+        model,
+        torch.randint(CHECKED["vocab"], (rows, prompt)).tolist(),
+        max_new_tokens=completion,
+        temperature=1.0,
+        stop_ids=[],
+        rng=torch.Generator(),
+    )
 
-    def make_model(layers: int) -> torch.nn.Module:
-        config = Qwen2Config(
-            vocab_size=CHECKED["vocab"],
-            hidden_size=CHECKED["hidden"],
-            num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            intermediate_size=CHECKED["ffn"],
-            tie_word_embeddings=CHECKED["tied"],
-        )
-        return measuring.random_model(config)
 
-    run(make_model(layers=1), rows=2, prompt=8, completion=2)  # what is made once
+# What is measured of a model with a real vocabulary: a moment of `memory`, and its rows and tokens.
+PARTS_CHECKED = {
+    "an update": ("update", update, 4, 256, 256),
+    "a rollout": ("sampling", roll_out, 48, 224, 32),
+}
+
+
+def measure_part(name: str) -> dict:
+    """Peak of making a model of the shape `CHECKED`, and of a part of a run with it."""
+    moment, run, rows, prompt, completion = PARTS_CHECKED[name]
+    run(random_checked_model(layers=1), rows=2, prompt=8, completion=2)  # what is made once
     before = measuring.reset_peak()
-    run(make_model(CHECKED["layers"]), rows, prompt, completion)
-    measured = measuring.peak() - before
-    what = {"update": "an update", "sampling": "a rollout"}[name]
+    run(random_checked_model(), rows, prompt, completion)
+    work = dict(micro_batch=rows, prompt=prompt, completion=completion, rollout=rows, group=1)
     return {
-        "run": f"{what}, {rows} x {prompt + completion} tokens",
+        "run": f"{name}, {rows} x {prompt + completion} tokens",
         "model": CHECKED,
-        "algorithm": name,
-        "work": {
-            "micro_batch": rows,
-            "prompt": prompt,
-            "completion": completion,
-            "rollout": rows,
-            "group": 1,
-        },
-        "peak": measured,
+        "algorithm": moment,
+        "work": work,
+        "peak": measuring.peak() - before,
     }
 
 
-def measure_case(name: str) -> dict:
-    if name == "update":
-        return measure_update()
-    if name == "sampling":
-        return measure_sampling()
-    return measure_script(name)
-
-
-def measure() -> list[dict]:
-    """All cases; freed memory goes back to the system at once."""
-    cases = []
-    for name in [*SCRIPTS, "update", "sampling"]:
-        case = run_for_json([__file__, name], MALLOC_MMAP_THRESHOLD_="65536")
-        cases.append(case)
-        print(f"{name}: {case['peak'] / 1e6:,.0f} MB", flush=True)
-    return cases
+def measure() -> dict:
+    """All cases, each in a process of its own; also the constants of docs/explorer.html."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system at once
+    cases = [measuring.in_own_process(measure_script, name) for name in measuring.SCRIPTS]
+    cases += [measuring.in_own_process(measure_part, name) for name in PARTS_CHECKED]
+    write_explorer()
+    return {"numbers": {"measured": cases}}
 
 
 def expected(case: dict) -> tuple[float, float, float]:
@@ -538,18 +280,12 @@ def measured_table(cases: list[dict]) -> dict:
     return {"columns": columns, "rows": rows}
 
 
-def tables(measured: list[dict]) -> dict:
-    """All tables, the numbers behind them, and those of the figure."""
-    one, eight = peaks_in_gb(gpus=1), peaks_in_gb(gpus=8)
+def tables(results: dict) -> dict:
     return {
-        "tables": {
-            "choosing_bytes": bytes_table(),
-            "choosing_one": peaks_table(one),
-            "choosing_eight": peaks_table(eight),
-            "choosing_measured": measured_table(measured),
-        },
-        "numbers": {"choosing_one": one, "choosing_eight": eight, "measured": measured},
-        "bars": bars(),
+        "choosing bytes": bytes_table(),
+        "choosing one": peaks_table(peaks_in_gb(gpus=1)),
+        "choosing eight": peaks_table(peaks_in_gb(gpus=8)),
+        "choosing measured": measured_table(results["numbers"]["measured"]),
     }
 
 
@@ -573,11 +309,9 @@ def bars() -> dict[str, dict[str, float]]:
     return bars
 
 
-def draw(results: dict) -> None:
-    """docs/figures/choosing.svg: stacked bars, each part with its own tint, hatching and label."""
-    from drawing import GREY, TEXT, panels, save
-
-    bars = results["bars"]
+def draw(_: dict) -> tuple:
+    """Stacked bars, each part with its own tint, hatching and label."""
+    parts_by_label = bars()
     styles = {  # tint, hatching, and what is written into the part
         "policy": ("#9ecbf5", "", "policy"),
         "reference": ("#f5c9a3", "//", "ref"),
@@ -591,12 +325,12 @@ def draw(results: dict) -> None:
     }
     figure, (axis,) = panels(1, height=3.4)
     axis.grid(visible=False, axis="y")
-    left_ends = dict.fromkeys(bars, 0.0)
+    left_ends = dict.fromkeys(parts_by_label, 0.0)
     for part, (tint, hatching, written) in styles.items():
-        with_part = [label for label in bars if part in bars[label]]
+        with_part = [label for label in parts_by_label if part in parts_by_label[label]]
         if not with_part:
             continue
-        widths = [bars[label][part] for label in with_part]
+        widths = [parts_by_label[label][part] for label in with_part]
         axis.barh(
             with_part,
             widths,
@@ -640,40 +374,61 @@ def draw(results: dict) -> None:
         f"GPU, at the moment that needs most: {'; '.join(totals)}. A dashed line at 80 GB, the "
         "size of one card. AdamW's moments are the largest part of each bar."
     )
-    save(figure, "choosing.svg", "Memory of a 7B model by algorithm", description)
+    return figure, "Memory of a 7B model by algorithm", description
 
 
-def results() -> dict:
-    """What docs/results/choosing.json holds."""
-    return tables(measure())
+# --- real_size ---------------------------------------------------------------------------------
+QWEN = dict(  # the shape of Qwen2.5-0.5B, but for the biases of queries, keys and values
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4_864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+)
+REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
+    "sft": ("sft", dict(max_length=64)),
+    "dpo": ("dpo", dict(max_length=64)),
+    "grpo": ("grpo", dict(max_new_tokens=48, group_size=2, prompts_per_rollout=2)),
+    "ppo_shared": ("ppo_rlhf", dict(max_new_tokens=48, critic_init="policy")),
+}
 
 
-def page_constants() -> str:
-    """The JSON that stands in docs/explorer.html."""
-    return json.dumps(CONSTANTS | {"parts": PARTS, "defaults": DEFAULTS}, indent=1)
+def measure_real_size() -> dict:
+    """Two optimiser steps of two micro-batches of one row (or pair), in float32 on a CPU.
+
+    What is predicted is for the lengths that the micro-batches had. Needs 16 GB of memory.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    numbers = {}
+    for algorithm, (script, flags) in REAL_RUNS.items():
+        case = measuring.in_own_process(measure_script, script, QWEN, 1, flags)
+        _, _, predicted = expected(case | {"algorithm": algorithm})
+        length = max(length for _, length, _, _ in case["seen"])
+        numbers[algorithm] = {
+            "length": length,
+            "predicted": predicted,
+            "measured": case["peak"],
+        }
+    return {"numbers": numbers}
 
 
-def write_page() -> None:
-    """Put the constants into docs/explorer.html."""
-    text = PAGE.read_text()
-    opening = '<script type="application/json" id="constants">\n'
-    start, _, rest = text.partition(opening)
-    end = rest[rest.index("</script>") :]
-    PAGE.write_text(start + opening + page_constants() + "\n" + end)
+def real_size_tables(results: dict) -> dict:
+    rows = []
+    for algorithm, measured in results["numbers"].items():
+        script, _ = REAL_RUNS[algorithm]
+        run = f"`{script}.py`"
+        if algorithm == "ppo_shared":
+            run += " --critic-init policy"
+        gigabytes = [f"{measured[size] / GB:.1f}" for size in ("predicted", "measured")]
+        ratio = f"{measured['measured'] / measured['predicted']:.2f}"
+        rows.append([run, str(measured["length"]), *gigabytes, ratio])
+    columns = ["run", "tokens", "predicted, GB", "measured, GB", "measured / predicted"]
+    return {"real_size": {"columns": columns, "rows": rows}}
 
 
-def main() -> None:
-    if len(sys.argv) > 1:  # in a process of its own
-        print(json.dumps(measure_case(sys.argv[1])))
-        return
-    from tables import insert_tables
-
-    made = results()
-    RESULTS.write_text(json.dumps(made, indent=1) + "\n")
-    draw(made)
-    write_page()
-    insert_tables()
-
-
-if __name__ == "__main__":
-    main()
+EXPERIMENTS = (
+    Experiment("choosing", tables, measure, draw),
+    Experiment("real_size", real_size_tables, measure_real_size),
+)

@@ -1,28 +1,32 @@
-"""One prompt through every script: the tables of docs/start.md that show what each loss computes
-from the same completions (`python docs/experiments/figures.py one_prompt`, some seconds).
+"""One prompt through every script: tables that show what each loss computes from the same
+completions.
 
 The prompt and the checkpoints are those of tiny/reviews. There are three policies: `ref`, the
 checkpoint; `old`, which sampled the completions; `new`, one optimiser step later. `measure` asks
-the models for log-probs, rewards and values, and rounds them to `DIGITS` decimals. `make_tables`
+the models for log-probs, rewards and values, and rounds them to `DIGITS` decimals. `tables`
 computes the rest from these rounded numbers with the scripts' own functions, so that a pocket
 calculator gives the digits of the page.
 """
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification
 
 import dpo
 import grpo
 import kto
 import ppo_rlhf
-from common.generation import encode, generate
-from common.logprobs import Sequences, completion_logprobs, encode_pair
+from common.logprobs import Sequences, completion_logprobs
+from common.tokens import encode, encode_pair
+from docs.experiments.lib import sampling
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import read_jsonl
+from docs.experiments.lib.tables import fixed, rounded
 from reinforce import baseline_advantages, policy_gradient_loss
 from rm_bradley_terry import bradley_terry_loss
 from sft import negative_log_likelihood
@@ -36,13 +40,13 @@ BEST, WORST = 0, 3  # their places; SFT aside, the tables by token are of these 
 FIRST_SEED, FIRST_SIZE = 1, 8  # of the rollout that the first step trains on
 SEED, NUM_SAMPLES, MAX_LENGTH = 6, 64, 12  # the group: the first four that are short enough
 DIGITS = 4  # decimals of what the models give, and of what the tables show
+show = partial(fixed, digits=DIGITS)
 
 # The scripts' flags; those that are not named keep their default.
-PPO, KTO = ppo_rlhf.Args(), kto.Args()
+PPO, DPO, KTO = ppo_rlhf.Args(), dpo.Args(), kto.Args()
 GRPO = grpo.Args(
     model=PPO.model, reward_model=PPO.reward_model, beta=0.2, max_new_tokens=PPO.max_new_tokens
 )
-DPO = dpo.check_args(dpo.Args())  # which fills in beta
 
 
 # --- what the models give ----------------------------------------------------------------------
@@ -50,28 +54,23 @@ class Models:
     """The checkpoints of tiny/reviews, and a policy that is trained by steps of GRPO."""
 
     def __init__(self) -> None:
-        device = torch.device("cpu")
-        self.tokenizer, self.stop_ids = grpo.load_tokenizer(GRPO.model)
-        max_positions = GRPO.max_prompt_length + GRPO.max_new_tokens
-        kind = AutoModelForCausalLM
-        self.ref = grpo.load_model("--model", GRPO.model, kind, max_positions, device)
-        self.policy = grpo.load_model("--model", GRPO.model, kind, max_positions, device)
-        self.scores_of = grpo.load_reward_model(GRPO, self.tokenizer, max_positions, device)
-        self.critic = ppo_rlhf.load_critic(PPO, device)  # the reward model, read at every token
-        self.optimizer = AdamW(self.policy.parameters(), lr=GRPO.learning_rate, weight_decay=0.0)
+        self.ref = sampling.load_policy(GRPO.model)
+        self.policy = sampling.load_policy(GRPO.model)
+        self.tokenizer, self.stop_ids = self.ref.tokenizer, self.ref.stop_ids
+        self.reward_fn = sampling.load_reward_model(GRPO.reward_model)
+        # The critic is the reward model, read at every token.
+        kind = AutoModelForSequenceClassification
+        self.critic = kind.from_pretrained(PPO.reward_model, dtype=torch.float32).eval()
+        weights = self.policy.model.parameters()
+        self.optimizer = AdamW(weights, lr=GRPO.learning_rate, weight_decay=0.0)
         self.prompt = encode(self.tokenizer, PROMPT)
 
     def sample(self, number: int, seed: int) -> Sequences:
         """Completions of the prompt by the policy as it is now."""
-        completions = generate(
-            self.policy,
-            [self.prompt] * number,
-            max_new_tokens=GRPO.max_new_tokens,
-            temperature=1.0,
-            stop_ids=self.stop_ids,
-            rng=Generator().manual_seed(seed),
-        )
-        return [(self.prompt, completion) for completion in completions]
+        rng = Generator().manual_seed(seed)
+        prompts = [self.prompt] * number
+        sequences, _ = sampling.sample(self.policy, prompts, GRPO.max_new_tokens, rng)
+        return sequences
 
     def text(self, sequence: tuple) -> str:
         return self.tokenizer.decode(sequence[1], skip_special_tokens=True)
@@ -81,28 +80,28 @@ class Models:
 
     def rewards(self, sequences: Sequences) -> Tensor:
         """Scores (B,) of the reward model, centred as ppo_rlhf.py and grpo.py do."""
-        return self.scores_of([], sequences, [])
+        return self.reward_fn([], sequences, [])
 
-    def logprobs(self, model: Any, sequences: Sequences) -> list[list[float]]:
+    def logprobs(self, policy: sampling.Policy, sequences: Sequences) -> list[list[float]]:
         """Rounded, without the zeros after a completion's end."""
         with torch.no_grad():
-            rows = completion_logprobs(model, sequences, range(len(sequences)))
+            rows = completion_logprobs(policy.model, sequences, range(len(sequences)))
         return unpadded(rows, sequences)
 
     def logratios(self, sequences: Sequences) -> list[float]:
         """log(pi(y|x) / pi_ref(y|x)), rounded, of the policy as it is now."""
         rows = range(len(sequences))
         with torch.no_grad():
-            logprobs = completion_logprobs(self.policy, sequences, rows)
-            ref_logprobs = completion_logprobs(self.ref, sequences, rows)
-        return rounded((logprobs - ref_logprobs).sum(dim=1))
+            logprobs = completion_logprobs(self.policy.model, sequences, rows)
+            ref_logprobs = completion_logprobs(self.ref.model, sequences, rows)
+        return rounded((logprobs - ref_logprobs).sum(dim=1).tolist(), DIGITS)
 
     def train(self, sequences: Sequences) -> None:
         """One optimiser step of GRPO on a group."""
         rows = range(len(sequences))
-        logprobs = completion_logprobs(self.policy, sequences, rows)
+        logprobs = completion_logprobs(self.policy.model, sequences, rows)
         with torch.no_grad():
-            ref_logprobs = completion_logprobs(self.ref, sequences, rows)
+            ref_logprobs = completion_logprobs(self.ref.model, sequences, rows)
         loss, _ = grpo.grpo_loss(
             logprobs,
             logprobs.detach(),
@@ -114,13 +113,14 @@ class Models:
             beta=GRPO.beta,
         )
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), GRPO.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), GRPO.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def measure() -> dict:
     """What the checkpoints and two optimiser steps give: token ids, log-probs, rewards, values."""
+    torch.set_num_threads(1)
     models = Models()
     models.train(models.sample(FIRST_SIZE, FIRST_SEED))  # the checkpoint becomes `old`
     group = models.sample(NUM_SAMPLES, SEED)
@@ -135,14 +135,14 @@ def measure() -> dict:
         "ids": [completion for _, completion in group],
         "tokens": [models.tokens(completion) for _, completion in group],
         "gold": [gold.score(models.text(sequence)) for sequence in group],
-        "reward": rounded(rewards[best_first]),
+        "reward": rounded(rewards[best_first].tolist(), DIGITS),
         "ref": models.logprobs(models.ref, group),
         "old": models.logprobs(models.policy, group),
     }
     with torch.no_grad():
         inds = torch.arange(len(group))
-        _, entropy = completion_logprobs(models.policy, group, inds, entropy=True)
-        values = ppo_rlhf.critic_values(models.policy, models.critic, group, inds)
+        _, entropy = completion_logprobs(models.policy.model, group, inds, entropy=True)
+        values = ppo_rlhf.critic_values(models.critic, models.critic.score, group, inds)
     measured["entropy"] = unpadded(entropy, group)
     measured["values"] = unpadded(values, group)
     measured["demonstration"] = measure_demonstration(models)
@@ -164,19 +164,20 @@ def measure_labelled(models: Models, ours: Sequences) -> dict:
     Log-ratios of `new` to `ref`, summed over tokens: of the two rows, and of the mismatched pairs
     of all four.
     """
-    rows = [json.loads(line) for line in LABELS.read_text().splitlines()]
+    rows = read_jsonl(LABELS)
     liked = next(row for row in rows if row["label"])
     disliked = next(row for row in rows if not row["label"])
     others = []
     for row in (liked, disliked):
         pair = encode_pair(models.tokenizer, row["prompt"], row["completion"], models.stop_ids)
         others.append(pair)
-    sequences = [*ours, *others]
+    # In this order no prompt is paired with a completion of its own.
+    sequences = [ours[0], others[0], ours[1], others[1]]
     completions = [completion for _, completion in sequences]
     mismatched = kto.mismatch(sequences, KTO.max_length)
     return {
-        "prompts": [PROMPT, PROMPT, liked["prompt"], disliked["prompt"]],
-        "labels": [True, False, True, False],
+        "prompts": [PROMPT, liked["prompt"], PROMPT, disliked["prompt"]],
+        "labels": [True, True, False, False],
         # The row whose completion each prompt is paired with.
         "partners": [completions.index(completion) for _, completion in mismatched],
         "others": models.logratios(others),
@@ -184,14 +185,10 @@ def measure_labelled(models: Models, ours: Sequences) -> dict:
     }
 
 
-def rounded(numbers: Tensor) -> list[float]:
-    return [round(number, DIGITS) for number in numbers.tolist()]
-
-
 def unpadded(rows: Tensor, sequences: Sequences) -> list[list[float]]:
     """The first |y| numbers of each row (B, T), rounded."""
     pairs = zip(rows, sequences, strict=True)
-    return [rounded(row[: len(completion)]) for row, (_, completion) in pairs]
+    return [rounded(row[: len(completion)].tolist(), DIGITS) for row, (_, completion) in pairs]
 
 
 def mask_of(sequences: Sequences) -> Tensor:
@@ -201,9 +198,9 @@ def mask_of(sequences: Sequences) -> Tensor:
 
 
 # --- the tables --------------------------------------------------------------------------------
-def make_tables(measured: dict) -> dict:
-    """Every table of the section, from `measure` or from docs/results/one_prompt.json."""
-    tables = {
+def tables(results: dict) -> dict:
+    measured = results["numbers"]
+    made = {
         "completions": completions_table(measured),
         "tokens of 1": tokens_table(measured, BEST),
         "tokens of 4": tokens_table(measured, WORST),
@@ -218,7 +215,7 @@ def make_tables(measured: dict) -> dict:
         "DPO": dpo_table(measured),
         "KTO": kto_table(measured),
     }
-    return {f"one prompt {name}": table for name, table in tables.items()}
+    return {f"one_prompt {name}": table for name, table in made.items()}
 
 
 def completions_table(measured: dict) -> dict:
@@ -228,7 +225,7 @@ def completions_table(measured: dict) -> dict:
         sums = [show(sum(measured[policy][i])) for policy in ("ref", "old", "new")]
         entropy = show(sum(measured["entropy"][i]) / tokens)
         row = [name, measured["completion"][i], str(tokens), *sums, entropy]
-        rows.append([*row, show(measured["gold"][i], 1), show(measured["reward"][i])])
+        rows.append([*row, fixed(measured["gold"][i], 1), show(measured["reward"][i])])
     log_probs = ["log π_ref", "log π_old", "log π_new"]
     columns = ["", "completion", "tokens", *log_probs, "entropy", "gold reward", "learned reward"]
     return {"columns": columns, "rows": rows}
@@ -294,7 +291,7 @@ def reinforce_table(measured: dict) -> dict:
         baseline = returns[i] - advantages[i]
         numbers = [baseline.item(), advantages[i].item(), slopes[i, 0].item()]
         texts = [show(number) for number in numbers]
-        rows.append([name, show(returns[i].item(), 1), *texts, direction(slopes[i, 0].item())])
+        rows.append([name, fixed(returns[i].item(), 1), *texts, direction(slopes[i, 0].item())])
     columns = ["", "r", "b", "r - b", "gradient of each token", "its tokens are"]
     return {"columns": columns, "rows": rows}
 
@@ -435,9 +432,10 @@ def dpo_table(measured: dict) -> dict:
 
 def kto_table(measured: dict) -> dict:
     batch = measured["kto"]
-    names = [NAMES[BEST], NAMES[WORST], "5", "6"]
-    ours = [logratio(measured, "new", i) for i in (BEST, WORST)]
-    logratios = leaf([*ours, *batch["others"]])
+    names = [NAMES[BEST], "5", NAMES[WORST], "6"]
+    best, worst = (logratio(measured, "new", i) for i in (BEST, WORST))
+    liked, disliked = batch["others"]
+    logratios = leaf([best, liked, worst, disliked])
     z0 = kto.reference_point(torch.tensor(batch["mismatched"], dtype=torch.float64))
     losses = kto.kto_loss(
         logratios,
@@ -482,14 +480,4 @@ def direction(slope: float) -> str:
     return "raised" if slope < 0 else "lowered"
 
 
-def show(number: float, digits: int = DIGITS) -> str:
-    """The number, without a sign where it is rounded to 0."""
-    text = f"{number:.{digits}f}"
-    return text.lstrip("-") if float(text) == 0 else text
-
-
-def results() -> dict:
-    """What docs/results/one_prompt.json holds."""
-    torch.set_num_threads(1)
-    measured = measure()
-    return {"tables": make_tables(measured), "numbers": measured}
+EXPERIMENTS = (Experiment("one_prompt", tables, lambda: {"numbers": measure()}),)

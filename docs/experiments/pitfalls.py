@@ -1,22 +1,27 @@
-"""What goes wrong in training, and what mends it: runs on tiny/ with each symptom and without.
-
-`python docs/experiments/figures.py pitfalls` writes the tables of docs/pitfalls.md and draws its
-figure: a pair of commands for each symptom, five seeds, half a minute of one core a run.
+"""docs/pitfalls.md: what goes wrong in training, and what mends it: runs on tiny/ with each symptom
+and without.
 """
 
 import re
-from dataclasses import dataclass
 from statistics import mean
+from typing import NamedTuple
 
-from paths import ROOT
-from runs import GRPO_REVIEWS, SEEDS, Run, find_run, finished_runs, train
-from subprocesses import run_python
+from docs.experiments.lib.drawing import (
+    HEALTHY,
+    SICK,
+    Band,
+    band_of,
+    draw_band,
+    draw_evaluations,
+    panels,
+    plain_log_scale,
+)
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import GRPO_REVIEWS, Run, runs_of, value
+from docs.experiments.lib.tables import rounded, spread
 
-STOPPED = ROOT / "runs" / "pitfalls"  # runs that end with an error, and so have no model
 
-
-@dataclass(frozen=True)
-class Symptom:
+class Symptom(NamedTuple):
     sick: str  # the command that has the symptom
     healthy: str  # the command that has not
     metrics: tuple[str, ...]  # see `value`
@@ -59,64 +64,26 @@ RUNS = {
         ("policy/logprob_chosen", "eval/pair_accuracy", "eval/kl", "eval/reward"),
     ),
 }
-# Ends with an error, so its table tells in which rollout.
+# The first ends with an error, so its table tells in which rollout.
 NAN = ("grpo.py --learning-rate 1", "grpo.py")
-# Symptom and metrics whose values in each rollout the page quotes.
-QUOTED = {
-    "entropy": ("policy/entropy", "reward/mean"),
-    "kl": ("objective/kl", "policy/approx_kl"),
-}
-# Runs whose clip fractions docs/ppo_rlhf.md quotes.
+COMMANDS = {
+    f"{name}, {way}": getattr(symptom, way)
+    for name, symptom in RUNS.items()
+    for way in ("sick", "healthy")
+} | {"nan, sick": NAN[0], "nan, healthy": NAN[1]}
+# Runs whose clip fractions are measured.
 CLIPPED = {
     "PPO, reviews": "ppo_rlhf.py",
     "GRPO, arithmetic": "grpo.py",
     "GRPO, reviews": RUNS["entropy"].healthy,
     "GRPO, reviews, rate 2e-3": RUNS["entropy"].sick,
 }
-# Symptom, metric, title and label of x for each panel of the figure.
-PANELS = (
+PANELS = (  # of the figure: symptom, metric, title, label of x
     ("hacking", "eval/reward", "gold reward", "rollout"),
     ("entropy", "policy/entropy", "entropy, nats per token", "rollout"),
     ("kl", "objective/kl", "KL, nats per completion", "rollout"),
     ("chosen", "policy/logprob_chosen", "log-prob of the chosen", "optimiser step"),
 )
-
-
-def runs_of(command: str) -> list[Run]:
-    """A run for each seed, made where there is none yet."""
-    runs = []
-    for seed in SEEDS:
-        if find_run(command, seed) is None:
-            train(command, seed)
-            finished_runs.cache_clear()
-        runs.append(find_run(command, seed))
-    return runs
-
-
-def stopped_run(command: str, seed: int) -> Run:
-    """A run that ends with an error: its folder has metrics and no model, and `error.txt`."""
-    output_dir = STOPPED / f"{'_'.join(command.split())}__{seed}"
-    if not [*output_dir.glob("*/error.txt")]:
-        arguments = [*command.split(), "--seed", str(seed), "--output-dir", str(output_dir)]
-        process = run_python(arguments, OMP_NUM_THREADS="1")
-        error = process.stderr.strip().splitlines()[-1]
-        if "gradient norm" not in error:
-            raise RuntimeError(f"{' '.join(arguments)} was to stop: {error}")
-        newest = max(output_dir.glob("*"))
-        (newest / "error.txt").write_text(error)
-    (error_file,) = output_dir.glob("*/error.txt")
-    return Run(error_file.parent)
-
-
-def value(rows: list[dict], metric: str) -> float:
-    """The mean over the last five steps; of an evaluation the last; or `highest NAME`."""
-    highest, _, name = metric.rpartition(" ")
-    values = [row[name] for row in rows if name in row]
-    if highest:
-        return max(values)
-    if name.startswith("eval/"):
-        return values[-1]
-    return mean(values[-5:])
 
 
 def show(number: float) -> str:
@@ -128,100 +95,105 @@ def show(number: float) -> str:
     return f"{number:.2f}"
 
 
-def table(runs_by_command: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
-    """The sick and the healthy command, a column for each metric, a number for each seed."""
-    rows = []
-    for name, runs in zip(("sick", "healthy"), runs_by_command.values(), strict=True):
-        row = [name]
-        for metric in metrics:
-            row.append(", ".join(show(value(run.rows, metric)) for run in runs))
-        rows.append(row)
-    headings = [re.sub(r"(\S+)$", r"`\1`", metric) for metric in metrics]
-    return {"columns": ["", *headings], "rows": rows}
+# --- measuring ---------------------------------------------------------------------------------
+def measure() -> dict:
+    runs = runs_of([*COMMANDS.values(), *CLIPPED.values()])
+    numbers = {}
+    for name, symptom in RUNS.items():
+        numbers[name] = {}
+        for command in (symptom.sick, symptom.healthy):
+            numbers[name][command] = {}
+            for metric in symptom.metrics:
+                values = [value(run.rows, metric) for run in runs[command]]
+                numbers[name][command][metric] = values
+    sick, healthy = (runs[command] for command in NAN)
+    return {
+        "numbers": rounded(numbers, 6),
+        "nan": {
+            "sick": [where_it_stopped(run) for run in sick],
+            "healthy": [where_it_ended(run) for run in healthy],
+        },
+        "curves": rounded(panel_curves(runs)),
+        "clip fractions": {
+            label: rounded(clip_fractions(runs[command])) for label, command in CLIPPED.items()
+        },
+    }
 
 
-def nan_table() -> dict:
-    """Where the runs ended, and the gradient's norm there."""
-    sick_command, healthy_command = NAN
-    last_rollouts, grad_norms = [], []
-    for seed in SEEDS:
-        error = (stopped_run(sick_command, seed).folder / "error.txt").read_text()
-        rollout, grad_norm = re.search(r"in step (\d+): gradient norm (\w+)", error).groups()
-        last_rollouts.append(rollout)
-        grad_norms.append(grad_norm)
-    sick = ["sick", ", ".join(last_rollouts), ", ".join(grad_norms), ", ".join("-" for _ in SEEDS)]
-    last_rows = [run.rows[-1] for run in runs_of(healthy_command)]
-    healthy = [
-        "healthy",
-        ", ".join(str(row["step"]) for row in last_rows),
-        ", ".join(show(row["policy/grad_norm"]) for row in last_rows),
-        ", ".join(show(row["eval/accuracy"]) for row in last_rows),
-    ]
-    columns = ["", "ends in rollout", "`policy/grad_norm` there", "`eval/accuracy`"]
-    return {"columns": columns, "rows": [sick, healthy]}
+def where_it_stopped(run: Run) -> list[str]:
+    """Cells: the rollout in which a run ended with an error, the gradient's norm there, no
+    evaluation."""
+    (norm,) = re.findall(r"gradient norm (\w+)", (run.folder / "error.txt").read_text())
+    return [str(run.rows[-1]["step"] + 1), norm, "-"]
 
 
-def quoted_values(runs_by_command: dict[str, list[Run]], metrics: tuple[str, ...]) -> dict:
-    """By command and metric, a list for each seed: the values in rollouts 1, 2, ..."""
-    values = {}
-    for command, runs in runs_by_command.items():
-        values[command] = {}
-        for metric in metrics:
-            values[command][metric] = [
-                [float(f"{row[metric]:.4g}") for row in run.rows if metric in row] for run in runs
-            ]
-    return values
+def where_it_ended(run: Run) -> list[str]:
+    """The same of a run that has reached its end."""
+    last = run.rows[-1]
+    return [str(last["step"]), show(last["policy/grad_norm"]), show(last["eval/accuracy"])]
 
 
-def clip_fractions(command: str) -> dict[str, list[float]]:
+def clip_fractions(runs: list[Run]) -> dict[str, list[float]]:
     """A number for each seed: of the first rollout, and the highest and the mean of the others."""
     fractions = {"first": [], "highest later": [], "mean later": []}
-    for run in runs_of(command):
+    for run in runs:
         first, *later = [
             row["policy/clip_fraction_low"] + row["policy/clip_fraction_high"]
             for row in run.rows
             if "policy/clip_fraction_low" in row
         ]
-        fractions["first"].append(round(first, 4))
-        fractions["highest later"].append(round(max(later), 4))
-        fractions["mean later"].append(round(mean(later), 4))
+        fractions["first"].append(first)
+        fractions["highest later"].append(max(later))
+        fractions["mean later"].append(mean(later))
     return fractions
 
 
-def panel_curves(runs: dict[str, dict[str, list[Run]]]) -> dict[str, dict]:
+def panel_curves(runs: dict[str, list[Run]]) -> dict[str, dict]:
     """What the figure draws, by symptom: x, and the mean, lowest and highest y of the seeds."""
-    from drawing import band_of
-
     curves = {}
-    for symptom, metric, *_ in PANELS:
-        curves[symptom] = {}
-        for name, symptom_runs in zip(("sick", "healthy"), runs[symptom].values(), strict=True):
-            band = band_of([run.curve("step", metric) for run in symptom_runs])
-            rounded = {key: [round(y, 4) for y in ys] for key, ys in band._asdict().items()}
-            curves[symptom][name] = rounded
+    for name, metric, *_ in PANELS:
+        commands = {"sick": RUNS[name].sick, "healthy": RUNS[name].healthy}
+        curves[name] = {}
+        for way, command in commands.items():
+            band = band_of([run.curve("step", metric) for run in runs[command]])
+            curves[name][way] = band._asdict()
     return curves
 
 
-def draw(results: dict) -> None:
-    """docs/figures/pitfalls.svg."""
-    from drawing import (
-        HEALTHY,
-        SICK,
-        Band,
-        draw_band,
-        draw_evaluations,
-        panels,
-        plain_log_scale,
-        save,
-    )
+# --- tables and figure -------------------------------------------------------------------------
+def tables(results: dict) -> dict:
+    """The sick and the healthy command, a column for each metric, a number for each seed."""
+    made = {}
+    for name, commands in results["numbers"].items():
+        rows = []
+        for way, metrics in zip(("sick", "healthy"), commands.values(), strict=True):
+            cells = [", ".join(map(show, values)) for values in metrics.values()]
+            rows.append([way, *cells])
+        headings = [re.sub(r"(\S+)$", r"`\1`", metric) for metric in RUNS[name].metrics]
+        made[f"pitfalls {name}"] = {"columns": ["", *headings], "rows": rows}
 
+    nan_rows = []
+    for way, cells_of_seeds in results["nan"].items():
+        nan_rows.append([way, *map(", ".join, zip(*cells_of_seeds, strict=True))])
+    columns = ["", "ends in rollout", "`policy/grad_norm` there", "`eval/accuracy`"]
+    made["pitfalls nan"] = {"columns": columns, "rows": nan_rows}
+
+    clip_rows = []
+    for label, fractions in results["clip fractions"].items():
+        clip_rows.append([label, *(spread(values, 3) for values in fractions.values())])
+    columns = ["clip fraction", "first rollout", "highest later", "mean later"]
+    made["pitfalls clip"] = {"columns": columns, "rows": clip_rows}
+    return made
+
+
+def draw(results: dict) -> tuple:
     figure, axes = panels(2, height=5, rows=2)
     courses = []
     for axis, (symptom, metric, title, xlabel) in zip(axes, PANELS, strict=True):
         draw_curve = draw_evaluations if metric.startswith("eval/") else draw_band
         for name, style in (("sick", SICK), ("healthy", HEALTHY)):
             band = Band(**results["curves"][symptom][name])
-            draw_curve(axis, band, name, *style)
+            draw_curve(axis, band, name, style)
             courses.append(f"{title} {name} from {show(band.mean[0])} to {show(band.mean[-1])}")
         axis.set(title=title, xlabel=xlabel)
         if symptom == "kl":
@@ -233,30 +205,7 @@ def draw(results: dict) -> None:
         "Four panels, each with the mean and the range of five sick and of five healthy runs. "
         f"Means of the first and the last value: {'; '.join(courses)}."
     )
-    save(figure, "pitfalls.svg", "Four metrics of sick and healthy runs", description)
+    return figure, "Four metrics of sick and healthy runs", description
 
 
-def results() -> dict:
-    """What docs/results/pitfalls.json holds."""
-    tables, numbers, all_runs = {}, {}, {}
-    for name, symptom in RUNS.items():
-        runs_by_command = {
-            symptom.sick: runs_of(symptom.sick),
-            symptom.healthy: runs_of(symptom.healthy),
-        }
-        tables[f"pitfalls {name}"] = table(runs_by_command, symptom.metrics)
-        numbers[name] = {}
-        for command, runs in runs_by_command.items():
-            numbers[name][command] = {}
-            for metric in symptom.metrics:
-                values = [round(value(run.rows, metric), 4) for run in runs]
-                numbers[name][command][metric] = values
-        all_runs[name] = runs_by_command
-    tables["pitfalls nan"] = nan_table()
-    return {
-        "tables": tables,
-        "numbers": numbers,
-        "curves": panel_curves(all_runs),
-        "rollouts": {name: quoted_values(all_runs[name], QUOTED[name]) for name in QUOTED},
-        "clip fractions": {label: clip_fractions(command) for label, command in CLIPPED.items()},
-    }
+EXPERIMENTS = (Experiment("pitfalls", tables, measure, draw, COMMANDS),)

@@ -1,0 +1,46 @@
+"""Makes the numbers, tables and figures of the pages; and measures this machine.
+
+    python -m docs.experiments grpo                   # an experiment: its runs, tables and figure
+    python -m docs.experiments grpo dpo --redraw      # from docs/results, without new runs
+    python -m docs.experiments --redraw               # all tables and figures
+    python -m docs.experiments memory                 # a program that prints what it measures
+
+An experiment NAME writes docs/results/NAME.json, docs/figures/NAME.svg and the tables of the pages
+between the comment lines that name them. Runs that runs/experiments already holds are read, not
+repeated: delete that folder after a change to a script.
+"""
+
+import sys
+from importlib import import_module
+
+import tyro
+
+from docs.experiments.lib.tables import write_pages
+from docs.experiments.registry import EXPERIMENTS, all_tables
+
+PROGRAMS = ("memory", "speed", "launches", "gpu", "processes")  # in cost/, with flags of their own
+
+
+def main(names: tyro.conf.Positional[tuple[str, ...]], redraw: bool = False) -> None:
+    """Make experiments, and write the pages.
+
+    Args:
+        names: experiments; with --redraw and no name all
+        redraw: make figures and tables from docs/results alone, without runs
+    """
+    unknown = {*names} - {*EXPERIMENTS}
+    if unknown or not (names or redraw):
+        sys.exit(f"experiments: {', '.join(EXPERIMENTS)}\nprograms: {', '.join(PROGRAMS)}")
+    for name in names or EXPERIMENTS:
+        print(name, flush=True)
+        experiment = EXPERIMENTS[name]
+        experiment.redraw() if redraw else experiment.make()
+    write_pages(all_tables())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
+        program = import_module(f"docs.experiments.cost.{sys.argv[1]}")
+        tyro.cli(program.main, args=sys.argv[2:], description=program.__doc__.splitlines()[0])
+    else:
+        tyro.cli(main, description=__doc__.splitlines()[0])

@@ -1,0 +1,108 @@
+"""What several processes send to each other and hold, and how long a pass takes.
+
+    torchrun --nproc_per_node=2 -m docs.experiments processes
+
+Each process passes rows of its own through one random model, sharded as the scripts do it. Bytes
+are those of the whole tensors that are gathered, or scattered, for each parameter; of N processes
+each receives, or sends, (N - 1) / N of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from common.distributed import (
+    RANK,
+    WORLD_SIZE,
+    join_processes,
+    leave_processes,
+    shard,
+    unsharded,
+)
+from common.logprobs import completion_logprobs
+from docs.experiments.lib.measuring import median_seconds, random_model
+
+VOCABULARY, HIDDEN, LAYERS = 1_000, 512, 8
+ROWS, LENGTH = 16, 128  # of all processes together
+
+
+class TransferCounter(TorchDispatchMode):
+    """Adds up the bytes of the whole tensors that are gathered or scattered, and the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered_bytes = 0
+        self.scattered_bytes = 0
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.name()
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            if "all_gather_into_tensor" in name:
+                self.gathered_bytes += result.numel() * result.element_size()
+                self.calls += 1
+            elif "allgather_base" in name:
+                self.gathered_bytes += args[0].numel() * args[0].element_size()
+                self.calls += 1
+            elif "reduce_scatter" in name:
+                self.scattered_bytes += args[1].numel() * args[1].element_size()
+                self.calls += 1
+        return result
+
+
+def main() -> None:
+    device = join_processes()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+    )
+    model = shard(random_model(config), device)
+    num_parameters = model.num_parameters()
+    weights = list(model.parameters())
+    if WORLD_SIZE > 1:
+        weights = [weight.to_local() for weight in weights]
+    held = sum(weight.numel() for weight in weights) / num_parameters
+    print(f"{WORLD_SIZE} x {device.type}: {num_parameters:,} parameters, {held:.0%} here")
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH)).tolist()
+    sequences = [(row[:1], row[1:]) for row in ids]
+
+    def logprobs() -> torch.Tensor:
+        return completion_logprobs(model, sequences, range(RANK, ROWS, WORLD_SIZE))
+
+    def gather() -> None:
+        with unsharded(model):
+            pass
+
+    @torch.no_grad()
+    def score() -> None:
+        logprobs()
+
+    def train() -> None:
+        logprobs().sum().backward()
+        model.zero_grad()
+
+    def measure(name: str, function: Callable[[], None]) -> None:
+        function()
+        with TransferCounter() as counter:
+            function()
+        gathered = counter.gathered_bytes / num_parameters
+        scattered = counter.scattered_bytes / num_parameters
+        seconds = median_seconds(function, repeats=5)
+        print(
+            f"{name:<42}{gathered:>6.2f} gathered {scattered:>6.2f} scattered, "
+            f"bytes a parameter in {counter.calls} calls; {seconds:.3f} s"
+        )
+
+    measure("gathering the weights for a rollout", gather)
+    measure("log-probs of a micro-batch", score)
+    measure("forward and backward of a micro-batch", train)
+    leave_processes()

@@ -1,0 +1,315 @@
+"""docs/dpo.md: the default run, its variants, SimPO and ORPO; and DPO in rounds, on pairs that the
+current policy has written.
+
+A round of `iterative_dpo` takes three steps. The policy samples a group of completions for each
+prompt. The reward model scores them, and the best and the worst of a group become a pair. `dpo.py`
+trains on the pairs with `--model` set to the last round's model, which is therefore also the
+reference. The reward model was trained on the pairs of tiny/reviews/preferences, so no round needs
+a new label by the judge.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+from torch import Generator
+
+import dpo
+from common.tokens import encode, encode_pair
+from docs.experiments.lib import sampling
+from docs.experiments.lib.drawing import draw_metrics
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import (
+    LAST_NUMBER,
+    Numbers,
+    experiment_of_runs,
+    for_each_seed,
+    read_jsonl,
+    train,
+    variants,
+    write_jsonl,
+)
+from docs.experiments.lib.tables import rounded, spread
+from tiny.reviews import gold
+
+# Preference pairs of the sums.
+SUMS = f"--dataset tiny/arithmetic/preferences --eval-reward-fn {LAST_NUMBER} --max-new-tokens 24"
+COMMANDS = {"(default)": "dpo.py", "sums": f"dpo.py --model tiny/arithmetic/policy {SUMS}"}
+VARIANTS = variants("dpo.py", "", "--loss ipo --beta 1", "--nll-coef 0.2", "--label-smoothing 0.1")
+
+
+def tables(numbers: Numbers) -> dict:
+    reviews = {
+        "pair accuracy": ("(default)", "eval/pair_accuracy", 3),
+        "loss": ("(default)", "eval/loss", 3),
+        "gold before": ("(default)", "first eval/reward", 2),
+        "gold": ("(default)", "eval/reward", 2),
+        "grammatical": ("(default)", "grammatical", 2),
+        "KL": ("(default)", "eval/kl", 1),
+        "tokens before": ("(default)", "first eval/length_mean", 1),
+        "tokens": ("(default)", "eval/length_mean", 1),
+    }
+    sums = {
+        "accuracy before": ("sums", "first eval/accuracy", 3),
+        "accuracy": ("sums", "eval/accuracy", 3),
+        "KL": ("sums", "eval/kl", 1),
+    }
+    return {"dpo": numbers.table_by_seed(reviews), "dpo sums": numbers.table_by_seed(sums)}
+
+
+def draw(numbers: Numbers) -> tuple:
+    titles = {
+        "eval/pair_accuracy": "held-out pair accuracy",
+        "eval/reward": "gold reward",
+        "eval/kl": "KL, nats per completion",
+    }
+    return draw_metrics(numbers, "DPO", titles, xlabel="optimiser step")
+
+
+def variants_tables(numbers: Numbers) -> dict:
+    columns = {
+        "gold": ("eval/reward", 2),
+        "KL": ("KL of samples", 1),
+        "grammatical": ("grammatical", 2),
+        "tokens": ("eval/length_mean", 1),
+    }
+    return {"dpo_variants": numbers.table_by_label(columns)}
+
+
+# --- simpo_and_orpo, orpo ----------------------------------------------------------------------
+SIMPO_AND_ORPO = variants(
+    "dpo.py",
+    "--loss simpo --beta 5 --gamma 0.5",
+    "--loss simpo --beta 5 --gamma 0",
+    "--loss simpo --beta 5 --gamma 2",
+    "--loss simpo --beta 2 --gamma 0.5",
+    "--loss simpo --beta 5 --gamma 0.5 --nll-coef 0.2",
+    "--loss orpo --beta 5",
+    "--loss orpo --beta 1",
+    "--loss orpo --beta 1e-9",
+)
+FROM_BASE = (
+    f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
+    "--beta"
+)
+ORPO = {
+    "SFT on the chosen": f"{FROM_BASE} 1e-9",
+    "ORPO, beta 0.5": f"{FROM_BASE} 0.5",
+    "ORPO, beta 1": f"{FROM_BASE} 1",
+    "that SFT, then DPO": f"dpo.py --model {{{FROM_BASE} 1e-9}} {SUMS}",
+}
+
+
+def simpo_and_orpo_tables(numbers: Numbers) -> dict:
+    """Losses without a reference, so without a KL."""
+    columns = {
+        "gold": ("eval/reward", 2),
+        "grammatical": ("grammatical", 2),
+        "pair accuracy": ("eval/pair_accuracy", 3),
+        "tokens": ("eval/length_mean", 1),
+    }
+    return {"simpo_and_orpo": numbers.table_by_label(columns)}
+
+
+def orpo_tables(numbers: Numbers) -> dict:
+    columns = {"accuracy before": ("SFT on the chosen", "first eval/accuracy", 3)}
+    for label in numbers.commands:
+        columns[label] = (label, "eval/accuracy", 3)
+    return {"orpo": numbers.table_by_seed(columns)}
+
+
+# --- iterative_dpo -----------------------------------------------------------------------------
+POLICY = dpo.Args.model  # where every row of the table starts
+OFFLINE_PAIRS = dpo.Args.dataset  # written by that policy, labelled by the judge
+REWARD_MODEL = "tiny/reviews/reward_model"
+TRAIN_PROMPTS = Path("tiny/reviews/prompts/train.jsonl")
+TEST_PAIRS = Path(OFFLINE_PAIRS) / "test.jsonl"
+GROUP_SIZE = 4  # completions per prompt, of which the best and the worst become a pair
+
+
+class Rounds(NamedTuple):
+    """Rounds of DPO from the starting policy."""
+
+    num_rounds: int
+    pairs_per_round: int  # 0: those of `OFFLINE_PAIRS`
+
+
+# 188 or 189 optimiser steps in all, whatever the number of rounds.
+ROUNDS = {
+    "offline": Rounds(num_rounds=1, pairs_per_round=0),
+    "one round": Rounds(num_rounds=1, pairs_per_round=2_000),
+    "three rounds": Rounds(num_rounds=3, pairs_per_round=667),
+}
+# Rows of the tables: what they are called, a key of `ROUNDS`, and after which round.
+TABLE_ROWS = (
+    ("the offline pairs", "offline", 1),
+    ("one round of 2,000 pairs", "one round", 1),
+    ("three rounds of 667 pairs: after one", "three rounds", 1),
+    ("after two", "three rounds", 2),
+    ("after three", "three rounds", 3),
+)
+
+
+def best_and_worst(
+    prompts: list[str], completions: list[str], scores: list[float], group_size: int
+) -> list[dict[str, str]]:
+    """A pair for each group of completions: of the highest score against the lowest.
+
+    Entries i * group_size to (i + 1) * group_size - 1 of each list are of one group, with one
+    prompt. Empty completions are left out, because dpo.py cannot use them, and so is a group in
+    which all scores are equal.
+    """
+    pairs = []
+    for start in range(0, len(prompts), group_size):
+        group = [i for i in range(start, start + group_size) if completions[i]]
+        best = max(group, key=lambda i: scores[i], default=start)
+        worst = min(group, key=lambda i: scores[i], default=start)
+        if scores[best] > scores[worst]:
+            pair = {
+                "prompt": prompts[best],
+                "chosen": completions[best],
+                "rejected": completions[worst],
+            }
+            pairs.append(pair)
+    return pairs
+
+
+def sample_pairs(
+    model: str, reward_fn: Callable, num_pairs: int, rng: Generator
+) -> list[dict[str, str]]:
+    """Pairs that the policy in folder `model` writes, and that the reward model labels.
+
+    The reward model reads the tokens that dpo.py will train on: those of the text, and an EOS.
+    """
+    policy = sampling.load_policy(model)
+    train_prompts = [row["prompt"] for row in read_jsonl(TRAIN_PROMPTS)]
+    prompt_inds = torch.randint(len(train_prompts), [num_pairs], generator=rng)
+    prompts = [train_prompts[i] for i in prompt_inds for _ in range(GROUP_SIZE)]
+    prompt_ids = [encode(policy.tokenizer, prompt) for prompt in prompts]
+    _, texts = sampling.sample(policy, prompt_ids, dpo.Args.max_new_tokens, rng)
+    # With a space in front, as in tiny/reviews/preferences.
+    completions = [f" {text}" if text else "" for text in texts]
+    not_empty = [i for i, completion in enumerate(completions) if completion]
+    sequences = []
+    for i in not_empty:
+        pair = encode_pair(policy.tokenizer, prompts[i], completions[i], policy.stop_ids)
+        sequences.append(pair)
+    scores = torch.zeros(len(completions))
+    scores[not_empty] = reward_fn([], sequences, [])
+    return best_and_worst(prompts, completions, scores.tolist(), GROUP_SIZE)
+
+
+def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -> list[str]:
+    """The model's folder after each round of dpo.py, with its default flags but for these."""
+    model, models = POLICY, []
+    rng = Generator().manual_seed(seed)
+    for i in range(rounds.num_rounds):
+        dataset = Path(OFFLINE_PAIRS)
+        if rounds.pairs_per_round > 0:
+            dataset = folder / f"pairs {i}"
+            dataset.mkdir()
+            pairs = sample_pairs(model, reward_fn, rounds.pairs_per_round, rng)
+            write_jsonl(dataset / "train.jsonl", pairs)
+            shutil.copy(TEST_PAIRS, dataset)
+        flags = dict(eval_rows=8, eval_every=10_000, save_every=10_000)  # `evaluate` evaluates
+        run = train(
+            dpo, model=model, dataset=str(dataset), seed=seed, output_dir=str(folder), **flags
+        )
+        model = str(run.folder)
+        models.append(model)
+    return models
+
+
+def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
+    """Means over one completion for each held-out prompt of dpo.py, drawn with its numbers, and
+    over the held-out pairs.
+
+    gold: the gold reward; learned: the reward model's score minus its mean on held-out preferred
+    completions; KL: to the starting policy, by k1, nats per completion; tokens: with the EOS.
+    Of log(pi(y|x) / pi_start(y|x)), in nats: chosen, rejected: its means over the sides of the
+    pairs; start's samples: over completions of the starting policy.
+    """
+    policy, start = sampling.load_policy(model), sampling.load_policy(POLICY)
+    pairs = read_jsonl(TEST_PAIRS)
+    prompts = [pair["prompt"] for pair in pairs]
+    prompt_ids = [encode(policy.tokenizer, prompt) for prompt in prompts]
+    samples = []
+    for sampler in (policy, start):
+        rng = Generator().manual_seed(seed)
+        samples.append(sampling.sample(sampler, prompt_ids, dpo.Args.max_new_tokens, rng))
+    (sequences, texts), (start_sequences, _) = samples
+    sides = {}
+    for side in ("chosen", "rejected"):
+        sides[side] = [
+            encode_pair(policy.tokenizer, pair["prompt"], pair[side], policy.stop_ids)
+            for pair in pairs
+        ]
+    return {
+        "gold": mean(gold.sentiment(prompts, texts)),
+        "learned": reward_fn(prompts, sequences, texts).mean().item(),
+        "KL": sampling.mean_log_ratio(policy, start, sequences),
+        "grammatical": mean(gold.grammatical(prompts, texts)),
+        "tokens": mean(len(completion) for _, completion in sequences),
+        "chosen": sampling.mean_log_ratio(policy, start, sides["chosen"]),
+        "rejected": sampling.mean_log_ratio(policy, start, sides["rejected"]),
+        "start's samples": sampling.mean_log_ratio(policy, start, start_sequences),
+    }
+
+
+def measure_seed(seed: int) -> dict[str, list[dict[str, float]]]:
+    """`evaluate` of the starting policy, and after each round of `ROUNDS`."""
+    reward_fn = sampling.load_reward_model(REWARD_MODEL)
+    measured = {"start": [evaluate(POLICY, reward_fn, seed)]}
+    for name, rounds in ROUNDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            models = train_rounds(rounds, reward_fn, seed, Path(folder))
+            measured[name] = [evaluate(model, reward_fn, seed) for model in models]
+    return measured
+
+
+def measure_iterative() -> dict:
+    return {"numbers": rounded(for_each_seed(measure_seed))}
+
+
+def num_steps(name: str, num_rounds: int) -> int:
+    """Optimiser steps of these rounds of `ROUNDS`, if every group gives a pair."""
+    num_pairs = ROUNDS[name].pairs_per_round or len(read_jsonl(Path(OFFLINE_PAIRS) / "train.jsonl"))
+    return num_rounds * ceil(dpo.Args.epochs * num_pairs / dpo.Args.batch_size)
+
+
+def iterative_tables(results: dict) -> dict:
+    measured = results["numbers"].values()
+
+    def of_seeds(name: str, num_rounds: int, metric: str) -> list[float]:
+        return [of_seed[name][num_rounds - 1][metric] for of_seed in measured]
+
+    digits = {"gold": 2, "learned": 1, "KL": 1, "grammatical": 2, "tokens": 1}
+    rows, shift_rows = [], []
+    for label, name, num_rounds in TABLE_ROWS:
+        cells = [spread(of_seeds(name, num_rounds, metric), digits[metric]) for metric in digits]
+        rows.append([label, str(num_steps(name, num_rounds)), *cells])
+        chosen = of_seeds(name, num_rounds, "chosen")
+        rejected = of_seeds(name, num_rounds, "rejected")
+        both = [mean(sides) for sides in zip(chosen, rejected, strict=True)]
+        start_samples = of_seeds(name, num_rounds, "start's samples")
+        shifts = (chosen, rejected, both, start_samples)
+        shift_rows.append([label, *(spread(values, digits=1) for values in shifts)])
+    shift_columns = ["trained on", "chosen", "rejected", "mean of the two", "start's samples"]
+    return {
+        "iterative_dpo": {"columns": ["trained on", "optimiser steps", *digits], "rows": rows},
+        "iterative_dpo shift": {"columns": shift_columns, "rows": shift_rows},
+    }
+
+
+EXPERIMENTS = (
+    experiment_of_runs("dpo", COMMANDS, tables, draw),
+    experiment_of_runs("dpo_variants", VARIANTS, variants_tables),
+    experiment_of_runs("simpo_and_orpo", SIMPO_AND_ORPO, simpo_and_orpo_tables),
+    experiment_of_runs("orpo", ORPO, orpo_tables),
+    Experiment("iterative_dpo", iterative_tables, measure_iterative),
+)

@@ -1,0 +1,136 @@
+"""What the programs that measure time and memory share: a process of its own, a clock, the peak of
+memory, models with random weights, and short runs of the scripts."""
+
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+SCRIPTS = ("sft", "reinforce", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "kto")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def quietly(function: Callable, *arguments: Any) -> Any:
+    """What a function returns; what it prints is dropped."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return function(*arguments)
+
+
+def in_own_process(function: Callable, *arguments: Any) -> Any:
+    """What a function returns that is called, quietly, in a new process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(quietly, function, *arguments).result()
+
+
+# --- time and memory ---------------------------------------------------------------------------
+def median_seconds(function: Callable[[], Any], repeats: int) -> float:
+    """Median wall-clock seconds of a call, after one that is not counted."""
+    seconds = []
+    for _ in range(repeats + 1):
+        if CUDA:
+            torch.cuda.synchronize()
+        start_time = time.perf_counter()
+        function()
+        if CUDA:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start_time)
+    return statistics.median(seconds[1:])
+
+
+def resident(name: str) -> int:
+    """Bytes: VmRSS is resident now, VmHWM the most since the last `reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the memory of a process is read from /proc, which only Linux has")
+
+
+def reset_peak() -> int:
+    """Bytes in use now; peaks are counted from here."""
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def peak() -> int:
+    """The most bytes in use since `reset_peak`."""
+    if CUDA:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return resident("VmHWM")
+
+
+# --- models ------------------------------------------------------------------------------------
+def random_model(
+    config: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> torch.nn.Module:
+    """A model of a configuration, in eval mode as the scripts have it, the same in each call."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+MEDIUM = dict(  # 27M parameters
+    hidden_size=512,
+    intermediate_size=1_536,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+)
+
+
+def enlarge(source: str, folder: Path, sizes: dict[str, int]) -> str:
+    """A random model of these sizes in the place of a tiny one, with its tokenizer."""
+    config = AutoConfig.from_pretrained(source, dtype="float32", **sizes)
+    auto_class = AutoModelForCausalLM
+    if "Classification" in config.architectures[0]:
+        auto_class = AutoModelForSequenceClassification
+        config.num_labels = 1
+    auto_class.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
+
+
+# --- short runs of the scripts -----------------------------------------------------------------
+def two_steps(script: Any, micro_batch_size: int) -> dict[str, Any]:
+    """Flags for two optimiser steps of two micro-batches: the second meets the gradients of the
+    first."""
+    fields = vars(script.Args())
+    rows = 4 * micro_batch_size  # pairs, sequences or completions of both steps
+    flags = {"micro_batch_size": micro_batch_size, "eval_split": "test[:4]"}
+    if "total_rollouts" not in fields:
+        return flags | {"train_split": f"train[:{rows}]", "epochs": 1.0, "batch_size": rows // 2}
+    flags |= {"total_rollouts": 1, "prompts_per_rollout": rows // fields.get("group_size", 1)}
+    if "num_minibatches" in fields:
+        flags["num_minibatches"] = 2
+    else:  # a rollout is one step, of all its completions
+        flags["total_rollouts"] = 2
+    if "update_epochs" in fields:
+        flags["update_epochs"] = 1
+    return flags
+
+
+def large_models(script: Any, folder: Path, sizes: dict[str, int] = MEDIUM) -> dict[str, str]:
+    """Flags that put random models, made in the folder, in the place of tiny ones."""
+    flags = {}
+    for flag in ("model", "reward_model"):
+        source = getattr(script.Args, flag, None)
+        if source:
+            flags[flag] = enlarge(source, folder / flag, sizes)
+    return flags

@@ -1,0 +1,86 @@
+"""Policies, their samples, their scores, and how far two policies are apart."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import grpo
+from common.generation import generate
+from common.logprobs import Sequences, micro_batches, rollout_logprobs
+from common.tokens import find_stop_ids
+from docs.experiments.lib.measuring import quietly
+
+BATCH_SIZE = 256  # sequences sampled at a time
+MICRO_BATCH_SIZE = 64  # sequences scored at a time
+
+
+class Policy(NamedTuple):
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]
+
+
+def load_policy(source: str | Path) -> Policy:
+    """The model, its tokenizer, and the ids that end a completion."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    return Policy(model, tokenizer, find_stop_ids(str(source), tokenizer))
+
+
+def load_reward_model(source: str) -> Callable:
+    """A function of (prompts, sequences, texts): rewards (B,), centred as in grpo.py."""
+    kind = AutoModelForSequenceClassification
+    model = kind.from_pretrained(source, dtype=torch.float32).eval()
+    return partial(grpo.model_rewards, model, MICRO_BATCH_SIZE)
+
+
+def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> list[grpo.Prompt]:
+    """The prompts of a script's --dataset."""
+    return quietly(grpo.load_prompts, args, split, tokenizer)
+
+
+def sample(
+    policy: Policy, prompt_ids: list[list[int]], max_new_tokens: int, rng: Generator
+) -> tuple[Sequences, list[str]]:
+    """A completion for each prompt at temperature 1: pairs (prompt, completion) of ids, and texts.
+
+    They are those of an evaluation of a script whose --seed is that of the generator.
+    """
+    completion_ids = generate(
+        policy.model,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        temperature=1.0,
+        stop_ids=policy.stop_ids,
+        rng=rng,
+        batch_size=BATCH_SIZE,
+    )
+    texts = policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    return list(zip(prompt_ids, completion_ids, strict=True)), texts
+
+
+def total_logprob(policy: Policy, sequences: Sequences) -> float:
+    """The sum of all completions' log-probs, in nats."""
+    batches = micro_batches(sequences, torch.arange(len(sequences)), MICRO_BATCH_SIZE)
+    return rollout_logprobs(policy.model, sequences, batches, temperature=1.0).double().sum().item()
+
+
+@torch.no_grad()
+def mean_log_ratio(policy: Policy, start: Policy, sequences: Sequences) -> float:
+    """The mean over completions of log(pi(y|x) / pi_start(y|x)), in nats per completion.
+
+    On samples of the policy this is k1, an estimate of KL(policy || start).
+    """
+    log_ratio = total_logprob(policy, sequences) - total_logprob(start, sequences)
+    return log_ratio / len(sequences)

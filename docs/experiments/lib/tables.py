@@ -1,0 +1,100 @@
+"""What is generated on the pages: tables, functions of the scripts, and the lines of links.
+
+A table is a dictionary of `columns`, a list of strings, and `rows`, lists of as many strings.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+
+TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
+CODE = re.compile(r"(<!-- code (\S+) (\w+) -->\n)(.*?)(<!-- end code -->)", re.DOTALL)
+LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
+
+
+# --- cells -------------------------------------------------------------------------------------
+def spread(values: Sequence[float], digits: int, average: Callable = mean) -> str:
+    """The average (lowest to highest), or one number where they are the same."""
+    numbers = (average(values), min(values), max(values))
+    middle, lowest, highest = (f"{number:,.{digits}f}" for number in numbers)
+    if middle == lowest == highest:
+        return middle
+    return f"{middle} ({lowest} to {highest})"
+
+
+def fixed(number: float, digits: int = 3) -> str:
+    """So many digits behind the point; no sign where the number is rounded to 0."""
+    text = f"{number:.{digits}f}"
+    return text.lstrip("-") if float(text) == 0 else text
+
+
+def rounded(value: object, digits: int = 4) -> object:
+    """The same lists and dictionaries, with their numbers rounded."""
+    if isinstance(value, dict):
+        return {name: rounded(item, digits) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item, digits) for item in value]
+    return round(value, digits) if isinstance(value, float) else value
+
+
+# --- pages -------------------------------------------------------------------------------------
+def pages() -> list[Path]:
+    return [Path("README.md"), Path("tiny/README.md"), *sorted(Path("docs").glob("*.md"))]
+
+
+def markdown(table: dict) -> str:
+    """The lines of a table."""
+    columns = table["columns"]
+    lines = ["| " + " | ".join(cells) + " |\n" for cells in [columns, *table["rows"]]]
+    lines.insert(1, "|" + "---|" * len(columns) + "\n")
+    return "".join(lines)
+
+
+def definition(path: Path, name: str) -> ast.stmt:
+    """The function, class or constant of this name in a Python file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        else:
+            names = [getattr(node, "name", None)]
+        if name in names:
+            return node
+    raise ValueError(f"{path} does not define {name}")
+
+
+def code(path: Path, name: str) -> str:
+    """The source of a function without its docstring, as Markdown."""
+    node = definition(path, name)
+    lines = path.read_text().splitlines()
+    docstring = node.body[0] if ast.get_docstring(node) else None
+    source = []
+    for number in range(node.lineno, node.end_lineno + 1):
+        if docstring is None or not docstring.lineno <= number <= docstring.end_lineno:
+            source.append(lines[number - 1])
+    return "```python\n" + "\n".join(source) + "\n```\n"
+
+
+def generated(page: Path, tables: dict[str, dict]) -> str:
+    """The text of a page with its tables, functions and line numbers made anew."""
+
+    def with_table(block: re.Match) -> str:
+        return f"{block[1]}{markdown(tables[block[2]])}{block[4]}"
+
+    def with_code(block: re.Match) -> str:
+        return f"{block[1]}{code(Path(block[2]), block[3])}{block[5]}"
+
+    def with_line(link: re.Match) -> str:
+        return f"{link[1]}{definition(page.parent / link[3], link[2]).lineno})"
+
+    text = TABLE.sub(with_table, page.read_text())
+    text = CODE.sub(with_code, text)
+    return LINE_LINK.sub(with_line, text)
+
+
+def write_pages(tables: dict[str, dict]) -> None:
+    for page in pages():
+        text = generated(page, tables)
+        if text != page.read_text():
+            page.write_text(text)

@@ -1,0 +1,275 @@
+"""docs/policy_gradient.md: small cases in which every outcome can be enumerated, computed with the
+scripts' own functions.
+"""
+
+import math
+
+import torch
+
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panels
+from docs.experiments.lib.enumeration import (
+    gradients,
+    mean_and_deviation,
+    mean_and_variance,
+    softmax_policy,
+    tensor,
+)
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.tables import fixed
+from grpo import grpo_loss
+from ppo_rlhf import gae, k3_kl
+from reinforce import policy_gradient_loss
+
+# One prompt, three completions.
+PROBABILITIES, REWARDS = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
+# Two tokens: the probability of a first token, and after it that of a second one which is right
+# and has the reward 1.
+TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
+START_VALUE = 0.4  # V(s_1) of the tree: the probability of a right second token
+CLIP = 0.2  # eps of PPO
+PENALTIES = (1.0, 3.0)  # coefficient of PPO's penalty, KL(pi_old || pi), instead of the clip
+# The three completions again: under a later policy, and their advantages, the reward minus a
+# baseline.
+LATER_PROBABILITIES, BASELINE = (0.4, 0.3, 0.3), 0.9
+WEIGHT_CAP = 1.25  # of truncated importance sampling
+ENTROPY_COEFS = (0.05, 0.08, 0.1, 0.2)
+# The tokens of tiny/arithmetic, those of tiny/reviews, and those of Qwen2.5-0.5B.
+VOCABULARY_SIZES = (18, 135, 151_936)
+# The rewards and values of the worked example in docs/ppo_rlhf.md.
+TOKEN_REWARDS, VALUES = (-0.02, 0.01, 1.0), (0.5, 0.6, 0.8)
+LAMBDAS = (0.0, 0.5, 0.95, 1.0)  # of GAE
+
+
+def baselines_table() -> dict:
+    """Mean and variance of the estimate (r - b) grad log pi, for several b."""
+    logits, logprobs = softmax_policy(PROBABILITIES)
+    p, rewards = tensor(PROBABILITIES), tensor(REWARDS)
+    squared_scores = gradients(logprobs, logits).square().sum(dim=1)
+    best = ((p * rewards * squared_scores).sum() / (p * squared_scores).sum()).item()
+    mean_reward = (p * rewards).sum().item()
+    cases = {
+        "-1": -1.0,
+        "0": 0.0,
+        f"{fixed(mean_reward, 1)}, the mean reward": mean_reward,
+        f"{fixed(best)}, the best": best,
+        "3": 3.0,
+    }
+    rows = []
+    for name, baseline in cases.items():
+        objectives = []
+        for logprob, reward in zip(logprobs, rewards, strict=True):
+            advantage = (reward - baseline).view(1)
+            objectives.append(-policy_gradient_loss(logprob.view(1, 1), advantage, 1))
+        mean, variance = mean_and_variance(p, gradients(objectives, logits))
+        rows.append([name, ", ".join(fixed(x, 2) for x in mean), fixed(variance)])
+    return {"columns": ["$b$", "mean of the estimate", "variance"], "rows": rows}
+
+
+def views_table() -> dict:
+    """The advantage of a completion, and those of its two tokens, of a critic without error."""
+    rows = []
+    for first, (probability, right) in TREE.items():
+        for second, second_probability, reward in (
+            ("right", right, 1.0),
+            ("wrong", 1 - right, 0.0),
+        ):
+            token_rewards, values = tensor([[0.0, reward]]), tensor([[START_VALUE, right]])
+            token_advantages, _ = gae(token_rewards, values, gamma=1.0, lam=0.0)
+            advantages = [reward - START_VALUE, *token_advantages[0].tolist()]
+            row = [f"{first}, {second}", fixed(probability * second_probability, 2)]
+            row += [fixed(reward, 0), *(fixed(advantage, 2) for advantage in advantages)]
+            rows.append(row)
+    columns = ["completion", "probability", "reward", "$r - V(s_1)$", "$A_t$ of token 1"]
+    return {"columns": [*columns, "of token 2"], "rows": rows}
+
+
+def critic_table() -> dict:
+    """The advantage of token b, by a critic that expects a half after either first token."""
+    _, right = TREE["b"]
+    true_advantage = right - START_VALUE
+    p = tensor([right, 1 - right])
+    rewards = tensor([[0.0, 1.0], [0.0, 0.0]])  # the second token right, and wrong
+    values = tensor([[START_VALUE, 0.5]]).expand(2, 2)
+    rows = []
+    for lam in LAMBDAS:
+        advantages, _ = gae(rewards, values, gamma=1.0, lam=lam)
+        mean, deviation = mean_and_deviation(p, advantages[:, 0])
+        rows.append([f"{lam:g}", *map(fixed, (mean, mean - true_advantage, deviation))])
+    return {"columns": ["$\\lambda$", "mean", "bias", "standard deviation"], "rows": rows}
+
+
+def lambdas_table() -> dict:
+    """The advantages of three tokens, from lambda = 0 to 1."""
+    rows = []
+    for lam in LAMBDAS:
+        advantages, _ = gae(tensor([TOKEN_REWARDS]), tensor([VALUES]), gamma=1.0, lam=lam)
+        rows.append([f"{lam:g}", *map(fixed, advantages[0].tolist())])
+    return {"columns": ["$\\lambda$", "token 1", "token 2", "token 3"], "rows": rows}
+
+
+def clipped(ratio: float, advantage: float) -> tuple[float, float]:
+    """A token's objective, and its derivative by the token's log-prob."""
+    logprobs = tensor([[ratio]]).log().requires_grad_()
+    loss, _ = grpo_loss(
+        logprobs,
+        old_logprobs=torch.zeros_like(logprobs),
+        ref_logprobs=None,
+        advantages=tensor([advantage]),
+        weights=torch.ones_like(logprobs),
+        clip_low=CLIP,
+        clip_high=CLIP,
+        beta=0.0,
+    )
+    (derivative,) = torch.autograd.grad(-loss, logprobs)
+    return -loss.item(), derivative.item()
+
+
+def clip_table() -> dict:
+    """The four cases of advantage and ratio."""
+    effects = {
+        (1, 0.7): "has fallen, and should rise: raised",
+        (1, 1.3): "**held**, in `policy/clip_fraction_high`",
+        (-1, 0.7): "**held**, in `policy/clip_fraction_low`",
+        (-1, 1.3): "has risen, and should fall: lowered",
+    }
+    rows = []
+    for (advantage, ratio), effect in effects.items():
+        objective, derivative = clipped(ratio, advantage)
+        clipped_ratio = min(max(ratio, 1 - CLIP), 1 + CLIP)
+        terms = (ratio * advantage, clipped_ratio * advantage, objective, derivative)
+        rows.append([f"{advantage:+d}", f"{ratio:g}", *(fixed(term, 1) for term in terms), effect])
+    columns = ["$A$", "$\\rho$", "$\\rho A$", "$\\text{clip}(\\rho) A$", "minimum", "gradient"]
+    return {"columns": [*columns, "log-prob"], "rows": rows}
+
+
+def penalty_table() -> dict:
+    """The gradient by a token's log-prob: with the clip, and with PPO's KL penalty instead.
+
+    The KL of the old policy from the new one is estimated by k3 on the old policy's tokens, as
+    `policy/approx_kl` is.
+    """
+    rows = []
+    for advantage in (1, -1):
+        for ratio in (0.7, 1.0, 1.3):
+            _, with_clip = clipped(ratio, advantage)
+            derivatives = [with_clip]
+            for beta in PENALTIES:
+                logprob = tensor(ratio).log().requires_grad_()
+                old_logprob = torch.zeros_like(logprob)
+                surrogate = (logprob - old_logprob).exp() * advantage
+                objective = surrogate - beta * k3_kl(old_logprob, logprob)
+                (derivative,) = torch.autograd.grad(objective, logprob)
+                derivatives.append(derivative.item())
+            rows.append([f"{advantage:+d}", f"{ratio:g}", *(fixed(x, 1) for x in derivatives)])
+    penalties = [f"penalty, weight {beta:g}" for beta in PENALTIES]
+    return {"columns": ["$A$", "$\\rho$", "clip", *penalties], "rows": rows}
+
+
+def stale_table() -> dict:
+    """The first step on completions of an earlier policy: each token's coefficient, the expected
+    gradient by the logits, and its variance.
+
+    The behaviour policy has PROBABILITIES; the proximal policy and the one in training have
+    LATER_PROBABILITIES.
+    """
+    behaviour, advantages = tensor(PROBABILITIES), tensor(REWARDS) - BASELINE
+    logits, logprobs = softmax_policy(LATER_PROBABILITIES)
+    proximal = logprobs.detach()
+    weights = proximal.exp() / behaviour  # importance weights, proximal policy / behaviour policy
+    capped = weights.clamp(max=WEIGHT_CAP)
+    ones = torch.ones_like(weights)
+    # By name: the policy whose tokens they are, that in the ratio's denominator, the weights.
+    cases = {
+        "not corrected": (behaviour, proximal, ones),
+        "clipped ratio to the behaviour policy": (behaviour, behaviour.log(), ones),
+        "decoupled": (behaviour, proximal, weights),
+        f"decoupled, weights up to {WEIGHT_CAP:g}": (behaviour, proximal, capped),
+        "no staleness: own completions": (proximal.exp(), proximal, ones),
+    }
+    rows = []
+    for name, (sampled_from, old_logprobs, case_weights) in cases.items():
+        objectives = []
+        for i in range(len(logprobs)):
+            loss, _ = grpo_loss(
+                logprobs[i].view(1, 1),
+                old_logprobs=old_logprobs[i].view(1, 1),
+                ref_logprobs=None,
+                advantages=advantages[i].view(1),
+                weights=case_weights[i].view(1, 1),
+                clip_low=CLIP,
+                clip_high=CLIP,
+                beta=0.0,
+            )
+            objectives.append(-loss)
+        coefficients = gradients(objectives, logprobs).diagonal().tolist()
+        mean, variance = mean_and_variance(sampled_from, gradients(objectives, logits))
+        cells = [", ".join(fixed(x, 2) for x in coefficients), ", ".join(map(fixed, mean))]
+        rows.append([name, *cells, fixed(variance, 2)])
+    columns = ["", "coefficients $c$ of the three completions", "expected gradient", "variance"]
+    return {"columns": columns, "rows": rows}
+
+
+def entropy_table() -> dict:
+    """What the best policy leaves to the tokens of advantage 0, where one token has advantage 1.
+
+    With an entropy bonus c it is proportional to e^(A / c), for each size of the vocabulary; with
+    a KL of the same weight to a reference that gives the one token a half, to pi_ref e^(A / c).
+    """
+    rows = []
+    for coefficient in ENTROPY_COEFS:
+        log_odds = -1 / coefficient  # of one other token against the best one
+        left = []
+        for size in VOCABULARY_SIZES:
+            left.append(tensor(log_odds + math.log(size - 1)).sigmoid().item())
+        left.append(tensor(log_odds).sigmoid().item())
+        cells = [f"{x:.3f}" if x >= 0.001 else f"{x:.1e}" for x in left]
+        rows.append([f"{coefficient:g}", *cells])
+    sizes = [f"entropy, {size:,} tokens" for size in VOCABULARY_SIZES]
+    return {"columns": ["$c_e$", *sizes, "KL to a reference"], "rows": rows}
+
+
+def tables(_: dict) -> dict:
+    return {
+        "policy_gradient baselines": baselines_table(),
+        "policy_gradient views": views_table(),
+        "policy_gradient critic": critic_table(),
+        "policy_gradient lambdas": lambdas_table(),
+        "policy_gradient clip": clip_table(),
+        "policy_gradient penalty": penalty_table(),
+        "policy_gradient stale": stale_table(),
+        "policy_gradient entropy": entropy_table(),
+    }
+
+
+def draw(_: dict) -> tuple:
+    """The clipped objective."""
+    colour = ALGORITHM_STYLES["PPO"].colour
+    figure, axes = panels(2, height=3.2, sharex=True)
+    ratios = [round(0.4 + 0.01 * i, 4) for i in range(121)]
+    held = {1: (1 + CLIP, 1.6), -1: (0.4, 1 - CLIP)}  # where the ratio gets no gradient
+    for axis, (advantage, (held_from, held_to)) in zip(axes, held.items(), strict=True):
+        objectives = [round(clipped(ratio, advantage)[0], 4) for ratio in ratios]
+        unclipped = [round(ratio * advantage, 4) for ratio in ratios]
+        axis.axvspan(held_from, held_to, color=GREY, alpha=0.15, lw=0)
+        axis.plot(ratios, objectives, color=colour, lw=2, label="objective")
+        axis.plot(ratios, unclipped, color=TEXT, lw=1, ls=":", label="rho A")
+        for ratio in (0.7, 1.3):
+            objective, _ = clipped(ratio, advantage)
+            fill = GROUND if held_from < ratio < held_to else colour
+            axis.plot([ratio], [objective], "o", color=colour, mfc=fill, ms=7)
+        axis.axvline(1, color=GREY, lw=0.8)
+        axis.set(title=f"advantage A = {advantage:+d}", xlabel="ratio rho = π / π_old")
+        middle = (held_from + held_to) / 2
+        axis.text(middle, axis.get_ylim()[0] + 0.1, "gradient 0", ha="center")
+    axes[0].set(ylabel="objective")
+    axes[0].legend(loc="upper left")
+    description = (
+        "Two panels over the ratio, from 0.4 to 1.6. For A = +1 the objective rises with the ratio "
+        f"up to {1 + CLIP:g} and is flat above. For A = -1 it is flat below {1 - CLIP:g} and falls "
+        "above. Where it is flat the gradient is 0. Dots mark the ratios 0.7 and 1.3, open ones "
+        "those without a gradient."
+    )
+    return figure, "The clipped objective of a token against its ratio", description
+
+
+EXPERIMENTS = (Experiment("policy_gradient", tables, draw=draw),)

@@ -1,0 +1,195 @@
+"""docs/reinforce.md: the baselines; and the variance of the gradient under each, along training.
+
+For `variance` the policy of a moment samples many rollouts; each gives one gradient per baseline.
+With g the gradient of a rollout, the noise is E |g - E g|^2 and the signal |E g|^2, both estimated
+without bias. Their ratio says how many rollouts must be averaged until the signal stands out.
+"""
+
+import tempfile
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+import reinforce
+from common.logprobs import completion_logprobs
+from docs.experiments.lib import sampling
+from docs.experiments.lib.drawing import Style, panels, plain_log_scale
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import (
+    Numbers,
+    experiment_of_runs,
+    for_each_seed,
+    train,
+    variants,
+)
+from docs.experiments.lib.tables import spread
+from tiny.arithmetic.reward import last_number
+
+
+def tables(numbers: Numbers) -> dict:
+    columns = {
+        "accuracy before": ("first eval/reward", 3),
+        "after 20 rollouts": ("eval/reward at 20", 3),
+        "after 60": ("eval/reward", 3),
+    }
+    return {"reinforce": numbers.table_by_label(columns)}
+
+
+BASELINES = ("--baseline none", "--baseline batch_mean", "--baseline leave_one_out")
+
+
+# --- variance ----------------------------------------------------------------------------------
+class Case(NamedTuple):
+    shift: float  # what is added to each reward, 0 or 1
+    baseline: str
+
+
+CASES = {
+    "none": Case(0, "none"),
+    "none, rewards 1 and 2": Case(1, "none"),
+    "batch mean": Case(0, "batch_mean"),
+    "leave one out": Case(0, "leave_one_out"),
+}
+NUM_ROLLOUTS = 64  # that are sampled from each policy
+MOMENTS = (0, 5, 10, 20, 40, 60)  # rollouts trained, after which the variance is measured
+
+
+def noise_and_signal(model: str, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Mean reward, and of each case the noise and the signal."""
+    args = reinforce.Args(model=model)
+    rng = Generator().manual_seed(seed)
+    policy = sampling.load_policy(model)
+    train_prompts = sampling.load_prompts(args, args.train_split, policy.tokenizer)
+
+    mean_rewards = []
+    gradient_sums = dict.fromkeys(CASES, 0.0)
+    squared_norms = dict.fromkeys(CASES, 0.0)
+    for _ in range(NUM_ROLLOUTS):
+        # 1. Sample a rollout, as reinforce.py does.
+        prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
+        prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
+        prompt_ids = [prompt.ids for prompt in prompts]
+        sequences, texts = sampling.sample(policy, prompt_ids, args.max_new_tokens, rng)
+        answers = [prompt.columns["answer"] for prompt in prompts]
+        rewards = torch.tensor(last_number([], texts, answers))
+        mean_rewards.append(rewards.mean().item())
+
+        # 2. Its gradient under each baseline.
+        logprobs = completion_logprobs(policy.model, sequences, range(len(sequences)))
+        for name, case in CASES.items():
+            advantages = reinforce.baseline_advantages(
+                rewards + case.shift, args.group_size, case.baseline
+            )
+            loss = reinforce.policy_gradient_loss(logprobs, advantages, len(sequences))
+            gradient = flat_gradient(loss, policy.model)
+            gradient_sums[name] = gradient_sums[name] + gradient
+            squared_norms[name] += gradient.square().sum().item()
+
+    noise, signal = {}, {}
+    for name in CASES:
+        squared_mean = (gradient_sums[name] / NUM_ROLLOUTS).square().sum().item()
+        noise[name] = (squared_norms[name] - NUM_ROLLOUTS * squared_mean) / (NUM_ROLLOUTS - 1)
+        signal[name] = squared_mean - noise[name] / NUM_ROLLOUTS
+    return mean(mean_rewards), noise, signal
+
+
+def flat_gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
+    """The gradient by all parameters as one vector, in float64."""
+    gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    return torch.cat([gradient.flatten() for gradient in gradients]).double()
+
+
+def along_training(seed: int) -> dict:
+    """What is measured with one seed; of each case a number for each of MOMENTS."""
+    measured = {
+        "rewards": [],
+        "noise": {name: [] for name in CASES},
+        "signal": {name: [] for name in CASES},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for moment in MOMENTS:
+            model = reinforce.Args.model
+            if moment > 0:
+                flags = dict(total_rollouts=moment, eval_split="test[:8]", eval_every=1000)
+                model = str(train(reinforce, seed=seed, output_dir=folder, **flags).folder)
+            mean_reward, noise, signal = noise_and_signal(model, seed)
+            measured["rewards"].append(mean_reward)
+            for name in CASES:
+                measured["noise"][name].append(noise[name])
+                measured["signal"][name].append(signal[name])
+        shifted = dict(baseline="none", reward_fn="docs/experiments/rules.py:one_or_two")
+        run = train(reinforce, seed=seed, output_dir=folder, **shifted)
+        measured["accuracy, rewards 1 and 2"] = run.evaluations[-1]["eval/reward"] - 1
+    return measured
+
+
+def measure_variance() -> dict:
+    return {"numbers": for_each_seed(along_training)}
+
+
+def variance_tables(results: dict) -> dict:
+    """Medians, because a single improbable token can make one variance a hundred times as large."""
+    measured = results["numbers"].values()
+
+    def of_seeds(kind: str, case: str, i: int) -> list[float]:
+        """The noise or signal of each seed at moment i."""
+        return [of_seed[kind][case][i] for of_seed in measured]
+
+    rows = []
+    for i, moment in enumerate(MOMENTS):
+        mean_reward = mean(of_seed["rewards"][i] for of_seed in measured)
+        row = [str(moment), f"{mean_reward:.2f}"]
+        for case in CASES:
+            row.append(spread(of_seeds("noise", case, i), digits=2, average=median))
+        signals = [median(of_seeds("signal", case, i)) for case in CASES]
+        row.append(f"{min(signals):.2f} to {max(signals):.2f}")
+        rows.append(row)
+    shifted = [of_seed["accuracy, rewards 1 and 2"] for of_seed in measured]
+    return {
+        "variance": {"columns": ["rollouts", "mean reward", *CASES, "squared mean"], "rows": rows},
+        "variance shifted": {
+            "columns": ["seed", *results["numbers"]],
+            "rows": [["accuracy after 60", *(f"{accuracy:.3f}" for accuracy in shifted)]],
+        },
+    }
+
+
+def draw_variance(results: dict) -> tuple:
+    """The noise of each case at each moment, median and range."""
+    styles = {  # shades of REINFORCE's colour
+        "none": Style("#3f1d6b", "p"),
+        "none, rewards 1 and 2": Style("#7a3fc0", "s"),
+        "batch mean": Style("#9a5fe0", "o"),
+        "leave one out": Style("#3f1d6b", "x"),
+    }
+    seeds = results["numbers"].values()
+    figure, (axis,) = panels(1, height=3.4)
+    last_medians = []
+    for i, (case, style) in enumerate(styles.items()):
+        noises = [*zip(*(of_seed["noise"][case] for of_seed in seeds), strict=True)]
+        places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side
+        medians = [median(noise) for noise in noises]
+        lowest, highest = [min(noise) for noise in noises], [max(noise) for noise in noises]
+        axis.vlines(places, lowest, highest, color=style.colour, lw=1.2, alpha=0.6)
+        for place, noise in zip(places, noises, strict=True):
+            axis.plot([place] * len(noise), noise, ".", color=style.colour, ms=3, alpha=0.6)
+        axis.plot(places, medians, color=style.colour, marker=style.marker, ls="", ms=7, label=case)
+        last_medians.append(f"{case} {medians[0]:.2f} and {medians[-1]:.2f}")
+    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient")
+    axis.set_xticks(range(len(MOMENTS)), labels=map(str, MOMENTS))
+    plain_log_scale(axis)
+    figure.legend(title="baseline", loc="outside right center")
+    description = (
+        "The variance of REINFORCE's gradient, on a logarithmic axis, measured after 0 to 60 "
+        "rollouts of training; a marker is the median of five seeds, a bar their range. Medians "
+        f"before training and at the end: {'; '.join(last_medians)}."
+    )
+    return figure, "Variance of the gradient under four baselines", description
+
+
+EXPERIMENTS = (
+    experiment_of_runs("reinforce", variants("reinforce.py", *BASELINES), tables),
+    Experiment("variance", variance_tables, measure_variance, draw_variance),
+)

@@ -1,0 +1,195 @@
+"""docs/results.md: gold reward against KL by algorithm, and all algorithms in one table."""
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import NamedTuple
+
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, GROUND, panels
+from docs.experiments.lib.experiment import Experiment, saved_results
+from docs.experiments.lib.runs import GRPO_REVIEWS, Numbers, experiment_of_runs
+from docs.experiments.lib.tables import spread
+
+
+class Family(NamedTuple):
+    """An algorithm that is run with several beta."""
+
+    command: str  # with {} for the beta
+    betas: Sequence[float]
+
+
+FAMILIES = {
+    "PPO, KL in the reward": Family("ppo_rlhf.py --beta {}", (1e-9, 0.05, 0.1, 0.2, 0.5)),
+    "PPO, KL in the loss": Family("ppo_rlhf.py --kl-placement loss --beta {}", (0.2, 0.5, 1)),
+    "GRPO, KL in the reward": Family(
+        f"{GRPO_REVIEWS} --beta {{}} --kl-placement reward", (0.1, 0.2, 0.5)
+    ),
+    "GRPO, KL in the loss": Family(f"{GRPO_REVIEWS} --beta {{}}", (0.1, 0.2, 0.5, 1)),
+    "DPO": Family("dpo.py --beta {}", (0.1, 0.3, 1)),
+}
+# Where a beta stands beside its point, in points to the right and up; else 6, 5.
+BETA_OFFSETS = {
+    ("PPO, KL in the reward", 0.5): (-20, 6),
+    ("PPO, KL in the loss", 0.5): (-20, 6),
+    ("PPO, KL in the loss", 1): (-12, 6),
+    ("GRPO, KL in the reward", 0.1): (-28, 1),
+    ("GRPO, KL in the reward", 0.2): (-17, -15),
+    ("GRPO, KL in the reward", 0.5): (-24, -2),
+    ("GRPO, KL in the loss", 0.1): (-17, -14),
+    ("GRPO, KL in the loss", 0.5): (-20, 7),
+    ("GRPO, KL in the loss", 1): (-12, 7),
+    ("DPO", 1): (-3, -17),
+}
+
+
+def frontier_commands() -> dict[str, str]:
+    commands = {}
+    for name, family in FAMILIES.items():
+        for beta in family.betas:
+            commands[f"{name}, beta {beta}"] = family.command.format(beta)
+    return commands
+
+
+def shown(beta: float) -> str:
+    """1e-9 where Python writes 1e-09."""
+    return str(beta).replace("e-0", "e-")
+
+
+def frontier_tables(numbers: Numbers) -> dict:
+    rows = []
+    for name, family in FAMILIES.items():
+        for beta in family.betas:
+            label = f"{name}, beta {beta}"
+            row = [name, shown(beta)]
+            row.append(numbers.spread(label, "eval/reward", 2))
+            row.append(numbers.spread(label, "KL of samples", 1))
+            row.append(numbers.spread(label, "grammatical", 2))
+            rows.append(row)
+    columns = ["algorithm", "`--beta`", "gold", "KL, nats per completion", "grammatical"]
+    return {"frontier": {"columns": columns, "rows": rows}}
+
+
+def draw_frontier(numbers: Numbers) -> tuple:
+    """Two panels, one above the other, with a gap in the axis between them."""
+    figure, axes = panels(1, height=5.2, rows=2, sharex=True)
+    upper, lower = axes
+    upper.get_gridspec().set_height_ratios([3, 1])
+    best = {}
+    for name, family in FAMILIES.items():
+        algorithm, _, placement = name.partition(", ")
+        colour, marker, line = ALGORITHM_STYLES[algorithm]
+        fill = colour
+        if placement == "KL in the loss":
+            fill, line = GROUND, "--"
+        mean_kls, mean_golds = [], []
+        for beta in family.betas:
+            label = f"{name}, beta {beta}"
+            kls = numbers.values(label, "KL of samples")
+            golds = numbers.values(label, "eval/reward")
+            mean_kls.append(mean(kls))
+            mean_golds.append(mean(golds))
+            for axis in axes:
+                axis.plot(kls, golds, color=colour, marker=".", ms=3.5, ls="", alpha=0.7)
+        best[name] = max(zip(mean_golds, mean_kls, map(shown, family.betas), strict=True))
+        for axis in axes:
+            axis.plot(
+                mean_kls,
+                mean_golds,
+                color=colour,
+                marker=marker,
+                ms=7,
+                mfc=fill,
+                ls=line,
+                lw=1.2,
+                label=name,
+            )
+        for beta, kl, gold in zip(family.betas, mean_kls, mean_golds, strict=True):
+            upper_or_lower = upper if gold > 0.2 else lower
+            upper_or_lower.annotate(
+                shown(beta),
+                (kl, gold),
+                xytext=BETA_OFFSETS.get((name, beta), (6, 5)),
+                textcoords="offset points",
+                color=colour,
+            )
+    upper.spines.bottom.set_visible(False)
+    lower.spines.top.set_visible(False)
+    upper.tick_params(axis="x", length=0)
+    upper.set(ylim=(0.28, 0.95), ylabel="gold reward, held out", xscale="log")
+    upper.set(title="The number at a point is its beta; small dots are single seeds")
+    lower.set(ylim=(-0.8, 0.2), yticks=[-0.5, 0])
+    lower.set(xlabel="KL to the starting policy, nats per completion")
+    lower.set_xticks([0.3, 1, 3, 10, 30], labels=["0.3", "1", "3", "10", "30"])
+    lower.minorticks_off()
+    lower.legend(loc="lower left")
+    peaks = [
+        f"{name}: {gold:.2f} at {kl:.1f} nats with beta {beta}"
+        for name, (gold, kl, beta) in best.items()
+    ]
+    description = (
+        "Gold reward over the KL to the starting policy on a logarithmic axis; a marker for the "
+        "mean of five seeds of each beta, joined by a line for each algorithm. The gold reward "
+        f"first rises with the KL and then falls. Its highest means are: {'; '.join(peaks)}."
+    )
+    return figure, "Gold reward against KL for PPO, GRPO and DPO", description
+
+
+# --- overview ----------------------------------------------------------------------------------
+class Row(NamedTuple):
+    """Experiment and label of each number; None leaves the cell empty."""
+
+    algorithm: str
+    reviews: tuple[str, str] | None  # gold reward
+    kl: tuple[str, str] | None
+    sums: tuple[str, str] | None  # accuracy
+    learns_from: str
+
+
+PPO = ("frontier", "PPO, KL in the reward, beta 0.2")
+GRPO = ("frontier", "GRPO, KL in the loss, beta 0.2")
+GRPO_SHAPED = ("frontier", "GRPO, KL in the reward, beta 0.2")
+DPO = ("frontier", "DPO, beta 0.3")
+SIMPO = ("simpo_and_orpo", "`--loss simpo --beta 5 --gamma 0.5`")
+ORPO = ("simpo_and_orpo", "`--loss orpo --beta 5`")
+KTO = ("kto_variants", "(default)")
+REINFORCE = ("reinforce", "`--baseline leave_one_out`")
+BOTH, SAMPLES = "reward model; rule", "pairs; right and wrong samples"
+OVERVIEW = (
+    Row("[PPO](ppo_rlhf.md)", PPO, PPO, ("ppo_rlhf", "sums"), BOTH),
+    Row("[REINFORCE](reinforce.md), leave one out", None, None, REINFORCE, "rule"),
+    Row("[GRPO](grpo.md), KL in the loss", GRPO, GRPO, ("grpo", "(default)"), BOTH),
+    Row("GRPO, KL in the reward", GRPO_SHAPED, GRPO_SHAPED, None, "reward model"),
+    Row("[DPO](dpo.md)", DPO, DPO, ("dpo", "sums"), SAMPLES),
+    Row("[SimPO](dpo_variants.md)", SIMPO, None, None, "pairs"),
+    Row("[ORPO](dpo_variants.md)", ORPO, None, ("orpo", "ORPO, beta 0.5"), SAMPLES),
+    Row("[KTO](kto.md)", KTO, KTO, None, "labelled completions"),
+)
+
+
+def overview_tables(_: dict) -> dict:
+    """All algorithms on one metric, from the numbers of the other experiments."""
+
+    def cell(source: tuple[str, str] | None, digits: int, *metrics: str) -> str:
+        if source is None:
+            return ""
+        experiment, label = source
+        numbers = saved_results(experiment)["numbers"][label]
+        (values,) = [numbers[metric] for metric in metrics if metric in numbers][:1]
+        return spread(values, digits)
+
+    rows = []
+    for row in OVERVIEW:
+        gold = cell(row.reviews, 2, "eval/reward")
+        kl = cell(row.kl, 1, "KL of samples")
+        accuracy = cell(row.sums, 3, "eval/accuracy", "eval/reward")  # reinforce.py logs a reward
+        if row.algorithm.startswith("[ORPO]"):
+            accuracy += ", from an untrained model"
+        rows.append([row.algorithm, gold, kl, accuracy, row.learns_from])
+    columns = ["", "review task: gold reward", "KL, nats per completion"]
+    columns += ["arithmetic task: accuracy", "learns from"]
+    return {"overview": {"columns": columns, "rows": rows}}
+
+
+EXPERIMENTS = (
+    experiment_of_runs("frontier", frontier_commands(), frontier_tables, draw_frontier),
+    Experiment("overview", overview_tables),
+)

@@ -1,0 +1,152 @@
+"""docs/sft.md: the default run; and how often completions show their working after three kinds of
+SFT, and after GRPO from the last.
+
+Half of the demonstrations of tiny/arithmetic show their working. Per seed, `shown_working` trains
+
+* with `python sft.py`, whose loss is a mean over the tokens of the optimiser step;
+* with the same program and a mean over the tokens of each completion first;
+* with `python sft.py` on the demonstrations without working alone (twice the epochs, so as many
+  steps), and then with `python grpo.py` from there.
+
+It counts the samples with working among one sample for each of 500 held-out prompts.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo
+import sft
+from common.logprobs import Sequences
+from docs.experiments import rules
+from docs.experiments.lib.drawing import draw_metrics
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import (
+    SEEDS,
+    Numbers,
+    Run,
+    experiment_of_runs,
+    for_each_seed,
+    read_jsonl,
+    train,
+    write_jsonl,
+)
+from docs.experiments.lib.tables import rounded, spread
+
+
+def tables(numbers: Numbers) -> dict:
+    columns = {
+        "held-out loss before": ("(default)", "first eval/loss", 3),
+        "after": ("(default)", "eval/loss", 3),
+    }
+    return {"sft": numbers.table_by_seed(columns)}
+
+
+def draw(numbers: Numbers) -> tuple:
+    titles = {"eval/loss": "held-out loss, nats per token"}
+    return draw_metrics(numbers, "SFT", titles, xlabel="optimiser step")
+
+
+# --- shown_working -----------------------------------------------------------------------------
+NUM_SAMPLES = 500  # held-out prompts, one completion each
+PLAIN_LOGPROBS = sft.completion_logprobs
+PLAIN_LOSS = sft.negative_log_likelihood
+
+
+def share_with_working(samples: list[dict]) -> float:
+    rewards = rules.working([], [sample["completion"] for sample in samples])
+    return mean(reward > 0 for reward in rewards)
+
+
+def logprobs_over_length(model: Any, sequences: Sequences, inds: Sequence[int]) -> Tensor:
+    """Log-probs (b, T), each divided by the number of tokens of its completion."""
+    lengths = torch.tensor([len(sequences[i][1]) for i in inds])
+    return PLAIN_LOGPROBS(model, sequences, inds) / lengths[:, None]
+
+
+def mean_over_completions(logprobs: Tensor, num_tokens: int) -> Tensor:
+    """The loss of a step's completions, given their log-probs over their lengths."""
+    return -logprobs.sum() / logprobs.shape[0]
+
+
+def train_over_completions(**flags: Any) -> Run:
+    """sft.py with a mean over completions; its micro-batch is the whole step."""
+    sft.completion_logprobs = logprobs_over_length
+    sft.negative_log_likelihood = mean_over_completions
+    run = train(sft, **flags)
+    sft.completion_logprobs = PLAIN_LOGPROBS
+    sft.negative_log_likelihood = PLAIN_LOSS
+    return run
+
+
+def write_data_without_working(folder: Path) -> None:
+    """The demonstrations of tiny/arithmetic that give the answer at once."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = read_jsonl(Path(f"tiny/arithmetic/sft/{split}.jsonl"))
+        at_once = [row for row in rows if row["completion"].startswith("#")]
+        write_jsonl(folder / f"{split}.jsonl", at_once)
+
+
+def measure_seed(seed: int) -> dict[str, float]:
+    """Shares of completions with working, and of the last policy the accuracies."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "data")
+        write_data_without_working(data)
+        flags = dict(output_dir=folder, seed=seed, eval_samples=NUM_SAMPLES)
+        over_tokens = train(sft, **flags)
+        over_completions = train_over_completions(**flags)
+        at_once = train(sft, **flags, dataset=str(data), epochs=8.0)
+        trained = train(grpo, output_dir=folder, seed=seed, model=str(at_once.folder))
+        samples = read_jsonl(trained.folder / "samples.jsonl")
+        before = [sample for sample in samples if sample["step"] == 0]
+        first, last = trained.evaluations[0], trained.evaluations[-1]
+        return {
+            "mean over tokens": share_with_working(over_tokens.samples),
+            "mean over completions": share_with_working(over_completions.samples),
+            "never shown, before": share_with_working(before),
+            "never shown, after": share_with_working(trained.samples),
+            "never shown, accuracy before": first["eval/accuracy"],
+            "never shown, accuracy after": last["eval/accuracy"],
+            "never shown, tokens after": last["eval/length_mean"],
+        }
+
+
+def measure_shown_working() -> dict:
+    measured = [*for_each_seed(measure_seed).values()]
+    numbers = {name: [of_seed[name] for of_seed in measured] for name in measured[0]}
+    return {"seeds": SEEDS, "numbers": rounded(numbers)}
+
+
+def shown_working_tables(results: dict) -> dict:
+    numbers = results["numbers"]
+    shares = [
+        ["tokens of the optimiser step (`sft.py`)", spread(numbers["mean over tokens"], 2)],
+        ["tokens of each completion first", spread(numbers["mean over completions"], 2)],
+    ]
+    never_shown = []
+    for moment in ("before", "after"):
+        share = spread(numbers[f"never shown, {moment}"], 2)
+        accuracy = spread(numbers[f"never shown, accuracy {moment}"], 2)
+        never_shown.append([moment, share, accuracy])
+    return {
+        "shown_working": {
+            "columns": ["mean of the loss over", "share of samples with working"],
+            "rows": shares,
+        },
+        "shown_working grpo": {
+            "columns": ["60 rollouts of GRPO", "share of samples with working", "accuracy"],
+            "rows": never_shown,
+        },
+    }
+
+
+EXPERIMENTS = (
+    experiment_of_runs("sft", {"(default)": "sft.py"}, tables, draw),
+    Experiment("shown_working", shown_working_tables, measure_shown_working),
+)
