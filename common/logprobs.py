@@ -196,7 +196,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 factor = -g
                 if grad_entropies is not None:
                     log_p_plus_h = log_p.clamp(min=-1e4).add_(entropies[chunk][block])
-                    factor = factor - log_p_plus_h.mul_(grad_entropies[chunk][block])
+                    factor = log_p_plus_h.mul_(-grad_entropies[chunk][block]).add_(factor)
                 grad = log_p.exp().mul_(factor).scatter_add_(1, y[chunk][block], g)
                 torch.mul(grad, slope, out=log_p)  # in the place of the log-probs
             grad_cast = log_probs.to(cast_weight.dtype)  # by now the gradient of W h + b
