@@ -3,8 +3,8 @@
     python grpo.py --reward-weights 4 1 \
         --reward-fn tiny/arithmetic/reward.py:last_number docs/experiments/rules.py:brevity
 
-`python docs/experiments/figures.py gdpo variance` trains with them on tiny/arithmetic, and speed.py
-with `count_letters`.
+The experiments gdpo and variance train with them on tiny/arithmetic, and cost/speed.py with
+`count_letters`.
 """
 
 import re
