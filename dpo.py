@@ -236,7 +236,8 @@ def main(args: Args) -> Path:
             logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
             with torch.no_grad():
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[index])
             loss = losses.sum() / len(pairs)
             loss.backward()
             for name, values in pair_metrics.items():
@@ -367,7 +368,8 @@ def evaluate(
     for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
         logprobs = pair_logprobs(policy, pair_sequences, inds)
         ref_logprobs = pair_logprobs(ref_model, pair_sequences, inds) if ref_model else None
-        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+        index = inds.to(policy.device, non_blocking=True)
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[index])
         for name, values in pair_metrics.items():
             sums[name] += values.double().sum()
     means = {name: all_reduce_sum(value).item() / len(pairs) for name, value in sums.items()}

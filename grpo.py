@@ -369,12 +369,13 @@ def main(args: Args) -> Path:
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
+                    index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
                     loss, loss_sums = grpo_loss(
                         logprobs,
-                        logprobs.detach() if old_logprobs is None else old_logprobs[inds],
-                        None if ref_logprobs is None else ref_logprobs[inds],
-                        advantages[inds],
-                        weights[inds],
+                        logprobs.detach() if old_logprobs is None else old_logprobs[index],
+                        None if ref_logprobs is None else ref_logprobs[index],
+                        advantages[index],
+                        weights[index],
                         clip_low=args.clip_coef,
                         clip_high=args.clip_coef_high or args.clip_coef,
                         beta=0.0 if kl_in_reward else args.beta,
@@ -540,7 +541,8 @@ def model_rewards(
         ids, mask = pad_rows(rows, model.device)
         hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-        scores[inds] = model.score(last.float()).squeeze(1)[: len(inds)]
+        index = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
+        scores[index] = model.score(last.float()).squeeze(1)[: len(inds)]
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 

@@ -213,12 +213,13 @@ def main(args: Args) -> Path:
             with torch.no_grad():
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
+            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
             losses = kto_loss(
-                r, z0, labels[inds], args.beta, args.desirable_weight, args.undesirable_weight
+                r, z0, labels[index], args.beta, args.desirable_weight, args.undesirable_weight
             )
             loss = losses.sum() / len(rows)
             loss.backward()
-            logratios[inds] = r.detach()
+            logratios[index] = r.detach()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()

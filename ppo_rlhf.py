@@ -268,7 +268,7 @@ def policy_loss(
     sums = {
         "policy/loss": surrogate.sum(),
         "policy/entropy": entropy.sum(),
-        "policy/ratio": ratio[weights > 0].sum(),  # 1 at padding, where the other terms are 0
+        "policy/ratio": (ratio * (weights > 0)).sum(),  # 1 at padding, where other terms are 0
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
@@ -395,14 +395,15 @@ def main(args: Args) -> Path:
         with torch.no_grad():
             for minibatch in epochs[0]:
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    old_logprobs[inds] = completion_logprobs(
+                    index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+                    old_logprobs[index] = completion_logprobs(
                         policy, sequences, inds, args.temperature
                     )
                     if ref_model is not None:  # without it beta is 0
-                        ref_logprobs[inds] = completion_logprobs(
+                        ref_logprobs[index] = completion_logprobs(
                             ref_model, sequences, inds, args.temperature
                         )
-                    old_values[inds] = critic_values(value_backbone, value_head, sequences, inds)
+                    old_values[index] = critic_values(value_backbone, value_head, sequences, inds)
         for tensor in (old_logprobs, ref_logprobs, old_values):
             all_reduce_sum(tensor)  # each rank has computed some rows
 
@@ -426,15 +427,16 @@ def main(args: Args) -> Path:
             for minibatch in epoch:
                 minibatch_tokens = lengths[minibatch].sum()
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    weights = mask[inds] / minibatch_tokens  # (b, T)
+                    index = inds.to(device, non_blocking=True)
+                    weights = mask[index] / minibatch_tokens  # (b, T)
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
                     pg_loss, policy_sums = policy_loss(
                         logprobs,
-                        old_logprobs[inds],
-                        ref_logprobs[inds],
-                        advantages[inds],
+                        old_logprobs[index],
+                        ref_logprobs[index],
+                        advantages[index],
                         entropy,
                         weights,
                         clip_coef=args.clip_coef,
@@ -444,7 +446,7 @@ def main(args: Args) -> Path:
                     pg_loss.backward()  # frees the policy's activations before the critic's
                     values = critic_values(value_backbone, value_head, sequences, inds)
                     v_loss, value_sums = value_loss(
-                        values, old_values[inds], returns[inds], weights, args.vf_clip_coef
+                        values, old_values[index], returns[index], weights, args.vf_clip_coef
                     )
                     (args.vf_coef * v_loss).backward()
                     loss_sums = policy_sums | value_sums
@@ -666,7 +668,8 @@ def model_rewards(
         ids, mask = pad_rows(rows, model.device)
         hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-        scores[inds] = model.score(last.float()).squeeze(1)[: len(inds)]
+        index = inds.to(model.device, non_blocking=True)
+        scores[index] = model.score(last.float()).squeeze(1)[: len(inds)]
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 

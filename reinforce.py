@@ -200,7 +200,8 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            loss = policy_gradient_loss(logprobs, advantages[inds], num_completions=len(sequences))
+            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            loss = policy_gradient_loss(logprobs, advantages[index], num_completions=len(sequences))
             loss.backward()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()

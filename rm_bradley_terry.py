@@ -169,15 +169,15 @@ def main(args: Args) -> Path:
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
+        margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         results = torch.zeros(3, len(pairs), device=device)  # of each pair: loss, r_w, r_l
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-            micro_batch = [pairs[i] for i in inds]
-            r_w, r_l = pair_scores(model, micro_batch)  # (b,) each
-            margins = torch.tensor([pair.margin for pair in micro_batch], device=device)
-            pair_losses = bradley_terry_loss(r_w, r_l, margins, args.center_coef)  # (b,)
+            r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
+            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            pair_losses = bradley_terry_loss(r_w, r_l, margins[index], args.center_coef)  # (b,)
             loss = pair_losses.sum() / len(pairs)
             loss.backward()
-            results[:, inds] = torch.stack([pair_losses, r_w, r_l]).detach()
+            results[:, index] = torch.stack([pair_losses, r_w, r_l]).detach()
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -240,7 +240,8 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
     """Metrics of the held-out pairs."""
     scores = torch.zeros(2, len(pairs), device=model.device)
     for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-        scores[:, inds] = pair_scores(model, [pairs[i] for i in inds])
+        index = inds.to(model.device, non_blocking=True)
+        scores[:, index] = pair_scores(model, [pairs[i] for i in inds])
     chosen, rejected = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
     losses = bradley_terry_loss(chosen, rejected, margins, args.center_coef)

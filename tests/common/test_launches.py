@@ -60,8 +60,7 @@ def functions(waits):
     return {place.partition(" ")[2].partition(":")[0] for place in waits}
 
 
-# The other scripts index tensors by micro-batch with an index on the CPU, which is waited for.
-@pytest.mark.parametrize("name", ["sft"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_no_script_waits_in_its_loop_over_micro_batches(name):
     launches_of_step, _, counter = count_script(name)
     assert launches_of_step > 100
