@@ -66,8 +66,8 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, WORLD_SIZE, all_gather, all_reduce_sum
-from common.distributed import checkpoint_activations, join_processes, leave_processes, shard
+from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
+from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.tokens import encode, find_stop_ids, pad_rows
@@ -517,21 +517,11 @@ def main(args: Args) -> Path:
             save_checkpoint(run_dir, training, state | {"step": step + 1, "beta": beta})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
-    if args.track and RANK == 0:
-        wandb.finish()
+    wandb.finish()
     text = eval_prompts[0].text
     code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
     print(f"next: python -c {shlex.quote(code)}", flush=True)
     return run_dir
-
-
-def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
-    return norm
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
@@ -668,7 +658,7 @@ def model_rewards(
         ids, mask = pad_rows(rows, model.device)
         hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-        index = inds.to(model.device, non_blocking=True)
+        index = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
         scores[index] = model.score(last.float()).squeeze(1)[: len(inds)]
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 

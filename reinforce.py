@@ -48,8 +48,8 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, WORLD_SIZE, all_gather
-from common.distributed import checkpoint_activations, join_processes, leave_processes, shard
+from common.distributed import RANK, all_gather, checkpoint_activations, clip_grad_norm
+from common.distributed import join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.tokens import encode, find_stop_ids
@@ -230,21 +230,11 @@ def main(args: Args) -> Path:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
-    if args.track and RANK == 0:
-        wandb.finish()
+    wandb.finish()
     text = eval_prompts[0].text
     code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
     print(f"next: python -c {shlex.quote(code)}", flush=True)
     return run_dir
-
-
-def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
-    return norm
 
 
 def warn_if_unhealthy(metrics: dict[str, float]) -> None:

@@ -47,8 +47,9 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, WORLD_SIZE, all_gather, all_reduce_sum, transformer_layers
-from common.distributed import checkpoint_activations, join_processes, leave_processes, shard
+from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
+from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
+from common.distributed import transformer_layers
 from common.logprobs import hidden_states, micro_batches
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, pad_rows
 
@@ -207,21 +208,11 @@ def main(args: Args) -> Path:
 
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
     save_model(run_dir, model, tokenizer, stop_ids)
-    if args.track and RANK == 0:
-        wandb.finish()
+    wandb.finish()
     chat = "--chat" if args.chat else ""
     data_flags = f"--model {args.model} --dataset {args.dataset} {chat}"
     print(f"next: python ppo_rlhf.py --reward-model {run_dir} {data_flags}", flush=True)
     return run_dir
-
-
-def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
-    return norm
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:

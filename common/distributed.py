@@ -1,5 +1,6 @@
 """Ranks, sharding, precision, activation checkpointing."""
 
+import math
 import os
 import sys
 import warnings
@@ -110,6 +111,15 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
     for unit, (pre_hooks, forward_hooks) in zip(units, hooks, strict=True):
         unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, forward_hooks
         unit.reshard()
+
+
+def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
+    return norm
 
 
 def use_bfloat16(device: torch.device) -> bool:
