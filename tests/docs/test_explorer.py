@@ -1,31 +1,23 @@
 """docs/explorer.html in a real browser: its numbers against the formula of docs/experiments/cost/
 memory_model.py, every control, wrong input, a phone and a desk, light and dark, large letters.
-
-Needs Chromium and its driver (Debian: `apt install chromium chromium-driver`), and talks to the
-driver in WebDriver, which is JSON over HTTP (www.w3.org/TR/webdriver2).
 """
 
 import json
 import re
 import shlex
-import shutil
-import subprocess
-import threading
 import time
-import urllib.request
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import tyro
+from browser import EXPLORER as PAGE
+from browser import needs_browser, serve
 from scripts import SCRIPTS
 
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, PARTS, memory, peak_on
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 PRECISIONS = CONSTANTS["precisions"]
-PAGE = Path("docs/explorer.html")
 START_MODEL = "Qwen2.5-1.5B"
 TIGHT = 0.92  # of a card: above it the page says so
 COUNTED_GPUS = 64  # above it the page gives no number
@@ -59,110 +51,7 @@ def test_every_algorithm_has_its_script_and_page():
 
 
 # --- the browser -------------------------------------------------------------------------------
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs Chromium and chromedriver"
-)
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id, by the standard
-
-
-class Browser:
-    """One tab of a headless Chromium."""
-
-    def __init__(self, folder):
-        log = (folder / "driver.txt").open("w+")
-        self.driver = subprocess.Popen([DRIVER, "--port=0"], stdout=log, stderr=log)
-        deadline, port = time.monotonic() + 20, None
-        while port is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-            port = re.search(r"successfully on port (\d+)", (folder / "driver.txt").read_text())
-        self.address = f"http://127.0.0.1:{port[1]}"
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--allow-file-access-from-files",
-        ]
-        options = {"binary": CHROMIUM, "args": [*flags, f"--user-data-dir={folder / 'profile'}"]}
-        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
-        session = self.send("POST", "/session", wanted)["sessionId"]
-        self.address += f"/session/{session}"
-
-    def send(self, method, path, body=None):
-        data = None if method == "GET" else json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.address + path, data, method=method)
-        proxies = urllib.request.ProxyHandler({})
-        with urllib.request.build_opener(proxies).open(request, timeout=60) as reply:
-            return json.load(reply)["value"]
-
-    def close(self):
-        try:
-            self.send("DELETE", "")
-        finally:
-            self.driver.terminate()
-            self.driver.wait()
-
-    def run(self, script, *args):
-        """What a JavaScript function body returns."""
-        return self.send("POST", "/execute/sync", {"script": script, "args": [*args]})
-
-    def emulate(self, command, **params):
-        """A command of the DevTools protocol."""
-        return self.send("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
-
-    def open(self, width=1280, dark=False, address="", page=None):
-        """A fresh page. `address` is what stands after the #."""
-        self.emulate(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=800,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.emulate("Emulation.setEmulatedMedia", features=[scheme])
-        self.send("POST", "/url", {"url": "about:blank"})
-        self.send("POST", "/url", {"url": f"{page or PAGE.absolute().as_uri()}#{address}"})
-
-    def element(self, css):
-        found = self.send("POST", "/element", {"using": "css selector", "value": css})
-        return f"/element/{found[ELEMENT]}"
-
-    def click(self, css):
-        self.send("POST", f"{self.element(css)}/click")
-
-    def type(self, css, text):
-        """Replaces what a field holds, key by key, and leaves the field."""
-        element = self.element(css)
-        self.send("POST", f"{element}/clear")
-        self.send("POST", f"{element}/value", {"text": text})
-        self.run("document.activeElement.blur()")
-
-    def press(self, *keys):
-        downs_and_ups = [
-            {"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")
-        ]
-        keyboard = {"type": "key", "id": "keyboard", "actions": downs_and_ups}
-        self.send("POST", "/actions", {"actions": [keyboard]})
-
-    def text(self, css):
-        return self.run("return document.querySelector(arguments[0]).innerText", css)
-
-    def hash(self):
-        return self.run("return location.hash")
-
-
 TAB, RIGHT, END = "\ue004", "\ue014", "\ue010"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    started = Browser(tmp_path_factory.mktemp("browser"))
-    yield started
-    started.close()
-
-
 # `set` is a control as a person sets it; `read` gives all cards of the page, as it shows them.
 SCRIPT = """
 function set(name, value) {
@@ -512,22 +401,13 @@ def test_the_command_can_be_copied(browser, has_clipboard):
     assert pasted == browser.text("pre") and pasted.startswith("python grpo.py \\\n  --model Qwen/")
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-
 @needs_browser
 def test_links_lead_to_the_pages_of_the_site(browser):
     """There memory.md is memory/. From a disk, where Markdown is shown raw, they are names."""
     links = CHOOSE.replace("read()[0]", "[...document.links].map((x) => x.href)")
-    handler = partial(QuietHandler, directory=PAGE.parent)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        site = f"http://127.0.0.1:{server.server_port}/"
+    with serve(PAGE.parent) as site:
         browser.open(page=site + PAGE.name)
         by_algorithm = browser.run(links, {}, [*ALGORITHMS])
-        server.shutdown()
     for name, found in zip(ALGORITHMS, by_algorithm, strict=True):
         pages = [link.removeprefix(site).partition("#")[0].removesuffix("/") for link in found]
         stem = Path(ABOUT[name]["script"]).stem
