@@ -342,14 +342,13 @@ def tables(results: dict) -> dict:
 
     review_digits = {"kept": 0, "steps": 0, "learned": 2, "gold": 2, "grammatical": 2, "KL": 1}
     review_rows = [row_of(label, review_digits) for label in REVIEW_PLANS]
-    numbers = saved_results("ppo_rlhf")["numbers"]["(default)"]
+    learned = saved_results("reward_hacking")["numbers"]["0.2"]["reward/mean"]
+    numbers = saved_results("frontier")["numbers"]["PPO, KL in the reward, beta 0.2"]
     steps = PPO.total_rollouts * PPO.update_epochs * PPO.num_minibatches
     ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", f"{steps}"]
-    for quantity in ("reward/mean", "eval/reward", "grammatical"):
-        ppo_row.append(spread(numbers[quantity], 2))
-    frontier = saved_results("frontier")["numbers"]
-    ppo_kls = frontier["PPO, KL in the reward, beta 0.2"]["KL of samples"]
-    review_rows.append([*ppo_row, spread(ppo_kls, 1)])
+    for values in (learned, numbers["eval/reward"], numbers["grammatical"]):
+        ppo_row.append(spread(values, 2))
+    review_rows.append([*ppo_row, spread(numbers["KL of samples"], 1)])
     columns = ["", "trained on", "optimiser steps"]
     return {
         "best_of_n sums": best_of_sums,

@@ -39,27 +39,7 @@ from tiny.reviews import gold
 
 # Preference pairs of the sums.
 SUMS = f"--dataset tiny/arithmetic/preferences --eval-reward-fn {LAST_NUMBER} --max-new-tokens 24"
-COMMANDS = {"(default)": "dpo.py", "sums": f"dpo.py --model tiny/arithmetic/policy {SUMS}"}
-VARIANTS = variants("dpo.py", "", "--loss ipo --beta 1", "--nll-coef 0.2", "--label-smoothing 0.1")
-
-
-def tables(numbers: Numbers) -> dict:
-    reviews = {
-        "pair accuracy": ("(default)", "eval/pair_accuracy", 3),
-        "loss": ("(default)", "eval/loss", 3),
-        "gold before": ("(default)", "first eval/reward", 2),
-        "gold": ("(default)", "eval/reward", 2),
-        "grammatical": ("(default)", "grammatical", 2),
-        "KL": ("(default)", "eval/kl", 1),
-        "tokens before": ("(default)", "first eval/length_mean", 1),
-        "tokens": ("(default)", "eval/length_mean", 1),
-    }
-    sums = {
-        "accuracy before": ("sums", "first eval/accuracy", 3),
-        "accuracy": ("sums", "eval/accuracy", 3),
-        "KL": ("sums", "eval/kl", 1),
-    }
-    return {"dpo": numbers.table_by_seed(reviews), "dpo sums": numbers.table_by_seed(sums)}
+COMMANDS = variants("dpo.py", "", "--loss ipo --beta 1", "--nll-coef 0.2", "--label-smoothing 0.1")
 
 
 def draw(numbers: Numbers) -> tuple:
@@ -71,14 +51,14 @@ def draw(numbers: Numbers) -> tuple:
     return draw_metrics(numbers, "DPO", titles, xlabel="optimiser step")
 
 
-def variants_tables(numbers: Numbers) -> dict:
+def tables(numbers: Numbers) -> dict:
     columns = {
         "gold": ("eval/reward", 2),
         "KL": ("KL of samples", 1),
         "grammatical": ("grammatical", 2),
         "tokens": ("eval/length_mean", 1),
     }
-    return {"dpo_variants": numbers.table_by_label(columns)}
+    return {"dpo": numbers.table_by_label(columns)}
 
 
 # --- simpo_and_orpo, orpo ----------------------------------------------------------------------
@@ -226,38 +206,23 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
 
 
 def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
-    """Means over one completion for each held-out prompt of dpo.py, drawn with its numbers, and
-    over the held-out pairs.
+    """Means over one completion for each held-out prompt of dpo.py, drawn with its numbers.
 
     gold: the gold reward; learned: the reward model's score minus its mean on held-out preferred
     completions; KL: to the starting policy, by k1, nats per completion; tokens: with the EOS.
-    Of log(pi(y|x) / pi_start(y|x)), in nats: chosen, rejected: its means over the sides of the
-    pairs; start's samples: over completions of the starting policy.
     """
     policy, start = sampling.load_policy(model), sampling.load_policy(POLICY)
     pairs = read_jsonl(TEST_PAIRS)
     prompts = [pair["prompt"] for pair in pairs]
     prompt_ids = [encode(policy.tokenizer, prompt) for prompt in prompts]
-    samples = []
-    for sampler in (policy, start):
-        rng = Generator().manual_seed(seed)
-        samples.append(sampling.sample(sampler, prompt_ids, dpo.Args.max_new_tokens, rng))
-    (sequences, texts), (start_sequences, _) = samples
-    sides = {}
-    for side in ("chosen", "rejected"):
-        sides[side] = [
-            encode_pair(policy.tokenizer, pair["prompt"], pair[side], policy.stop_ids)
-            for pair in pairs
-        ]
+    rng = Generator().manual_seed(seed)
+    sequences, texts = sampling.sample(policy, prompt_ids, dpo.Args.max_new_tokens, rng)
     return {
         "gold": mean(gold.sentiment(prompts, texts)),
         "learned": reward_fn(prompts, sequences, texts).mean().item(),
         "KL": sampling.mean_log_ratio(policy, start, sequences),
         "grammatical": mean(gold.grammatical(prompts, texts)),
         "tokens": mean(len(completion) for _, completion in sequences),
-        "chosen": sampling.mean_log_ratio(policy, start, sides["chosen"]),
-        "rejected": sampling.mean_log_ratio(policy, start, sides["rejected"]),
-        "start's samples": sampling.mean_log_ratio(policy, start, start_sequences),
     }
 
 
@@ -289,26 +254,16 @@ def iterative_tables(results: dict) -> dict:
         return [of_seed[name][num_rounds - 1][metric] for of_seed in measured]
 
     digits = {"gold": 2, "learned": 1, "KL": 1, "grammatical": 2, "tokens": 1}
-    rows, shift_rows = [], []
+    rows = []
     for label, name, num_rounds in TABLE_ROWS:
         cells = [spread(of_seeds(name, num_rounds, metric), digits[metric]) for metric in digits]
         rows.append([label, str(num_steps(name, num_rounds)), *cells])
-        chosen = of_seeds(name, num_rounds, "chosen")
-        rejected = of_seeds(name, num_rounds, "rejected")
-        both = [mean(sides) for sides in zip(chosen, rejected, strict=True)]
-        start_samples = of_seeds(name, num_rounds, "start's samples")
-        shifts = (chosen, rejected, both, start_samples)
-        shift_rows.append([label, *(spread(values, digits=1) for values in shifts)])
-    shift_columns = ["trained on", "chosen", "rejected", "mean of the two", "start's samples"]
-    return {
-        "iterative_dpo": {"columns": ["trained on", "optimiser steps", *digits], "rows": rows},
-        "iterative_dpo shift": {"columns": shift_columns, "rows": shift_rows},
-    }
+    columns = ["trained on", "optimiser steps", *digits]
+    return {"iterative_dpo": {"columns": columns, "rows": rows}}
 
 
 EXPERIMENTS = (
     experiment_of_runs("dpo", COMMANDS, tables, draw),
-    experiment_of_runs("dpo_variants", VARIANTS, variants_tables),
     experiment_of_runs("simpo_and_orpo", SIMPO_AND_ORPO, simpo_and_orpo_tables),
     experiment_of_runs("orpo", ORPO, orpo_tables),
     Experiment("iterative_dpo", iterative_tables, measure_iterative),

@@ -3,7 +3,6 @@ and without.
 """
 
 import re
-from statistics import mean
 from typing import NamedTuple
 
 from docs.experiments.lib.drawing import (
@@ -18,7 +17,7 @@ from docs.experiments.lib.drawing import (
 )
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import GRPO_REVIEWS, Run, runs_of, value
-from docs.experiments.lib.tables import rounded, spread
+from docs.experiments.lib.tables import rounded
 
 
 class Symptom(NamedTuple):
@@ -64,19 +63,10 @@ RUNS = {
         ("policy/logprob_chosen", "eval/pair_accuracy", "eval/kl", "eval/reward"),
     ),
 }
-# The first ends with an error, so its table tells in which rollout.
-NAN = ("grpo.py --learning-rate 1", "grpo.py")
 COMMANDS = {
     f"{name}, {way}": getattr(symptom, way)
     for name, symptom in RUNS.items()
     for way in ("sick", "healthy")
-} | {"nan, sick": NAN[0], "nan, healthy": NAN[1]}
-# Runs whose clip fractions are measured.
-CLIPPED = {
-    "PPO, reviews": "ppo_rlhf.py",
-    "GRPO, arithmetic": "grpo.py",
-    "GRPO, reviews": RUNS["entropy"].healthy,
-    "GRPO, reviews, rate 2e-3": RUNS["entropy"].sick,
 }
 PANELS = (  # of the figure: symptom, metric, title, label of x
     ("hacking", "eval/reward", "gold reward", "rollout"),
@@ -97,7 +87,7 @@ def show(number: float) -> str:
 
 # --- measuring ---------------------------------------------------------------------------------
 def measure() -> dict:
-    runs = runs_of([*COMMANDS.values(), *CLIPPED.values()])
+    runs = runs_of(COMMANDS.values())
     numbers = {}
     for name, symptom in RUNS.items():
         numbers[name] = {}
@@ -106,46 +96,7 @@ def measure() -> dict:
             for metric in symptom.metrics:
                 values = [value(run.rows, metric) for run in runs[command]]
                 numbers[name][command][metric] = values
-    sick, healthy = (runs[command] for command in NAN)
-    return {
-        "numbers": rounded(numbers, 6),
-        "nan": {
-            "sick": [where_it_stopped(run) for run in sick],
-            "healthy": [where_it_ended(run) for run in healthy],
-        },
-        "curves": rounded(panel_curves(runs)),
-        "clip fractions": {
-            label: rounded(clip_fractions(runs[command])) for label, command in CLIPPED.items()
-        },
-    }
-
-
-def where_it_stopped(run: Run) -> list[str]:
-    """Cells: the rollout in which a run ended with an error, the gradient's norm there, no
-    evaluation."""
-    (norm,) = re.findall(r"gradient norm (\w+)", (run.folder / "error.txt").read_text())
-    return [str(run.rows[-1]["step"] + 1), norm, "-"]
-
-
-def where_it_ended(run: Run) -> list[str]:
-    """The same of a run that has reached its end."""
-    last = run.rows[-1]
-    return [str(last["step"]), show(last["policy/grad_norm"]), show(last["eval/accuracy"])]
-
-
-def clip_fractions(runs: list[Run]) -> dict[str, list[float]]:
-    """A number for each seed: of the first rollout, and the highest and the mean of the others."""
-    fractions = {"first": [], "highest later": [], "mean later": []}
-    for run in runs:
-        first, *later = [
-            row["policy/clip_fraction_low"] + row["policy/clip_fraction_high"]
-            for row in run.rows
-            if "policy/clip_fraction_low" in row
-        ]
-        fractions["first"].append(first)
-        fractions["highest later"].append(max(later))
-        fractions["mean later"].append(mean(later))
-    return fractions
+    return {"numbers": rounded(numbers, 6), "curves": rounded(panel_curves(runs))}
 
 
 def panel_curves(runs: dict[str, list[Run]]) -> dict[str, dict]:
@@ -171,18 +122,6 @@ def tables(results: dict) -> dict:
             rows.append([way, *cells])
         headings = [re.sub(r"(\S+)$", r"`\1`", metric) for metric in RUNS[name].metrics]
         made[f"pitfalls {name}"] = {"columns": ["", *headings], "rows": rows}
-
-    nan_rows = []
-    for way, cells_of_seeds in results["nan"].items():
-        nan_rows.append([way, *map(", ".join, zip(*cells_of_seeds, strict=True))])
-    columns = ["", "ends in rollout", "`policy/grad_norm` there", "`eval/accuracy`"]
-    made["pitfalls nan"] = {"columns": columns, "rows": nan_rows}
-
-    clip_rows = []
-    for label, fractions in results["clip fractions"].items():
-        clip_rows.append([label, *(spread(values, 3) for values in fractions.values())])
-    columns = ["clip fraction", "first rollout", "highest later", "mean later"]
-    made["pitfalls clip"] = {"columns": columns, "rows": clip_rows}
     return made
 
 

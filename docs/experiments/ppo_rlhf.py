@@ -5,16 +5,9 @@ from statistics import mean
 from typing import Any
 
 from docs.experiments.lib.drawing import Style, panels
-from docs.experiments.lib.runs import LAST_NUMBER, Numbers, experiment_of_runs, variants
+from docs.experiments.lib.runs import Numbers, experiment_of_runs, variants
 
-COMMANDS = {
-    "(default)": "ppo_rlhf.py",
-    "`--beta 0`": "ppo_rlhf.py --beta 0",
-    "sums": "ppo_rlhf.py --model tiny/arithmetic/policy --dataset tiny/arithmetic/prompts "
-    f"--reward-model None --reward-fn {LAST_NUMBER} --eval-reward-fn None "
-    "--critic-init sft --max-new-tokens 24 --total-rollouts 40 --beta 0.04",
-}
-VARIANTS = variants(
+COMMANDS = variants(
     "ppo_rlhf.py",
     "",
     "--no-whiten-advantages",
@@ -28,36 +21,12 @@ VARIANTS = variants(
 
 
 def tables(numbers: Numbers) -> dict:
-    reviews = {
-        "gold before": ("(default)", "first eval/reward", 2),
-        "gold": ("(default)", "eval/reward", 2),
-        "learned": ("(default)", "reward/mean", 2),
-        "grammatical": ("(default)", "grammatical", 2),
-        "KL": ("(default)", "objective/kl", 1),
-        "`--beta 0`: gold": ("`--beta 0`", "eval/reward", 2),
-        "`--beta 0`: learned": ("`--beta 0`", "reward/mean", 2),
-        "`--beta 0`: grammatical": ("`--beta 0`", "grammatical", 2),
-    }
-    sums = {
-        "accuracy before": ("sums", "first eval/accuracy", 3),
-        "accuracy": ("sums", "eval/accuracy", 3),
-        "explained variance": ("sums", "value/explained_variance", 2),
-    }
-    return {
-        "ppo_rlhf": numbers.table_by_seed(reviews),
-        "ppo_rlhf sums": numbers.table_by_seed(sums),
-    }
-
-
-def variants_tables(numbers: Numbers) -> dict:
     columns = {
         "gold": ("eval/reward", 2),
         "KL": ("KL of samples", 1),
-        "grammatical": ("grammatical", 2),
-        "first `explained_variance`": ("first value/explained_variance", 2),
-        "at the end": ("value/explained_variance", 2),
+        "explained variance": ("value/explained_variance", 2),
     }
-    return {"ppo_rlhf_variants": numbers.table_by_label(columns)}
+    return {"ppo_rlhf": numbers.table_by_label(columns)}
 
 
 # --- reward_hacking ----------------------------------------------------------------------------
@@ -143,6 +112,5 @@ def draw_path(axis: Any, xs: list[float], ys: list[float], label: str, style: St
 
 EXPERIMENTS = (
     experiment_of_runs("ppo_rlhf", COMMANDS, tables),
-    experiment_of_runs("ppo_rlhf_variants", VARIANTS, variants_tables),
     experiment_of_runs("reward_hacking", HACKING, hacking_tables, draw_hacking),
 )

@@ -1,20 +1,8 @@
-"""Reward functions of the experiments, beside the 0 or 1 of a right answer.
-
-    python grpo.py --reward-weights 4 1 \
-        --reward-fn tiny/arithmetic/reward.py:last_number docs/experiments/rules.py:brevity
-
-The experiments gdpo and variance train with them on tiny/arithmetic, and cost/speed.py with
-`count_letters`.
-"""
+"""Reward functions of the experiments shown_working and variance, and of cost/speed.py."""
 
 import re
 
 from tiny.arithmetic.reward import last_number
-
-
-def brevity(prompts: list, completions: list[str], **columns: list) -> list[float]:
-    """Minus the characters: -2 for an answer at once (`#5`), -11 with working (`6,6,0,8,5#5`)."""
-    return [-float(len(completion)) for completion in completions]
 
 
 def working(prompts: list, completions: list[str], **columns: list) -> list[float]:

@@ -83,8 +83,7 @@ def test_the_starting_policy_is_measured_with_the_samples_of_dpo_py(monkeypatch,
     run = train(dpo, output_dir=str(tmp_path), **flags)
     assert found["gold"] == pytest.approx(value(run.rows, "first eval/reward"))
     assert found["tokens"] == value(run.rows, "first eval/length_mean")
-    for metric in ("KL", "chosen", "rejected", "start's samples"):
-        assert found[metric] == 0
+    assert found["KL"] == 0
 
 
 @pytest.mark.house
