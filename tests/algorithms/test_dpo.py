@@ -308,7 +308,7 @@ def log_odds(mean):
 
 
 @pytest.mark.parametrize("other", [-1.5, -0.01])
-@pytest.mark.parametrize("mean", [-2e-7, -1e-6, -1e-4, -0.02, -0.7, -5.0, -20.0])
+@pytest.mark.parametrize("mean", [-2e-7, -1e-4, -0.7, -20.0])
 def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, other):
     mean, other = (torch.tensor(x).item() for x in (mean, other))  # in float32
     (a, slope_a), (b, slope_b) = log_odds(mean), log_odds(other)
@@ -324,8 +324,8 @@ def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, ot
 
 
 # The log-prob of a completion that is certain is 0 in float32, or above it by a rounding.
-@pytest.mark.parametrize("chosen", [0.0, 1e-7, -1e-8, -1e-38, -1.0, -1e4])
-@pytest.mark.parametrize("rejected", [0.0, 1e-7, -1e-8, -1e-38, -1.0, -1e4])
+@pytest.mark.parametrize("chosen", [0.0, 1e-7, -1e-38, -1e4])
+@pytest.mark.parametrize("rejected", [0.0, 1e-7, -1e4])
 def test_orpo_is_finite_at_its_limits(chosen, rejected):
     means = torch.tensor([[chosen], [rejected]], requires_grad=True)
     loss = mean_losses(*means, 0.1, "orpo")

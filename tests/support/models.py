@@ -1,5 +1,6 @@
 """Tiny randomly initialised models of several architectures, for the tests."""
 
+import pytest
 import torch
 import transformers
 from transformers import (
@@ -190,6 +191,11 @@ FREE = [*_ATTENTION, *_RECURRENT]
 _WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss Llama4"
 STATIC = [n for n in _ATTENTION if n.split("For")[0] not in _WINDOWS.split()]
 APART = [*_APART]
+# One of each kind of positions, cache and head; the other families are `slow`.
+ARCHETYPES = (
+    "Llama Qwen2 GPT2 OPT Bloom Falcon Mistral Gemma2 Cohere Mixtral DeepseekV3 Mllama Qwen3Next "
+    "GraniteMoeHybrid Mamba2 Mamba Bart xLSTM"
+).split()
 # Models that cannot be sampled from: they keep their state to themselves, or have no cache, or mix
 # up the rows of a batch.
 REFUSED = ["OpenAIGPTLMHeadModel", "RecurrentGemma", "Rwkv"]  # but their log-probs are right
@@ -226,6 +232,13 @@ def _small_config(config_class, settings):
         text = _small_config(config_class.sub_configs["text_config"], settings["text_config"])
         settings = settings | {"text_config": text.to_dict()}
     return config_class(**(sizes | settings))
+
+
+def archetypes_first(names: list[str]) -> list:
+    """Parameters of a test of every family: by default it runs for the archetypes alone."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ARCHETYPES)) for name in names
+    ]
 
 
 def family_model(name: str) -> PreTrainedModel:
