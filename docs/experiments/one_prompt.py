@@ -232,13 +232,13 @@ def completions_table(measured: dict) -> dict:
 
 
 def tokens_table(measured: dict, i: int) -> dict:
-    rows = {
+    columns = {
         "log π_ref": measured["ref"][i],
         "log π_old": measured["old"][i],
         "log π_new": measured["new"][i],
         "entropy of π_old": measured["entropy"][i],
     }
-    return by_token(f"completion {NAMES[i]}", measured["tokens"][i], rows)
+    return by_token(f"completion {NAMES[i]}", measured["tokens"][i], columns)
 
 
 def sft_table(measured: dict) -> dict:
@@ -247,14 +247,14 @@ def sft_table(measured: dict) -> dict:
     loss = negative_log_likelihood(logprobs, num_tokens=logprobs.numel())
     (slopes,) = torch.autograd.grad(loss, logprobs)
     probabilities = logprobs.detach().exp()
-    rows = {
+    columns = {
         "log π_ref": demonstration["ref"],
         "π_ref": probabilities[0],
         "gradient": slopes[0],
         # d log p / d (its own logit) = 1 - p
         "gradient, token's logit": (slopes * (1 - probabilities))[0],
     }
-    return by_token("demonstration", demonstration["tokens"], rows)
+    return by_token("demonstration", demonstration["tokens"], columns)
 
 
 def reward_model_table(measured: dict) -> dict:
@@ -349,7 +349,7 @@ def ppo_table(measured: dict, i: int) -> dict:
     )
     (slopes,) = torch.autograd.grad(loss, new)
     tokens = measured["tokens"][i]
-    rows = {
+    columns = {
         "k1": parts["k1"][i],
         "reward r": parts["rewards"][i],
         "value V": parts["values"][i],
@@ -359,8 +359,8 @@ def ppo_table(measured: dict, i: int) -> dict:
         "ratio": (new.detach() - old).exp()[i],
         "gradient": slopes[i],
     }
-    rows = {name: row[: len(tokens)] for name, row in rows.items()}
-    return by_token(f"completion {NAMES[i]}", tokens, rows)
+    columns = {name: column[: len(tokens)] for name, column in columns.items()}
+    return by_token(f"completion {NAMES[i]}", tokens, columns)
 
 
 def group_table(measured: dict) -> dict:
@@ -399,15 +399,15 @@ def grpo_slopes(measured: dict, policy: str) -> Tensor:
 def grpo_table(measured: dict, i: int) -> dict:
     ref, old, new = (padded(measured[policy]) for policy in ("ref", "old", "new"))
     tokens = measured["tokens"][i]
-    rows = {
+    columns = {
         "gradient, first step": grpo_slopes(measured, "old")[i],
         "ratio": (new - old).exp()[i],
         "π_ref / π_new": (ref - new).exp()[i],
         "k3": grpo.k3_kl(new, ref)[i],
         "gradient, second step": grpo_slopes(measured, "new")[i],
     }
-    rows = {name: row[: len(tokens)] for name, row in rows.items()}
-    return by_token(f"completion {NAMES[i]}", tokens, rows)
+    columns = {name: column[: len(tokens)] for name, column in columns.items()}
+    return by_token(f"completion {NAMES[i]}", tokens, columns)
 
 
 def logratio(measured: dict, policy: str, i: int) -> float:
@@ -468,11 +468,12 @@ def padded(rows: list[list[float]]) -> Tensor:
     return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64)
 
 
-def by_token(name: str, tokens: list[str], rows: dict[str, Any]) -> dict:
-    """A table with a column for each token of a completion and a row for each quantity."""
-    columns = [name, *(token.replace("<eos>", "`<eos>`") for token in tokens)]
-    cells = [[label, *(show(float(number)) for number in row)] for label, row in rows.items()]
-    return {"columns": columns, "rows": cells}
+def by_token(name: str, tokens: list[str], columns: dict[str, Any]) -> dict:
+    """A table with a row for each token of a completion and a column for each quantity."""
+    names = [token.replace("<eos>", "`<eos>`") for token in tokens]
+    numbers = [[show(float(number)) for number in column] for column in columns.values()]
+    rows = [list(row) for row in zip(names, *numbers, strict=True)]
+    return {"columns": [name, *columns], "rows": rows}
 
 
 def direction(slope: float) -> str:

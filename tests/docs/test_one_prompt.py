@@ -24,6 +24,12 @@ def rows_of(name):
     return {row[0]: row[1:] for row in TABLES[f"one_prompt {name}"]["rows"]}
 
 
+def columns_of(name):
+    """The same by the heading of their column."""
+    table = TABLES[f"one_prompt {name}"]
+    return dict(zip(table["columns"], zip(*table["rows"], strict=True), strict=True))
+
+
 def numbers(cells):
     return [float(cell) for cell in cells]
 
@@ -42,8 +48,8 @@ def mean(values):
 
 def logprobs_of(name):
     """Log-probs of the three policies and the tokens, from the page's table of a completion."""
-    rows = rows_of(f"tokens of {name}")
-    return [numbers(rows[f"log π_{policy}"]) for policy in ("ref", "old", "new")]
+    columns = columns_of(f"tokens of {name}")
+    return [numbers(columns[f"log π_{policy}"]) for policy in ("ref", "old", "new")]
 
 
 def is_clipped(ratio, advantage):
@@ -94,12 +100,12 @@ def test_completions():
 
 
 def test_sft():
-    rows = rows_of("SFT")
-    probabilities = [math.exp(logprob) for logprob in numbers(rows["log π_ref"])]
+    columns = columns_of("SFT")
+    probabilities = [math.exp(logprob) for logprob in numbers(columns["log π_ref"])]
     num_tokens = len(probabilities)
-    close(rows["π_ref"], probabilities)
-    close(rows["gradient"], [-1 / num_tokens] * num_tokens)
-    close(rows["gradient, token's logit"], [-(1 - p) / num_tokens for p in probabilities])
+    close(columns["π_ref"], probabilities)
+    close(columns["gradient"], [-1 / num_tokens] * num_tokens)
+    close(columns["gradient, token's logit"], [-(1 - p) / num_tokens for p in probabilities])
 
 
 def test_the_reward_model():
@@ -156,26 +162,26 @@ def test_ppos_whitening():
 
 @pytest.mark.parametrize("name", ["1", "4"])
 def test_ppo(name):
-    rows, i = rows_of(f"PPO on {name}"), int(name) - 1
+    columns, i = columns_of(f"PPO on {name}"), int(name) - 1
     ref, old, new = logprobs_of(name)
     k1, rewards, deltas, advantages = ppo_by_hand(i)
     assert k1 == pytest.approx([a - b for a, b in zip(old, ref, strict=True)])
-    close(rows["k1"], k1)
-    close(rows["reward r"], rewards)
-    close(rows["value V"], MEASURED["values"][i])
-    close(rows["δ"], deltas)
-    close(rows["advantage A"], advantages)
+    close(columns["k1"], k1)
+    close(columns["reward r"], rewards)
+    close(columns["value V"], MEASURED["values"][i])
+    close(columns["δ"], deltas)
+    close(columns["advantage A"], advantages)
     num_tokens, total, total_of_squares = numbers(rows_of("PPO whitening")["all"])
     average = total / num_tokens
     deviation = math.sqrt(total_of_squares / num_tokens - average**2)
     whitened = [(advantage - average) / deviation for advantage in advantages]
-    close(rows["whitened A"], whitened)
+    close(columns["whitened A"], whitened)
     ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
-    close(rows["ratio"], ratios)
+    close(columns["ratio"], ratios)
     slopes = []
     for ratio, advantage in zip(ratios, whitened, strict=True):
         slopes.append(0.0 if is_clipped(ratio, advantage) else -ratio * advantage / num_tokens)
-    close(rows["gradient"], slopes)
+    close(columns["gradient"], slopes)
 
 
 def group_by_hand():
@@ -208,14 +214,14 @@ def grpo_slopes(name, first_step):
 
 
 def test_grpo():
-    rows = rows_of("GRPO on 1")
+    columns = columns_of("GRPO on 1")
     ref, old, new = logprobs_of("1")
     inverse = [math.exp(a - b) for a, b in zip(ref, new, strict=True)]
-    close(rows["gradient, first step"], grpo_slopes("1", first_step=True))
-    close(rows["ratio"], [math.exp(a - b) for a, b in zip(new, old, strict=True)])
-    close(rows["π_ref / π_new"], inverse)
-    close(rows["k3"], [x - math.log(x) - 1 for x in inverse])
-    close(rows["gradient, second step"], grpo_slopes("1", first_step=False))
+    close(columns["gradient, first step"], grpo_slopes("1", first_step=True))
+    close(columns["ratio"], [math.exp(a - b) for a, b in zip(new, old, strict=True)])
+    close(columns["π_ref / π_new"], inverse)
+    close(columns["k3"], [x - math.log(x) - 1 for x in inverse])
+    close(columns["gradient, second step"], grpo_slopes("1", first_step=False))
 
 
 def test_dpo():
