@@ -144,7 +144,7 @@ def variance_tables(results: dict) -> dict:
         for case in CASES:
             row.append(spread(of_seeds("noise", case, i), digits=2, average=median))
         signals = [median(of_seeds("signal", case, i)) for case in CASES]
-        row.append(f"{min(signals):.2f} to {max(signals):.2f}")
+        row.append(f"{min(signals):.2f}-{max(signals):.2f}")
         rows.append(row)
     shifted = [of_seed["accuracy, rewards 1 and 2"] for of_seed in measured]
     return {

@@ -83,7 +83,8 @@ def test_what_is_generated_on_a_page(tmp_path):
 
 
 def test_spread_and_fixed():
-    assert tables.spread([1.0, 2.0, 6.0], 1) == "3.0 (1.0 to 6.0)"
+    assert tables.spread([1.0, 2.0, 6.0], 1) == "3.0 (1.0-6.0)"
+    assert tables.spread([-1.0, 2.0], 1) == "0.5 (-1.0 to 2.0)"
     assert tables.spread([0.501, 0.502], 1) == "0.5"
     assert tables.fixed(-0.0004) == "0.000" and tables.fixed(-0.0006) == "-0.001"
     assert tables.rounded({"a": [1.23456, (2, "b")]}, 2) == {"a": [1.23, [2, "b"]]}

@@ -16,12 +16,14 @@ LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 # --- cells -------------------------------------------------------------------------------------
 def spread(values: Sequence[float], digits: int, average: Callable = mean) -> str:
-    """The average (lowest to highest), or one number where they are the same."""
+    """The average (lowest-highest), or one number where they are the same."""
     numbers = (average(values), min(values), max(values))
     middle, lowest, highest = (f"{number:,.{digits}f}" for number in numbers)
     if middle == lowest == highest:
         return middle
-    return f"{middle} ({lowest} to {highest})"
+    # Without spaces a cell does not wrap; "-1.0--0.5" could not be read.
+    dash = " to " if min(values) < 0 else "-"
+    return f"{middle} ({lowest}{dash}{highest})"
 
 
 def fixed(number: float, digits: int = 3) -> str:
