@@ -2,8 +2,6 @@
 scripts' own functions.
 """
 
-import math
-
 import torch
 
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panels
@@ -17,24 +15,16 @@ from docs.experiments.lib.enumeration import (
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.tables import fixed
 from grpo import grpo_loss
-from ppo_rlhf import gae, k3_kl
+from ppo_rlhf import gae
 from reinforce import policy_gradient_loss
 
 # One prompt, three completions.
 PROBABILITIES, REWARDS = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
-# Two tokens: the probability of a first token, and after it that of a second one which is right
-# and has the reward 1.
+# Two tokens: the probability of a first token, and after it that of a correct second one,
+# whose reward is 1.
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
-START_VALUE = 0.4  # V(s_1) of the tree: the probability of a right second token
+START_VALUE = 0.4  # V(s_1) of the tree: the probability of a correct second token
 CLIP = 0.2  # eps of PPO
-PENALTIES = (1.0, 3.0)  # coefficient of PPO's penalty, KL(pi_old || pi), instead of the clip
-# The three completions again: under a later policy, and their advantages, the reward minus a
-# baseline.
-LATER_PROBABILITIES, BASELINE = (0.4, 0.3, 0.3), 0.9
-WEIGHT_CAP = 1.25  # of truncated importance sampling
-ENTROPY_COEFS = (0.05, 0.08, 0.1, 0.2)
-# The tokens of tiny/arithmetic, those of tiny/reviews, and those of Qwen2.5-0.5B.
-VOCABULARY_SIZES = (18, 135, 151_936)
 # The rewards and values of the worked example in docs/ppo_rlhf.md.
 TOKEN_REWARDS, VALUES = (-0.02, 0.01, 1.0), (0.5, 0.6, 0.8)
 LAMBDAS = (0.0, 0.5, 0.95, 1.0)  # of GAE
@@ -68,12 +58,12 @@ def baselines_table() -> dict:
 def views_table() -> dict:
     """The advantage of a completion, and those of its two tokens, of a critic without error."""
     rows = []
-    for first, (probability, right) in TREE.items():
+    for first, (probability, correct) in TREE.items():
         for second, second_probability, reward in (
-            ("right", right, 1.0),
-            ("wrong", 1 - right, 0.0),
+            ("correct", correct, 1.0),
+            ("wrong", 1 - correct, 0.0),
         ):
-            token_rewards, values = tensor([[0.0, reward]]), tensor([[START_VALUE, right]])
+            token_rewards, values = tensor([[0.0, reward]]), tensor([[START_VALUE, correct]])
             token_advantages, _ = gae(token_rewards, values, gamma=1.0, lam=0.0)
             advantages = [reward - START_VALUE, *token_advantages[0].tolist()]
             row = [f"{first}, {second}", fixed(probability * second_probability, 2)]
@@ -85,10 +75,10 @@ def views_table() -> dict:
 
 def critic_table() -> dict:
     """The advantage of token b, by a critic that expects a half after either first token."""
-    _, right = TREE["b"]
-    true_advantage = right - START_VALUE
-    p = tensor([right, 1 - right])
-    rewards = tensor([[0.0, 1.0], [0.0, 0.0]])  # the second token right, and wrong
+    _, correct = TREE["b"]
+    true_advantage = correct - START_VALUE
+    p = tensor([correct, 1 - correct])
+    rewards = tensor([[0.0, 1.0], [0.0, 0.0]])  # the second token correct, and wrong
     values = tensor([[START_VALUE, 0.5]]).expand(2, 2)
     rows = []
     for lam in LAMBDAS:
@@ -142,92 +132,6 @@ def clip_table() -> dict:
     return {"columns": [*columns, "log-prob"], "rows": rows}
 
 
-def penalty_table() -> dict:
-    """The gradient by a token's log-prob: with the clip, and with PPO's KL penalty instead.
-
-    The KL of the old policy from the new one is estimated by k3 on the old policy's tokens, as
-    `policy/approx_kl` is.
-    """
-    rows = []
-    for advantage in (1, -1):
-        for ratio in (0.7, 1.0, 1.3):
-            _, with_clip = clipped(ratio, advantage)
-            derivatives = [with_clip]
-            for beta in PENALTIES:
-                logprob = tensor(ratio).log().requires_grad_()
-                old_logprob = torch.zeros_like(logprob)
-                surrogate = (logprob - old_logprob).exp() * advantage
-                objective = surrogate - beta * k3_kl(old_logprob, logprob)
-                (derivative,) = torch.autograd.grad(objective, logprob)
-                derivatives.append(derivative.item())
-            rows.append([f"{advantage:+d}", f"{ratio:g}", *(fixed(x, 1) for x in derivatives)])
-    penalties = [f"penalty, weight {beta:g}" for beta in PENALTIES]
-    return {"columns": ["$A$", "$\\rho$", "clip", *penalties], "rows": rows}
-
-
-def stale_table() -> dict:
-    """The first step on completions of an earlier policy: each token's coefficient, the expected
-    gradient by the logits, and its variance.
-
-    The behaviour policy has PROBABILITIES; the proximal policy and the one in training have
-    LATER_PROBABILITIES.
-    """
-    behaviour, advantages = tensor(PROBABILITIES), tensor(REWARDS) - BASELINE
-    logits, logprobs = softmax_policy(LATER_PROBABILITIES)
-    proximal = logprobs.detach()
-    weights = proximal.exp() / behaviour  # importance weights, proximal policy / behaviour policy
-    capped = weights.clamp(max=WEIGHT_CAP)
-    ones = torch.ones_like(weights)
-    # By name: the policy whose tokens they are, that in the ratio's denominator, the weights.
-    cases = {
-        "not corrected": (behaviour, proximal, ones),
-        "clipped ratio to the behaviour policy": (behaviour, behaviour.log(), ones),
-        "decoupled": (behaviour, proximal, weights),
-        f"decoupled, weights up to {WEIGHT_CAP:g}": (behaviour, proximal, capped),
-        "no staleness: own completions": (proximal.exp(), proximal, ones),
-    }
-    rows = []
-    for name, (sampled_from, old_logprobs, case_weights) in cases.items():
-        objectives = []
-        for i in range(len(logprobs)):
-            loss, _ = grpo_loss(
-                logprobs[i].view(1, 1),
-                old_logprobs=old_logprobs[i].view(1, 1),
-                ref_logprobs=None,
-                advantages=advantages[i].view(1),
-                weights=case_weights[i].view(1, 1),
-                clip_low=CLIP,
-                clip_high=CLIP,
-                beta=0.0,
-            )
-            objectives.append(-loss)
-        coefficients = gradients(objectives, logprobs).diagonal().tolist()
-        mean, variance = mean_and_variance(sampled_from, gradients(objectives, logits))
-        cells = [", ".join(fixed(x, 2) for x in coefficients), ", ".join(map(fixed, mean))]
-        rows.append([name, *cells, fixed(variance, 2)])
-    columns = ["", "coefficients $c$ of the three completions", "expected gradient", "variance"]
-    return {"columns": columns, "rows": rows}
-
-
-def entropy_table() -> dict:
-    """What the best policy leaves to the tokens of advantage 0, where one token has advantage 1.
-
-    With an entropy bonus c it is proportional to e^(A / c), for each size of the vocabulary; with
-    a KL of the same weight to a reference that gives the one token a half, to pi_ref e^(A / c).
-    """
-    rows = []
-    for coefficient in ENTROPY_COEFS:
-        log_odds = -1 / coefficient  # of one other token against the best one
-        left = []
-        for size in VOCABULARY_SIZES:
-            left.append(tensor(log_odds + math.log(size - 1)).sigmoid().item())
-        left.append(tensor(log_odds).sigmoid().item())
-        cells = [f"{x:.3f}" if x >= 0.001 else f"{x:.1e}" for x in left]
-        rows.append([f"{coefficient:g}", *cells])
-    sizes = [f"entropy, {size:,} tokens" for size in VOCABULARY_SIZES]
-    return {"columns": ["$c_e$", *sizes, "KL to a reference"], "rows": rows}
-
-
 def tables(_: dict) -> dict:
     return {
         "policy_gradient baselines": baselines_table(),
@@ -235,9 +139,6 @@ def tables(_: dict) -> dict:
         "policy_gradient critic": critic_table(),
         "policy_gradient lambdas": lambdas_table(),
         "policy_gradient clip": clip_table(),
-        "policy_gradient penalty": penalty_table(),
-        "policy_gradient stale": stale_table(),
-        "policy_gradient entropy": entropy_table(),
     }
 
 
