@@ -7,7 +7,6 @@ import torch
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panels
 from docs.experiments.lib.enumeration import (
     gradients,
-    mean_and_deviation,
     mean_and_variance,
     softmax_policy,
     tensor,
@@ -73,21 +72,6 @@ def views_table() -> dict:
     return {"columns": [*columns, "of token 2"], "rows": rows}
 
 
-def critic_table() -> dict:
-    """The advantage of token b, by a critic that expects a half after either first token."""
-    _, correct = TREE["b"]
-    true_advantage = correct - START_VALUE
-    p = tensor([correct, 1 - correct])
-    rewards = tensor([[0.0, 1.0], [0.0, 0.0]])  # the second token correct, and wrong
-    values = tensor([[START_VALUE, 0.5]]).expand(2, 2)
-    rows = []
-    for lam in LAMBDAS:
-        advantages, _ = gae(rewards, values, gamma=1.0, lam=lam)
-        mean, deviation = mean_and_deviation(p, advantages[:, 0])
-        rows.append([f"{lam:g}", *map(fixed, (mean, mean - true_advantage, deviation))])
-    return {"columns": ["$\\lambda$", "mean", "bias", "standard deviation"], "rows": rows}
-
-
 def lambdas_table() -> dict:
     """The advantages of three tokens, from lambda = 0 to 1."""
     rows = []
@@ -136,7 +120,6 @@ def tables(_: dict) -> dict:
     return {
         "policy_gradient baselines": baselines_table(),
         "policy_gradient views": views_table(),
-        "policy_gradient critic": critic_table(),
         "policy_gradient lambdas": lambdas_table(),
         "policy_gradient clip": clip_table(),
     }

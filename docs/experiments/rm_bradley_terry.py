@@ -5,22 +5,12 @@ from docs.experiments.lib.runs import Numbers, experiment_of_runs, variants
 
 
 def tables(numbers: Numbers) -> dict:
-    by_seed = {
-        "loss before": ("(default)", "first eval/loss", 3),
-        "loss": ("(default)", "eval/loss", 3),
-        "pair accuracy before": ("(default)", "first eval/pair_accuracy", 3),
-        "pair accuracy": ("(default)", "eval/pair_accuracy", 3),
-        "calibration error": ("(default)", "eval/calibration_error", 3),
-    }
-    by_layers = {
+    columns = {
         "loss": ("eval/loss", 3),
         "pair accuracy": ("eval/pair_accuracy", 3),
         "calibration error": ("eval/calibration_error", 3),
     }
-    return {
-        "rm_bradley_terry": numbers.table_by_seed(by_seed),
-        "rm_bradley_terry layers": numbers.table_by_label(by_layers),
-    }
+    return {"rm_bradley_terry": numbers.table_by_label(columns)}
 
 
 def draw(numbers: Numbers) -> tuple:
@@ -28,5 +18,5 @@ def draw(numbers: Numbers) -> tuple:
     return draw_metrics(numbers, "reward model", titles, xlabel="optimiser step")
 
 
-COMMANDS = variants("rm_bradley_terry.py", "", "--train-layers 1", "--train-layers 0")
+COMMANDS = variants("rm_bradley_terry.py", "", "--train-layers 1")
 EXPERIMENTS = (experiment_of_runs("rm_bradley_terry", COMMANDS, tables, draw),)

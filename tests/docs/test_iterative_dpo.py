@@ -1,8 +1,6 @@
-"""Rounds of DPO: how the experiment makes its pairs, starts a round and measures; and the code on
-docs/rm_bradley_terry.md."""
+"""Rounds of DPO: how the experiment makes its pairs, starts a round and measures."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -84,16 +82,3 @@ def test_the_starting_policy_is_measured_with_the_samples_of_dpo_py(monkeypatch,
     assert found["gold"] == pytest.approx(value(run.rows, "first eval/reward"))
     assert found["tokens"] == value(run.rows, "first eval/length_mean")
     assert found["KL"] == 0
-
-
-@pytest.mark.house
-def test_the_checks_of_preferences_on_the_page(capsys):
-    """What the code on the page prints is in the table below it."""
-    page = Path("docs/rm_bradley_terry.md").read_text()
-    (checks,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-    exec(checks, {})
-    printed = capsys.readouterr().out
-    rows = re.findall(r"differs by (.*): (\d+) pairs, the label agrees in ([\d.]+)", printed)
-    assert len(rows) == 4
-    for row in rows:
-        assert f"| {' | '.join(row)} |" in page

@@ -80,7 +80,7 @@ def gradients_by_differences():
 
 def test_the_gradients_table():
     table, found = rows_of(TABLES["kl gradients"]), gradients_by_differences()
-    assert {*table} == {*found}
+    assert {*table} == {*kl_page.SHOWN}
     for name, (mean, _, _) in kl_page.gradient_moments().items():  # through k2_kl and k3_kl
         assert mean == pytest.approx(found[name], abs=1e-8), name
     full = {name: found[f"full {name}"] for name in ("KL(π ‖ ref)", "KL(ref ‖ π)")}
@@ -100,6 +100,9 @@ def test_the_gradients_table():
                 assert max(abs(a - b) for a, b in zip(found[name], other, strict=True)) > 0.1
         else:
             assert found[name] == pytest.approx(told, abs=1e-8)
+    for name, (_, _, target) in kl_page.gradient_moments().items():  # of those not shown too
+        if target in full:
+            assert found[name] == pytest.approx(full[target], abs=1e-8)
     assert found["k3 in the reward"][0] > 0 and found["k3 in the reward"][1] > 0
 
 
@@ -152,9 +155,7 @@ def test_the_variances_of_the_gradients():
         mean = [sum(drawn[i] * each[i][j] for i in range(4)) for j in range(4)]
         off = [sum((x - m) ** 2 for x, m in zip(some, mean, strict=True)) for some in each]
         found[name] = sum(w * x for w, x in zip(drawn, off, strict=True))
-    table = rows_of(TABLES["kl gradients"])
-    assert {*table} == {*found}
-    for name, cells in table.items():
+    for name, cells in rows_of(TABLES["kl gradients"]).items():
         close(cells[5:6], [found[name]], 2)
 
 
@@ -207,7 +208,8 @@ def test_which_direction_is_which():
         weights = [2.0 ** -((place - centre) ** 2) for place in range(1, 6)]
         p = [w / sum(weights) for w in weights]
         both[centre] = kl(p, ref), kl(ref, p)
-        close(table[str(centre)][1:2], p, 2)
-        close(table[str(centre)][2:], both[centre], 2)
+        if centre <= 3:
+            close(table[str(centre)][1:2], p, 2)
+            close(table[str(centre)][2:], both[centre], 2)
     seeking = [sorted(both, key=lambda centre: both[centre][part])[:2] for part in (0, 1)]
     assert {*seeking[0]} == {1, 5} and seeking[1][0] == 3

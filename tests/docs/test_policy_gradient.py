@@ -114,18 +114,6 @@ def test_the_lambda_table():
         close(cells[1:], expected, 3)
 
 
-def test_what_lambda_trades():
-    for name, cells in rows_of(TABLES["policy_gradient critic"]).items():
-        lam = float(name)
-        # delta_1 = 0.5 - 0.4, delta_2 = reward - 0.5; right with probability 1/4
-        found = [0.1 + lam * (reward - 0.5) for reward in (1, 0)]
-        mean = 0.25 * found[0] + 0.75 * found[1]
-        deviation = math.sqrt(0.25 * (found[0] - mean) ** 2 + 0.75 * (found[1] - mean) ** 2)
-        assert mean + 0.15 == pytest.approx(0.25 * (1 - lam))
-        assert deviation == pytest.approx(math.sqrt(3) / 4 * lam)
-        close(cells[1:], [mean, mean + 0.15, deviation], 3)
-
-
 def clip_objective(script, ratio, advantage):
     """A token's objective and its gradient by the log-prob, through the script's own loss."""
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
