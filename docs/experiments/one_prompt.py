@@ -29,14 +29,12 @@ from docs.experiments.lib.runs import read_jsonl
 from docs.experiments.lib.tables import fixed, rounded
 from reinforce import baseline_advantages, policy_gradient_loss
 from rm_bradley_terry import bradley_terry_loss
-from sft import negative_log_likelihood
 from tiny.reviews import gold
 
 PROMPT = "review of jaws :"
-DEMONSTRATION = " i liked the music . what a gripping film ."  # a row of tiny/reviews/sft
 LABELS = Path("tiny/reviews/labels/train.jsonl")
 NAMES = "1234"  # the group's completions, from the highest learned reward to the lowest
-BEST, WORST = 0, 3  # their places; SFT aside, the tables by token are of these two
+BEST, WORST = 0, 3  # their places
 FIRST_SEED, FIRST_SIZE = 1, 8  # of the rollout that the first step trains on
 SEED, NUM_SAMPLES, MAX_LENGTH = 6, 64, 12  # the group: the first four that are short enough
 DIGITS = 4  # decimals of what the models give, and of what the tables show
@@ -145,17 +143,10 @@ def measure() -> dict:
         values = ppo_rlhf.critic_values(models.critic, models.critic.score, group, inds)
     measured["entropy"] = unpadded(entropy, group)
     measured["values"] = unpadded(values, group)
-    measured["demonstration"] = measure_demonstration(models)
     models.train(group)  # `old` becomes `new`
     measured["new"] = models.logprobs(models.policy, group)
     measured["kto"] = measure_labelled(models, [group[BEST], group[WORST]])
     return measured
-
-
-def measure_demonstration(models: Models) -> dict:
-    sequence = encode_pair(models.tokenizer, PROMPT, DEMONSTRATION, models.stop_ids)
-    (logprobs,) = models.logprobs(models.ref, [sequence])
-    return {"tokens": models.tokens(sequence[1]), "ref": logprobs}
 
 
 def measure_labelled(models: Models, ours: Sequences) -> dict:
@@ -203,12 +194,9 @@ def tables(results: dict) -> dict:
     made = {
         "completions": completions_table(measured),
         "tokens of 1": tokens_table(measured, BEST),
-        "tokens of 4": tokens_table(measured, WORST),
-        "SFT": sft_table(measured),
         "reward model": reward_model_table(measured),
         "REINFORCE": reinforce_table(measured),
         "PPO on 1": ppo_table(measured, BEST),
-        "PPO on 4": ppo_table(measured, WORST),
         "PPO whitening": whitening_table(measured),
         "GRPO group": group_table(measured),
         "GRPO on 1": grpo_table(measured, BEST),
@@ -239,22 +227,6 @@ def tokens_table(measured: dict, i: int) -> dict:
         "entropy of π_old": measured["entropy"][i],
     }
     return by_token(f"completion {NAMES[i]}", measured["tokens"][i], columns)
-
-
-def sft_table(measured: dict) -> dict:
-    demonstration = measured["demonstration"]
-    logprobs = leaf([demonstration["ref"]])
-    loss = negative_log_likelihood(logprobs, num_tokens=logprobs.numel())
-    (slopes,) = torch.autograd.grad(loss, logprobs)
-    probabilities = logprobs.detach().exp()
-    columns = {
-        "log π_ref": demonstration["ref"],
-        "π_ref": probabilities[0],
-        "gradient": slopes[0],
-        # d log p / d (its own logit) = 1 - p
-        "gradient, token's logit": (slopes * (1 - probabilities))[0],
-    }
-    return by_token("demonstration", demonstration["tokens"], columns)
 
 
 def reward_model_table(measured: dict) -> dict:
