@@ -1,11 +1,11 @@
 """Makes the numbers, tables and figures of the pages; and measures this machine.
 
-    python -m docs.experiments grpo                   # an experiment: its runs, tables and figure
+    python -m docs.experiments grpo                   # an experiment: its runs, tables and figures
     python -m docs.experiments grpo dpo --redraw      # from docs/results, without new runs
     python -m docs.experiments --redraw               # all tables and figures
     python -m docs.experiments memory                 # a program that prints what it measures
 
-An experiment NAME writes docs/results/NAME.json, docs/figures/NAME.svg and the tables of the pages
+An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and the tables of the pages
 between the comment lines that name them. Runs that runs/experiments already holds are read, not
 repeated: delete that folder after a change to a script.
 """
@@ -15,6 +15,7 @@ from importlib import import_module
 
 import tyro
 
+from docs.experiments.cost.memory_model import write_explorer
 from docs.experiments.lib.tables import write_pages
 from docs.experiments.registry import EXPERIMENTS, all_tables
 
@@ -36,6 +37,7 @@ def main(names: tyro.conf.Positional[tuple[str, ...]], redraw: bool = False) -> 
         experiment = EXPERIMENTS[name]
         experiment.redraw() if redraw else experiment.make()
     write_pages(all_tables())
+    write_explorer()
 
 
 if __name__ == "__main__":

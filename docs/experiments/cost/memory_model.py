@@ -1,7 +1,7 @@
 """Memory of a run by algorithm, from one table of constants. A GB is 10^9 bytes.
 
 `CONSTANTS` stands in docs/explorer.html as JSON, which has the same formula; tests compare the two.
-`python -m docs.experiments choosing` writes them there.
+`python -m docs.experiments --redraw` writes them there.
 """
 
 import json

@@ -86,15 +86,6 @@ def random_model(
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-MEDIUM = dict(  # 27M parameters
-    hidden_size=512,
-    intermediate_size=1_536,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-)
-
-
 def enlarge(source: str, folder: Path, sizes: dict[str, int]) -> str:
     """A random model of these sizes in the place of a tiny one, with its tokenizer."""
     config = AutoConfig.from_pretrained(source, dtype="float32", **sizes)
@@ -126,7 +117,7 @@ def two_steps(script: Any, micro_batch_size: int) -> dict[str, Any]:
     return flags
 
 
-def large_models(script: Any, folder: Path, sizes: dict[str, int] = MEDIUM) -> dict[str, str]:
+def large_models(script: Any, folder: Path, sizes: dict[str, int]) -> dict[str, str]:
     """Flags that put random models, made in the folder, in the place of tiny ones."""
     flags = {}
     for flag in ("model", "reward_model"):
