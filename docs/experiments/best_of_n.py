@@ -1,7 +1,7 @@
 """docs/best_of_n.md: best of n, and rejection sampling as training.
 
 Best of n samples n completions of a prompt and keeps the one with the highest reward; nothing is
-trained. Rejection sampling samples completions, keeps the right ones or the best ones, and
+trained. Rejection sampling samples completions, keeps the correct ones or the best ones, and
 fine-tunes on them with sft.py, in one round or in several. Each plan samples as many completions
 as the run in the same table: 15,360 as GRPO on the arithmetic task, 3,840 as PPO on the reviews.
 """
@@ -21,13 +21,7 @@ import grpo
 import ppo_rlhf
 import sft
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import (
-    ALGORITHM_STYLES,
-    COLOURS,
-    Style,
-    draw_evaluations,
-    panels,
-)
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, COLOURS, Style, draw_evaluations, panel
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.runs import for_each_seed, train, write_jsonl
 from docs.experiments.lib.tables import rounded, spread
@@ -59,9 +53,9 @@ class Plan(NamedTuple):
 
 
 SUM_PLANS = {
-    "right of 8, 1 round": Plan(SUMS, SUM_BUDGET, 1, 8),
-    "right of 8, 4 rounds": Plan(SUMS, SUM_BUDGET, 4, 8),
-    "right of 8, 4 rounds, fewer steps": Plan(SUMS, SUM_BUDGET, 4, 8, epochs=0.64),
+    "correct of 8, 1 round": Plan(SUMS, SUM_BUDGET, 1, 8),
+    "correct of 8, 4 rounds": Plan(SUMS, SUM_BUDGET, 4, 8),
+    "correct of 8, 4 rounds, fewer steps": Plan(SUMS, SUM_BUDGET, 4, 8, epochs=0.64),
 }
 REVIEW_PLANS = {
     "best of 8, 1 round": Plan(REVIEWS, REVIEW_BUDGET, 1, 8),
@@ -73,19 +67,6 @@ REVIEW_PLANS = {
 def kl_bound(n: int) -> float:
     """log n - (n - 1)/n nats: KL(best of n || policy) is at most that (arXiv 2401.01879)."""
     return math.log(n) - (n - 1) / n
-
-
-def right_kl(p: float, n: int) -> float:
-    """KL(best of n || policy) in nats for a reward of 0 or 1 that the policy gets with probability
-    p: best of n is right with probability q = 1 - (1 - p)^n, and among the right ones, and among
-    the wrong ones, it is the policy.
-    """
-    q = 1 - (1 - p) ** n
-    kl = 0.0
-    for new, old in ((q, p), (1 - q, 1 - p)):
-        if new > 0:
-            kl += new * math.log(new / old)
-    return kl
 
 
 def expected_best(scores: Sequence[float], values: Sequence[float], n: int) -> float:
@@ -103,21 +84,14 @@ def expected_best(scores: Sequence[float], values: Sequence[float], n: int) -> f
     return total
 
 
-def majority_is_right(answers: Sequence, right_answer: float, n: int) -> float:
-    """How often the most frequent of n answers is right, over disjoint groups of n; among equally
+def majority_is_correct(answers: Sequence, correct_answer: float, n: int) -> float:
+    """How often the most frequent of n answers is correct, over disjoint groups of n; among equally
     frequent answers the first counts (self-consistency, arXiv 2203.11171)."""
     votes = []
     for start in range(0, len(answers), n):
         ((answer, _),) = Counter(answers[start : start + n]).most_common(1)
-        votes.append(float(answer == right_answer))
+        votes.append(float(answer == correct_answer))
     return mean(votes)
-
-
-def tie_probability(scores: Sequence[float]) -> float:
-    """How probable it is that two of the samples have the same score."""
-    num_samples = len(scores)
-    equal_pairs = sum(math.comb(count, 2) for count in Counter(scores).values())
-    return equal_pairs / math.comb(num_samples, 2)
 
 
 # --- best of n ---------------------------------------------------------------------------------
@@ -129,34 +103,31 @@ def sample_each(
     return sampling.sample(policy, prompt_ids, task.max_new_tokens, rng)
 
 
-def right_answers(prompts: list[grpo.Prompt], texts: list[str]) -> list[float]:
+def rewards_of_sums(prompts: list[grpo.Prompt], texts: list[str]) -> list[float]:
     """The rewards of the arithmetic task."""
     return last_number([], texts, [prompt.columns["answer"] for prompt in prompts])
 
 
 def best_of_sums(seed: int) -> dict[str, list[float]]:
-    """Of the held-out sums, for each of SUM_SIZES: accuracy of best of n and of the majority, and
-    the KL of best of n."""
+    """Of the held-out sums, for each of SUM_SIZES: accuracy of best of n and of the majority."""
     num_samples = max(SUM_SIZES)
     policy = sampling.load_policy(SUMS.model)
     prompts = sampling.load_prompts(SUMS, "test", policy.tokenizer)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     _, texts = sample_each(SUMS, policy, repeated, Generator().manual_seed(seed))
-    all_rewards = right_answers(repeated, texts)
-    measured = {"best of n": [], "majority": [], "KL": []}
+    all_rewards = rewards_of_sums(repeated, texts)
+    measured = {"best of n": [], "majority": []}
     for n in SUM_SIZES:
-        best, majority, kls = [], [], []
+        best, majority = [], []
         for i, prompt in enumerate(prompts):
             group = slice(i * num_samples, (i + 1) * num_samples)
             rewards = all_rewards[group]
             best.append(expected_best(rewards, rewards, n))
             answers = [find_last_number(text) for text in texts[group]]
-            right_answer = find_last_number(prompt.columns["answer"])
-            majority.append(majority_is_right(answers, right_answer, n))
-            kls.append(right_kl(mean(rewards), n))
+            correct_answer = find_last_number(prompt.columns["answer"])
+            majority.append(majority_is_correct(answers, correct_answer, n))
         measured["best of n"].append(mean(best))
         measured["majority"].append(mean(majority))
-        measured["KL"].append(mean(kls))
     return measured
 
 
@@ -178,7 +149,7 @@ def best_of_reviews(seed: int) -> dict[str, Any]:
         "grammatical": grammatical([], texts),
     }
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
-    measured = {"ties": mean(tie_probability(learned[group]) for group in groups)}
+    measured = {}
     for name, values in quantities.items():
         measured[name] = []
         for n in REVIEW_SIZES:
@@ -189,7 +160,7 @@ def best_of_reviews(seed: int) -> dict[str, Any]:
 
 # --- rejection sampling ------------------------------------------------------------------------
 def select(rewards: Tensor, num_samples: int, has_rule: bool) -> list[int]:
-    """Row numbers of the completions to train on: the right ones, or the best of each prompt.
+    """Row numbers of the completions to train on: the correct ones, or the best of each prompt.
 
     The completions of a prompt are neighbours in the rewards (B,).
     """
@@ -211,7 +182,7 @@ def load_reward(task: grpo.Args) -> Callable:
     """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
     if task.reward_model:
         return sampling.load_reward_model(task.reward_model)
-    return lambda prompts, _, texts: torch.tensor(right_answers(prompts, texts))
+    return lambda prompts, _, texts: torch.tensor(rewards_of_sums(prompts, texts))
 
 
 def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
@@ -234,7 +205,7 @@ def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
             prompts += [train_prompts[i]] * plan.num_samples
         sequences, texts = sample_each(task, policy, prompts, rng)
 
-        # 2. Keep the right ones, or the best of each prompt.
+        # 2. Keep the correct ones, or the best of each prompt.
         rewards = reward_fn(prompts, sequences, texts)
         selected = select(rewards, plan.num_samples, has_rule=not task.reward_model)
 
@@ -326,7 +297,7 @@ def tables(results: dict) -> dict:
             row.append(spread(values, digits[quantity]))
         return row
 
-    best_of_sums = by_size("sums", SUM_SIZES, {"KL": 2, "best of n": 3, "majority": 3})
+    best_of_sums = by_size("sums", SUM_SIZES, {"best of n": 3, "majority": 3})
     best_of_sums["columns"][-1] = "majority of n"
     digits = {"learned": 2, "gold": 3, "grammatical": 2}
     best_of_reviews = by_size("reviews", REVIEW_SIZES, digits)
@@ -364,49 +335,58 @@ def tables(results: dict) -> dict:
     }
 
 
-def draw(results: dict) -> tuple:
+def draw(results: dict) -> dict:
     """Gold and learned reward on the reviews against the KL."""
     measured = [*results["numbers"].values()]
-    figure, axes = panels(2, height=3.4)
-    bounds = [kl_bound(n) for n in REVIEW_SIZES]
-    for axis, quantity in zip(axes, ("gold", "learned"), strict=True):
-        ppo = ppo_curves(quantity)
-        draw_evaluations(axis, ppo, "PPO, one per beta", ALGORITHM_STYLES["PPO"])
+    titles = {
+        "gold": "Best of n is not hacked: it stays near",
+        "learned": "PPO gains more, further out",
+    }
+    axes = {}
+    for quantity, title in titles.items():
+        axis = panel(title, "KL to the start, nats", f"{quantity} reward", height=3.2)
+        axes[f"best_of_n_{quantity}"] = axis
+        ppo, style = ppo_points(quantity), ALGORITHM_STYLES["PPO"]
+        draw_evaluations(axis, [*zip(*ppo.values(), strict=True)], "PPO, with its beta", style)
+        for beta, points in ppo.items():
+            kl, reward = (mean(values) for values in zip(*points, strict=True))
+            axis.annotate(
+                beta,
+                (kl, reward),
+                xytext=(-10, 8),
+                textcoords="offset points",
+                size=8.5,
+                color=style.colour,
+            )
         best = []
         for of_seed in measured:
             # n = 1 has a KL of 0, which a logarithmic scale cannot show.
-            best.append([*zip(bounds[1:], of_seed["reviews"][quantity][1:], strict=True)])
+            kls = [kl_bound(n) for n in REVIEW_SIZES[1:]]
+            best.append([*zip(kls, of_seed["reviews"][quantity][1:], strict=True)])
         label = f"best of n, n = 2 to {REVIEW_SIZES[-1]}"
         draw_evaluations(axis, best, label, ALGORITHM_STYLES["best of n"])
         for plan, marker in zip(REVIEW_PLANS, ("v", "h"), strict=True):
             trained = [of_seed["training"][plan] for of_seed in measured]
             points = [[(of_seed["KL"], of_seed[quantity])] for of_seed in trained]
-            draw_evaluations(axis, points, f"trained on the {plan}", Style(COLOURS[0], marker))
-        axis.set(xscale="log", xlabel="KL to the starting policy, nats per completion")
+            draw_evaluations(axis, points, f"trained: {plan}", Style(COLOURS[0], marker))
+        axis.set(xscale="log")
         axis.set_xticks([0.2, 0.5, 1, 2, 5, 10, 20], ["0.2", "0.5", "1", "2", "5", "10", "20"])
         axis.minorticks_off()
-    axes[0].set(title="gold reward")
-    axes[1].set(title="learned reward")
-    axes[0].legend(loc="lower left")
-    description = (
-        "Gold and learned reward on the review task over the KL to the starting policy, for best "
-        "of n with n from 2 to 256, for rejection sampling with 1 and 4 rounds, and for PPO with "
-        "several beta."
-    )
-    return figure, "Best of n, rejection sampling and PPO: reward against KL", description
+    axes["best_of_n_gold"].legend(loc="lower left")
+    return axes
 
 
-def ppo_curves(quantity: str) -> list[list[tuple]]:
-    """Points (KL, reward) of PPO with the KL in the rewards: a list for each seed, a point for each
-    beta."""
+def ppo_points(quantity: str) -> dict[str, list[tuple]]:
+    """Points (KL, reward) of PPO with the KL in the rewards: by beta, one for each seed."""
     experiment, kl, reward = "frontier", "KL of samples", "eval/reward"
     if quantity == "learned":
         experiment, kl, reward = "reward_hacking", "objective/kl", "reward/mean"
-    points = []  # for each beta a list, of each seed
+    points = {}
     for label, of_label in saved_results(experiment)["numbers"].items():
         if experiment == "reward_hacking" or label.startswith("PPO, KL in the reward"):
-            points.append([*zip(of_label[kl], of_label[reward], strict=True)])
-    return [list(of_seed) for of_seed in zip(*points, strict=True)]
+            beta = label.rpartition(" ")[2].replace("e-0", "e-")
+            points[beta] = [*zip(of_label[kl], of_label[reward], strict=True)]
+    return points
 
 
 EXPERIMENTS = (Experiment("best_of_n", tables, measure, draw),)

@@ -1,5 +1,5 @@
-"""docs/choosing.md: memory by algorithm and model size, and how near the formula is to measured
-peaks, small and at the size of Qwen2.5-0.5B.
+"""docs/memory.md: memory by algorithm and model size, and how near the formula is to measured peaks
+at the size of Qwen2.5-0.5B.
 """
 
 import json
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config
 
 import common.logprobs
-from common.generation import generate
 from common.tokens import pad_rows
 from docs.experiments.cost.memory_model import (
     CONSTANTS,
@@ -23,17 +21,13 @@ from docs.experiments.cost.memory_model import (
     memory,
     peak,
     shape,
-    write_explorer,
 )
 from docs.experiments.lib import measuring
-from docs.experiments.lib.drawing import GREY, TEXT, panels
+from docs.experiments.lib.drawing import GREY, TEXT, panel
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import train
 
-
 # --- the peaks that are measured, each in a process of its own ---------------------------------
-ROWS = 16  # of a micro-batch
-CHECKED = shape(512, 8, 512, 128, 1_536, 32_768, True)
 
 
 def algorithm_of(script_name: str) -> str:
@@ -70,16 +64,11 @@ class MicroBatchRecorder:
         self.has_moments = self.has_gradients = False
 
 
-def measure_script(
-    name: str,
-    sizes: dict[str, int] = measuring.MEDIUM,
-    micro_batch_size: int = ROWS,
-    more_flags: dict[str, Any] | None = None,
-) -> dict:
+def measure_script(name: str, sizes: dict[str, int], more_flags: dict[str, Any]) -> dict:
     """Peak of two optimiser steps with random models of these sizes, and their micro-batches."""
     script = import_module(name)
     recorder = MicroBatchRecorder(script)
-    flags = measuring.two_steps(script, micro_batch_size) | (more_flags or {})
+    flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
     with tempfile.TemporaryDirectory() as folder:
         large_models = measuring.large_models(script, Path(folder), sizes)
         train(script, output_dir=f"{folder}/first", **flags)  # what is made once
@@ -114,95 +103,12 @@ def measure_script(
     }
 
 
-def random_checked_model(layers: int = CHECKED["layers"]) -> torch.nn.Module:
-    config = Qwen2Config(
-        vocab_size=CHECKED["vocab"],
-        hidden_size=CHECKED["hidden"],
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        intermediate_size=CHECKED["ffn"],
-        tie_word_embeddings=CHECKED["tied"],
-    )
-    return measuring.random_model(config)
-
-
-def update(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
-    """Two optimiser steps of two micro-batches, of which the second meets the gradients of the
-    first."""
-    ids = torch.randint(CHECKED["vocab"], (rows, prompt + completion)).tolist()
-    sequences = [(row[:prompt], row[prompt:]) for row in ids]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _step in range(2):
-        for _micro_batch in range(2):
-            logprobs = common.logprobs.completion_logprobs(model, sequences, range(rows))
-            logprobs.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def roll_out(model: torch.nn.Module, rows: int, prompt: int, completion: int) -> None:
-    generate(
-        model,
-        torch.randint(CHECKED["vocab"], (rows, prompt)).tolist(),
-        max_new_tokens=completion,
-        temperature=1.0,
-        stop_ids=[],
-        rng=torch.Generator(),
-    )
-
-
-# What is measured of a model with a real vocabulary: a moment of `memory`, and its rows and tokens.
-PARTS_CHECKED = {
-    "an update": ("update", update, 4, 256, 256),
-    "a rollout": ("sampling", roll_out, 48, 224, 32),
-}
-
-
-def measure_part(name: str) -> dict:
-    """Peak of making a model of the shape `CHECKED`, and of a part of a run with it."""
-    moment, run, rows, prompt, completion = PARTS_CHECKED[name]
-    run(random_checked_model(layers=1), rows=2, prompt=8, completion=2)  # what is made once
-    before = measuring.reset_peak()
-    run(random_checked_model(), rows, prompt, completion)
-    work = dict(micro_batch=rows, prompt=prompt, completion=completion, rollout=rows, group=1)
-    return {
-        "run": f"{name}, {rows} x {prompt + completion} tokens",
-        "model": CHECKED,
-        "algorithm": moment,
-        "work": work,
-        "peak": measuring.peak() - before,
-    }
-
-
-def measure() -> dict:
-    """All cases, each in a process of its own; also the constants of docs/explorer.html."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back to the system at once
-    cases = [measuring.in_own_process(measure_script, name) for name in measuring.SCRIPTS]
-    cases += [measuring.in_own_process(measure_part, name) for name in PARTS_CHECKED]
-    write_explorer()
-    return {"numbers": {"measured": cases}}
-
-
-def expected(case: dict) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and AdamW; of all that `memory` counts; and of what there was
-    when the micro-batches came: in a step's first there are no gradients yet, in the first step
-    no moments of AdamW."""
+def expected(case: dict) -> float:
+    """Bytes of what there was when the micro-batches came: in a step's first there are no
+    gradients yet, in the first step no moments of AdamW."""
     model, precision = case["model"], CONSTANTS["precisions"]["float32"]
     work = DEFAULTS | case["work"]
-    if case["algorithm"] in ("update", "sampling"):
-        algorithm = CONSTANTS["algorithms"]["reinforce"]
-        parts = memory(model, algorithm, precision, **work)[case["algorithm"]]
-        if case["algorithm"] == "sampling":
-            parts["adamw"] = 0.0  # no optimiser while it samples
-        total = sum(parts.values())
-        while_it_computes = ("activations", "cache", "logits", "reading")
-        state = total - sum(parts[name] for name in while_it_computes)
-        return state, total, total
-
     algorithm = CONSTANTS["algorithms"][case["algorithm"]]
-    parts = memory(model, algorithm, precision, **work)["update"]
-    total = sum(parts.values())
     totals_as_they_came = []
     for rows, length, has_moments, has_gradients in case["seen"]:
         batch_work = work | {"micro_batch": rows, "prompt": length}
@@ -212,7 +118,7 @@ def expected(case: dict) -> tuple[float, float, float]:
         if not has_gradients:
             batch_parts["gradients"] = 0.0
         totals_as_they_came.append(sum(batch_parts.values()))
-    return total - parts["activations"], total, max(totals_as_they_came)
+    return max(totals_as_they_came)
 
 
 # --- the tables --------------------------------------------------------------------------------
@@ -263,29 +169,11 @@ def peaks_table(peaks: dict[str, list[float]]) -> dict:
     return {"columns": ["algorithm", *COLUMNS.values()], "rows": rows}
 
 
-def measured_table(cases: list[dict]) -> dict:
-    rows = []
-    for case in cases:
-        state, total, as_they_came = expected(case)
-        megabytes = [f"{x / 1e6:,.0f}" for x in (state, total, as_they_came, case["peak"])]
-        rows.append([case["run"], *megabytes, f"{case['peak'] / as_they_came:.2f}"])
-    columns = [
-        "run",
-        "weights, gradients, AdamW, MB",
-        "with activations or cache, MB",
-        "as the micro-batches came, MB",
-        "measured peak, MB",
-        "measured / as they came",
-    ]
-    return {"columns": columns, "rows": rows}
-
-
-def tables(results: dict) -> dict:
+def tables(_: dict) -> dict:
     return {
         "choosing bytes": bytes_table(),
         "choosing one": peaks_table(peaks_in_gb(gpus=1)),
         "choosing eight": peaks_table(peaks_in_gb(gpus=8)),
-        "choosing measured": measured_table(results["numbers"]["measured"]),
     }
 
 
@@ -309,7 +197,7 @@ def bars() -> dict[str, dict[str, float]]:
     return bars
 
 
-def draw(_: dict) -> tuple:
+def draw(_: dict) -> dict:
     """Stacked bars, each part with its own tint, hatching and label."""
     parts_by_label = bars()
     styles = {  # tint, hatching, and what is written into the part
@@ -321,60 +209,36 @@ def draw(_: dict) -> tuple:
         "AdamW": ("#e3d08a", "", "AdamW"),
         "copies of weights": ("#c3c9d0", "xx", ""),
         "activations": ("#a5dde0", "", ""),
-        "KV cache": ("#ffffff", "++", ""),
     }
-    figure, (axis,) = panels(1, height=3.4)
+    xlabel = "GB on one GPU, 7B parameters, a micro-batch of 1 with 512 + 512 tokens"
+    axis = panel("PPO needs twice the memory of SFT", xlabel, width=8, height=3.4)
+    axis.set_title(axis.get_title("left"), pad=20)
     axis.grid(visible=False, axis="y")
     left_ends = dict.fromkeys(parts_by_label, 0.0)
     for part, (tint, hatching, written) in styles.items():
-        with_part = [label for label in parts_by_label if part in parts_by_label[label]]
-        if not with_part:
-            continue
-        widths = [parts_by_label[label][part] for label in with_part]
-        axis.barh(
-            with_part,
+        widths = [parts.get(part, 0.0) for parts in parts_by_label.values()]
+        drawn = axis.barh(
+            [*left_ends],
             widths,
-            left=[left_ends[label] for label in with_part],
+            left=[*left_ends.values()],
             color=tint,
             hatch=hatching,
             edgecolor=GREY,
-            lw=0.8,
+            lw=[0.8 if width else 0 for width in widths],
             label=part,
             height=0.62,
         )
-        for label, width in zip(with_part, widths, strict=True):
-            middle = left_ends[label] + width / 2
-            axis.text(
-                middle,
-                label,
-                written,
-                ha="center",
-                va="center",
-                bbox=dict(facecolor=tint, lw=0, pad=1),
-            )
+        labels = [written if width else "" for width in widths]
+        axis.bar_label(drawn, labels, label_type="center", bbox=dict(fc=tint, lw=0, pad=1))
+        for label, width in zip(left_ends, widths, strict=True):
             left_ends[label] += width
-    for label, total in left_ends.items():
-        axis.text(total + 3, label, f"{total:.0f} GB", va="center")
+    axis.bar_label(drawn, [f"{total:.0f} GB" for total in left_ends.values()], padding=4)
     axis.axvline(80, color=TEXT, ls="--", lw=1.2)
-    axis.annotate(
-        "80 GB",
-        (80, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="center",
-    )
-    axis.invert_yaxis()
+    axis.annotate("80 GB", (80, -0.75), ha="center", annotation_clip=False)
     axis.set(xlim=(0, 1.12 * max(left_ends.values())))
-    axis.set_xlabel("GB on one GPU, 7B parameters, a micro-batch of 1 with 512 + 512 tokens")
-    figure.legend(loc="outside lower center", ncols=4, handlelength=2.5)
-    totals = [f"{label} {total:.0f} GB" for label, total in left_ends.items()]
-    description = (
-        "Stacked bars of the memory that six algorithms need for a model of 7B parameters on one "
-        f"GPU, at the moment that needs most: {'; '.join(totals)}. A dashed line at 80 GB, the "
-        "size of one card. AdamW's moments are the largest part of each bar."
-    )
-    return figure, "Memory of a 7B model by algorithm", description
+    axis.invert_yaxis()
+    axis.figure.legend(loc="outside lower center", ncols=4, handlelength=2.5)
+    return {"choosing": axis}
 
 
 # --- real_size ---------------------------------------------------------------------------------
@@ -403,8 +267,8 @@ def measure_real_size() -> dict:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     numbers = {}
     for algorithm, (script, flags) in REAL_RUNS.items():
-        case = measuring.in_own_process(measure_script, script, QWEN, 1, flags)
-        _, _, predicted = expected(case | {"algorithm": algorithm})
+        case = measuring.in_own_process(measure_script, script, QWEN, flags)
+        predicted = expected(case | {"algorithm": algorithm})
         length = max(length for _, length, _, _ in case["seen"])
         numbers[algorithm] = {
             "length": length,
@@ -429,6 +293,6 @@ def real_size_tables(results: dict) -> dict:
 
 
 EXPERIMENTS = (
-    Experiment("choosing", tables, measure, draw),
+    Experiment("choosing", tables, draw=draw),
     Experiment("real_size", real_size_tables, measure_real_size),
 )

@@ -3,7 +3,6 @@
 import shutil
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import NamedTuple
 
 from docs.exercises.plant import EXERCISES, write_copy
@@ -12,7 +11,7 @@ from docs.experiments.lib.drawing import (
     SICK,
     draw_band,
     draw_evaluations,
-    panels,
+    panel,
     plain_log_scale,
 )
 from docs.experiments.lib.experiment import Experiment
@@ -47,14 +46,14 @@ SYMPTOMS = (
     Symptom(6, "`value/explained_variance`, all rollouts", "average value/explained_variance", 2),
     Symptom(6, "`reward/mean`", "reward/mean", 2),
 )
-# What the figure draws of each exercise, and the label of x.
+# What the figure of each exercise draws, the label of x, and its title.
 PANELS = {
-    1: ("objective/kl", "rollout"),
-    2: ("policy/approx_kl", "rollout"),
-    3: ("eval/truncated_fraction", "optimiser step"),
-    4: ("difference/loss", "optimiser step"),
-    5: ("objective/kl", "rollout"),
-    6: ("reward/mean", "rollout"),
+    1: ("objective/kl", "rollout", "the KL stays 0"),
+    2: ("policy/approx_kl", "rollout", "the steps do not shrink"),
+    3: ("eval/truncated_fraction", "optimiser step", "completions never stop"),
+    4: ("difference/loss", "optimiser step", "the micro-batch size matters"),
+    5: ("objective/kl", "rollout", "the KL jumps and comes back"),
+    6: ("reward/mean", "rollout", "the policy learns less"),
 }
 LOGARITHMIC = (2, 5)
 COMMANDS = {
@@ -127,7 +126,7 @@ def measure() -> dict:
         for way in WAYS:
             of_seeds = rows[symptom.number, way]
             of_symptom[way] = [value(of_seed, symptom.metric) for of_seed in of_seeds]
-    for number, (metric, _) in PANELS.items():
+    for number, (metric, *_) in PANELS.items():
         curves[str(number)] = {}
         for way in WAYS:
             curves[str(number)][way] = [
@@ -150,28 +149,22 @@ def tables(results: dict) -> dict:
     return {"exercises": {"columns": ["exercise", "metric", *WAYS], "rows": rows}}
 
 
-def draw(results: dict) -> tuple:
-    """A panel for each exercise."""
-    figure, axes = panels(3, height=5, rows=2)
-    courses = []
-    for axis, (number, (metric, xlabel)) in zip(axes, PANELS.items(), strict=True):
+def draw(results: dict) -> dict:
+    """A figure for each exercise."""
+    axes = {}
+    for number, curves in results["curves"].items():
+        metric, xlabel, title = PANELS[int(number)]
+        ylabel = metric.replace("difference/loss", "difference of the losses")
+        axis = panel(f"{number}: {title}", xlabel, ylabel, height=2.2)
+        axes[f"exercises_{number}"] = axis
         draw_curves = draw_evaluations if metric.startswith("eval/") else draw_band
-        title = "difference of the losses" if metric == "difference/loss" else metric
         for way, style in zip(WAYS, (HEALTHY, SICK), strict=True):
-            curves = results["curves"][str(number)][way]
-            draw_curves(axis, curves, way, style)
-            last_value = mean(curve[-1][1] for curve in curves)
-            courses.append(f"{number}, {title}, {way}: {last_value:.2g}")
-        axis.set(title=f"{number}: {title}", xlabel=xlabel)
+            draw_curves(axis, curves[way], way, style)
         axis.locator_params(axis="x", integer=True)
-        if number in LOGARITHMIC:
+        if int(number) in LOGARITHMIC:
             plain_log_scale(axis)
-    axes[3].legend(loc="upper right")
-    description = (
-        "Six panels, one for each exercise, with the mean and the range of the healthy runs and "
-        f"of those with the bug. Means of the last values: {'; '.join(courses)}."
-    )
-    return figure, "A metric of each exercise with its bug and without", description
+        axis.legend()
+    return axes
 
 
 EXPERIMENTS = (Experiment("exercises", tables, measure, draw, COMMANDS),)

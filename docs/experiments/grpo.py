@@ -2,7 +2,7 @@
 
 import torch
 
-from docs.experiments.lib.drawing import draw_metrics
+from docs.experiments.lib.drawing import THIRD, Metric, draw_metrics
 from docs.experiments.lib.runs import Numbers, experiment_of_runs, variants
 from grpo import group_advantages
 
@@ -27,13 +27,15 @@ def tables(numbers: Numbers) -> dict:
     return {"grpo": numbers.table_by_label(columns), "grpo gdpo": advantages_table()}
 
 
-def draw(numbers: Numbers) -> tuple:
-    titles = {
-        "eval/accuracy": "held-out accuracy",
-        "completions/length_mean": "tokens per completion",
-        "policy/entropy": "entropy, nats per token",
+def draw(numbers: Numbers) -> dict:
+    figures = {
+        "grpo_accuracy": Metric(
+            "eval/accuracy", "Accuracy rises above 0.9", "held-out accuracy", (0, 1)
+        ),
+        "grpo_length": Metric("completions/length_mean", "Completions grow to 12", "tokens"),
+        "grpo_entropy": Metric("policy/entropy", "Entropy falls", "nats per token"),
     }
-    return draw_metrics(numbers, "GRPO", titles)
+    return draw_metrics(numbers, "GRPO", figures, width=THIRD)
 
 
 def advantages_table() -> dict:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from docs.experiments.lib.drawing import COLOURS, GREY, panels
+from docs.experiments.lib.drawing import COLOURS, GREY, SICK, Style, panel
 from docs.experiments.lib.enumeration import (
     gradients,
     mean_and_deviation,
@@ -177,8 +177,10 @@ def path_through_far() -> list[list[float]]:
     return path
 
 
-def draw(_: dict) -> tuple:
-    figure, (mean_axis, deviation_axis, direction_axis) = panels(3, height=3.2)
+def draw(_: dict) -> dict:
+    xlabel = "full KL(π ‖ ref), nats"
+    mean_axis = panel("k1 and k3 are unbiased, k2 is not", xlabel, "mean, nats")
+    deviation_axis = panel("Far from the reference k3 is noisy", xlabel, "standard deviation, nats")
     styles = {
         "k1": dict(color="#97a0aa", ls="-", lw=4.0),
         "k2": dict(color=COLOURS[0], ls="-", lw=1.5),
@@ -187,55 +189,31 @@ def draw(_: dict) -> tuple:
     path = path_through_far()
     kls = [round(full_kl(policy, REFERENCE), 4) for policy in path]
     moments = [kl_moments(policy) for policy in path]
-    ends = {}
     for name, style in styles.items():
         means, deviations = zip(*(moment[name] for moment in moments), strict=True)
         mean_axis.plot(kls, [round(x, 4) for x in means], label=name, **style)
         deviation_axis.plot(kls, [round(x, 4) for x in deviations], label=name, **style)
-        ends[name] = round(means[-1], 4), round(deviations[-1], 4)
-    xlabel = "full KL(π ‖ ref), nats"
-    mean_axis.set(title="mean over the vocabulary", xlabel=xlabel, ylabel="nats")
     mean_axis.legend()
+    deviation_axis.legend()
 
-    # The axis ends below the highest k3.
-    top, last_kl, last_deviation = 4, kls[-1], ends["k3"][1]
-    cut_at = max(kl for kl, moment in zip(kls, moments, strict=True) if moment["k3"][1] < top)
-    deviation_axis.set(title="standard deviation, one token", xlabel=xlabel, ylim=(0, top))
-    deviation_axis.annotate(
-        f"k3, cut here:\n{last_deviation:.1f} at {last_kl:.2f}",
-        (cut_at, top),
-        xytext=(0.05, 3.1),
-        color=COLOURS[1],
-        arrowprops=dict(arrowstyle="->", color=COLOURS[1]),
-    )
-
+    direction_axis = panel("KL(π ‖ ref) picks a mode", "place", "probability")
     direction_axis.bar(PLACES, TWO_MODES, color=GREY, alpha=0.35, label="ref")
     nearest = {
         FORWARD: min(PLACES, key=lambda centre: full_kl(bump(centre), TWO_MODES)),
         REVERSE: min(PLACES, key=lambda centre: full_kl(TWO_MODES, bump(centre))),
     }
-    for name, colour, marker, line in (
-        (FORWARD, COLOURS[0], "o", "-"),
-        (REVERSE, COLOURS[1], "s", "--"),
+    for name, style in (
+        (FORWARD, Style(COLOURS[0], "o", "-")),
+        (REVERSE, SICK._replace(marker="s")),
     ):
         probabilities = [round(p, 4) for p in bump(nearest[name])]
-        label = f"lowest {name}"
+        colour, marker, line = style
         direction_axis.plot(
-            PLACES, probabilities, color=colour, marker=marker, ls=line, ms=5, label=label
+            PLACES, probabilities, color=colour, marker=marker, ls=line, label=f"lowest {name}"
         )
-    direction_axis.set(title="one mode against two", xlabel="place", ylabel="probability")
     direction_axis.set(ylim=(0, 1), xticks=PLACES)
     direction_axis.legend(loc="upper right")
-    description = (
-        f"Left: the means of k1, k2 and k3 over the full KL. At {last_kl:.2f} nats they are "
-        f"{ends['k1'][0]:.2f}, {ends['k2'][0]:.2f} and {ends['k3'][0]:.2f}; k1 and "
-        "k3 are the KL itself. Middle: their standard deviations on one token, at the end "
-        f"{ends['k1'][1]:.2f}, {ends['k2'][1]:.2f} and, beyond the axis, "
-        f"{last_deviation:.1f}. Right: a reference with modes at places 1 and 5, and two policies "
-        f"with one mode. That with the lowest {FORWARD} stands on place 1, that with the lowest "
-        f"{REVERSE} in the middle."
-    )
-    return figure, "KL estimators, and the two directions of the KL", description
+    return {"kl_mean": mean_axis, "kl_deviation": deviation_axis, "kl_direction": direction_axis}
 
 
 EXPERIMENTS = (Experiment("kl", tables, draw=draw),)

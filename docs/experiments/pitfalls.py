@@ -6,13 +6,13 @@ import re
 from typing import NamedTuple
 
 from docs.experiments.lib.drawing import (
+    GREY,
     HEALTHY,
     SICK,
     Band,
     band_of,
     draw_band,
-    draw_evaluations,
-    panels,
+    panel,
     plain_log_scale,
 )
 from docs.experiments.lib.experiment import Experiment
@@ -68,11 +68,28 @@ COMMANDS = {
     for name, symptom in RUNS.items()
     for way in ("sick", "healthy")
 }
-PANELS = (  # of the figure: symptom, metric, title, label of x
-    ("hacking", "eval/reward", "gold reward", "rollout"),
-    ("entropy", "policy/entropy", "entropy, nats per token", "rollout"),
-    ("kl", "objective/kl", "KL, nats per completion", "rollout"),
-    ("chosen", "policy/logprob_chosen", "log-prob of the chosen", "optimiser step"),
+PANELS = (  # the figures: symptom, metric, title, labels of x and y
+    (
+        "entropy",
+        "policy/entropy",
+        "GRPO, rate 2e-3: entropy falls to 0",
+        "rollout",
+        "entropy, nats per token",
+    ),
+    (
+        "kl",
+        "objective/kl",
+        "GRPO, rate 2e-3: the KL explodes",
+        "rollout",
+        "KL, nats per completion",
+    ),
+    (
+        "chosen",
+        "policy/logprob_chosen",
+        "DPO, rate 2e-3: the chosen falls too",
+        "optimiser step",
+        "log-prob of the chosen",
+    ),
 )
 
 
@@ -125,26 +142,23 @@ def tables(results: dict) -> dict:
     return made
 
 
-def draw(results: dict) -> tuple:
-    figure, axes = panels(2, height=5, rows=2)
-    courses = []
-    for axis, (symptom, metric, title, xlabel) in zip(axes, PANELS, strict=True):
-        draw_curve = draw_evaluations if metric.startswith("eval/") else draw_band
-        for name, style in (("sick", SICK), ("healthy", HEALTHY)):
-            band = Band(**results["curves"][symptom][name])
-            draw_curve(axis, band, name, style)
-            courses.append(f"{title} {name} from {show(band.mean[0])} to {show(band.mean[-1])}")
-        axis.set(title=title, xlabel=xlabel)
-        if symptom == "kl":
-            plain_log_scale(axis)
-        else:
-            axis.locator_params(axis="y", nbins=5, steps=[1, 2, 5, 10])
-    axes[0].legend(loc="lower left")
-    description = (
-        "Four panels, each with the mean and the range of five sick and of five healthy runs. "
-        f"Means of the first and the last value: {'; '.join(courses)}."
+def draw(results: dict) -> dict:
+    axes = {}
+    for name, _, title, xlabel, ylabel in PANELS:
+        axis = axes[f"pitfalls_{name}"] = panel(title, xlabel, ylabel)
+        for way, style in (("sick", SICK), ("healthy", HEALTHY)):
+            draw_band(axis, Band(**results["curves"][name][way]), way, style)
+        axis.legend(loc="best")
+    plain_log_scale(axes["pitfalls_kl"])
+    healthy = Band(**results["curves"]["kl"]["healthy"])
+    peak, x = max(zip(healthy.mean, healthy.x, strict=True))
+    axes["pitfalls_kl"].annotate(
+        "one of five seeds",
+        (x, peak),
+        xytext=(x + 2, 0.25),
+        arrowprops=dict(arrowstyle="-", color=GREY),
     )
-    return figure, "Four metrics of sick and healthy runs", description
+    return axes
 
 
 EXPERIMENTS = (Experiment("pitfalls", tables, measure, draw, COMMANDS),)

@@ -2,9 +2,11 @@
 scripts' own functions.
 """
 
+from statistics import mean
+
 import torch
 
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panels
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panel
 from docs.experiments.lib.enumeration import (
     gradients,
     mean_and_variance,
@@ -125,35 +127,26 @@ def tables(_: dict) -> dict:
     }
 
 
-def draw(_: dict) -> tuple:
+def draw(_: dict) -> dict:
     """The clipped objective."""
     colour = ALGORITHM_STYLES["PPO"].colour
-    figure, axes = panels(2, height=3.2, sharex=True)
+    rising = panel(f"A = +1: no gradient above {1 + CLIP:g}", "ratio rho = π / π_old", "objective")
+    falling = panel(f"A = -1: no gradient below {1 - CLIP:g}", "ratio rho = π / π_old", "objective")
     ratios = [round(0.4 + 0.01 * i, 4) for i in range(121)]
-    held = {1: (1 + CLIP, 1.6), -1: (0.4, 1 - CLIP)}  # where the ratio gets no gradient
-    for axis, (advantage, (held_from, held_to)) in zip(axes, held.items(), strict=True):
+    for axis, advantage, held in ((rising, 1, (1 + CLIP, 1.6)), (falling, -1, (0.4, 1 - CLIP))):
         objectives = [round(clipped(ratio, advantage)[0], 4) for ratio in ratios]
         unclipped = [round(ratio * advantage, 4) for ratio in ratios]
-        axis.axvspan(held_from, held_to, color=GREY, alpha=0.15, lw=0)
+        axis.axvspan(*held, color=GREY, alpha=0.15, lw=0)
         axis.plot(ratios, objectives, color=colour, lw=2, label="objective")
         axis.plot(ratios, unclipped, color=TEXT, lw=1, ls=":", label="rho A")
         for ratio in (0.7, 1.3):
             objective, _ = clipped(ratio, advantage)
-            fill = GROUND if held_from < ratio < held_to else colour
+            fill = GROUND if held[0] < ratio < held[1] else colour
             axis.plot([ratio], [objective], "o", color=colour, mfc=fill, ms=7)
         axis.axvline(1, color=GREY, lw=0.8)
-        axis.set(title=f"advantage A = {advantage:+d}", xlabel="ratio rho = π / π_old")
-        middle = (held_from + held_to) / 2
-        axis.text(middle, axis.get_ylim()[0] + 0.1, "gradient 0", ha="center")
-    axes[0].set(ylabel="objective")
-    axes[0].legend(loc="upper left")
-    description = (
-        "Two panels over the ratio, from 0.4 to 1.6. For A = +1 the objective rises with the ratio "
-        f"up to {1 + CLIP:g} and is flat above. For A = -1 it is flat below {1 - CLIP:g} and falls "
-        "above. Where it is flat the gradient is 0. Dots mark the ratios 0.7 and 1.3, open ones "
-        "those without a gradient."
-    )
-    return figure, "The clipped objective of a token against its ratio", description
+        axis.text(mean(held), axis.get_ylim()[0] + 0.1, "gradient 0", ha="center")
+    rising.legend(loc="upper left")
+    return {"policy_gradient_rising": rising, "policy_gradient_falling": falling}
 
 
 EXPERIMENTS = (Experiment("policy_gradient", tables, draw=draw),)

@@ -15,7 +15,15 @@ from torch import Generator, Tensor
 import reinforce
 from common.logprobs import completion_logprobs
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import Style, panels, plain_log_scale
+from docs.experiments.lib.drawing import (
+    ALGORITHM_STYLES,
+    COLOURS,
+    GREY,
+    WIDE,
+    Style,
+    panel,
+    plain_log_scale,
+)
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
     Numbers,
@@ -147,37 +155,35 @@ def variance_tables(results: dict) -> dict:
     return {"variance": {"columns": columns, "rows": rows}}
 
 
-def draw_variance(results: dict) -> tuple:
+def draw_variance(results: dict) -> dict:
     """The noise of each case at each moment, median and range."""
-    styles = {  # shades of REINFORCE's colour
-        "none": Style("#3f1d6b", "p"),
-        "none, rewards 1 and 2": Style("#7a3fc0", "s"),
-        "batch mean": Style("#9a5fe0", "o"),
-        "leave one out": Style("#3f1d6b", "x"),
+    colour = ALGORITHM_STYLES["REINFORCE"].colour
+    styles = {
+        "none": Style(colour, "p"),
+        "none, rewards 1 and 2": Style(colour, "x"),
+        "batch mean": Style(COLOURS[0], "o"),
+        "leave one out": Style(GREY, "s"),
     }
-    seeds = results["numbers"].values()
-    figure, (axis,) = panels(1, height=3.4)
-    last_medians = []
-    for i, (case, style) in enumerate(styles.items()):
+    axis = panel(
+        "No baseline: the lowest variance with rewards 0 and 1,\nthe highest with rewards 1 and 2",
+        "rollouts trained",
+        "variance, lower is better",
+        WIDE,
+        height=3.6,
+    )
+    for i, (case, (colour, marker, _)) in enumerate(styles.items()):
+        seeds = results["numbers"].values()
         noises = [*zip(*(of_seed["noise"][case] for of_seed in seeds), strict=True)]
         places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side
-        medians = [median(noise) for noise in noises]
         lowest, highest = [min(noise) for noise in noises], [max(noise) for noise in noises]
-        axis.vlines(places, lowest, highest, color=style.colour, lw=1.2, alpha=0.6)
-        for place, noise in zip(places, noises, strict=True):
-            axis.plot([place] * len(noise), noise, ".", color=style.colour, ms=3, alpha=0.6)
-        axis.plot(places, medians, color=style.colour, marker=style.marker, ls="", ms=7, label=case)
-        last_medians.append(f"{case} {medians[0]:.2f} and {medians[-1]:.2f}")
-    axis.set(xlabel="rollouts trained", ylabel="variance of the gradient")
+        medians = [median(noise) for noise in noises]
+        axis.vlines(places, lowest, highest, color=colour, lw=1.2, alpha=0.6)
+        axis.plot(places, noises, ".", color=colour, ms=3, alpha=0.6)
+        axis.plot(places, medians, color=colour, marker=marker, ls="", ms=7, label=case)
     axis.set_xticks(range(len(MOMENTS)), labels=map(str, MOMENTS))
     plain_log_scale(axis)
-    figure.legend(title="baseline", loc="outside right center")
-    description = (
-        "The variance of REINFORCE's gradient, on a logarithmic axis, measured after 0 to 60 "
-        "rollouts of training; a marker is the median of five seeds, a bar their range. Medians "
-        f"before training and at the end: {'; '.join(last_medians)}."
-    )
-    return figure, "Variance of the gradient under four baselines", description
+    axis.figure.legend(loc="outside lower center", ncols=2)
+    return {"variance": axis}
 
 
 EXPERIMENTS = (

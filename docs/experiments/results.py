@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, GROUND, panels
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, GROUND, WIDE, panel
 from docs.experiments.lib.experiment import saved_results
 from docs.experiments.lib.runs import GRPO_REVIEWS, LAST_NUMBER, Numbers, experiment_of_runs
 from docs.experiments.lib.tables import spread
@@ -25,19 +25,6 @@ FAMILIES = {
     ),
     "GRPO, KL in the loss": Family(f"{GRPO_REVIEWS} --beta {{}}", (0.1, 0.2, 0.5, 1)),
     "DPO": Family("dpo.py --beta {}", (0.1, 0.3, 1)),
-}
-# Where a beta stands beside its point, in points to the right and up; else 6, 5.
-BETA_OFFSETS = {
-    ("PPO, KL in the reward", 0.5): (-20, 6),
-    ("PPO, KL in the loss", 0.5): (-20, 6),
-    ("PPO, KL in the loss", 1): (-12, 6),
-    ("GRPO, KL in the reward", 0.1): (-28, 1),
-    ("GRPO, KL in the reward", 0.2): (-17, -15),
-    ("GRPO, KL in the reward", 0.5): (-24, -2),
-    ("GRPO, KL in the loss", 0.1): (-17, -14),
-    ("GRPO, KL in the loss", 0.5): (-20, 7),
-    ("GRPO, KL in the loss", 1): (-12, 7),
-    ("DPO", 1): (-3, -17),
 }
 
 
@@ -68,69 +55,33 @@ def frontier_tables(numbers: Numbers) -> dict:
     return {"frontier": {"columns": columns, "rows": rows}}
 
 
-def draw_frontier(numbers: Numbers) -> tuple:
-    """Two panels, one above the other, with a gap in the axis between them."""
-    figure, axes = panels(1, height=5.2, rows=2, sharex=True)
-    upper, lower = axes
-    upper.get_gridspec().set_height_ratios([3, 1])
-    best = {}
+def draw_frontier(numbers: Numbers) -> dict:
+    title = "No algorithm gains gold reward beyond about 5 nats"
+    xlabel, ylabel = "KL to the starting policy, nats per completion", "gold reward, held out"
+    axis = panel(title, xlabel, ylabel, WIDE, 4, xscale="log", ylim=(0.25, 0.95))
+    axis.set(xlim=(0.28, 80))
     for name, family in FAMILIES.items():
         algorithm, _, placement = name.partition(", ")
         colour, marker, line = ALGORITHM_STYLES[algorithm]
         fill = colour
         if placement == "KL in the loss":
             fill, line = GROUND, "--"
-        mean_kls, mean_golds = [], []
+        points = []
         for beta in family.betas:
-            label = f"{name}, beta {beta}"
-            kls = numbers.values(label, "KL of samples")
-            golds = numbers.values(label, "eval/reward")
-            mean_kls.append(mean(kls))
-            mean_golds.append(mean(golds))
-            for axis in axes:
-                axis.plot(kls, golds, color=colour, marker=".", ms=3.5, ls="", alpha=0.7)
-        best[name] = max(zip(mean_golds, mean_kls, map(shown, family.betas), strict=True))
-        for axis in axes:
-            axis.plot(
-                mean_kls,
-                mean_golds,
-                color=colour,
-                marker=marker,
-                ms=7,
-                mfc=fill,
-                ls=line,
-                lw=1.2,
-                label=name,
-            )
-        for beta, kl, gold in zip(family.betas, mean_kls, mean_golds, strict=True):
-            upper_or_lower = upper if gold > 0.2 else lower
-            upper_or_lower.annotate(
-                shown(beta),
-                (kl, gold),
-                xytext=BETA_OFFSETS.get((name, beta), (6, 5)),
-                textcoords="offset points",
-                color=colour,
-            )
-    upper.spines.bottom.set_visible(False)
-    lower.spines.top.set_visible(False)
-    upper.tick_params(axis="x", length=0)
-    upper.set(ylim=(0.28, 0.95), ylabel="gold reward, held out", xscale="log")
-    upper.set(title="The number at a point is its beta; small dots are single seeds")
-    lower.set(ylim=(-0.8, 0.2), yticks=[-0.5, 0])
-    lower.set(xlabel="KL to the starting policy, nats per completion")
-    lower.set_xticks([0.3, 1, 3, 10, 30], labels=["0.3", "1", "3", "10", "30"])
-    lower.minorticks_off()
-    lower.legend(loc="lower left")
-    peaks = [
-        f"{name}: {gold:.2f} at {kl:.1f} nats with beta {beta}"
-        for name, (gold, kl, beta) in best.items()
-    ]
-    description = (
-        "Gold reward over the KL to the starting policy on a logarithmic axis; a marker for the "
-        "mean of five seeds of each beta, joined by a line for each algorithm. The gold reward "
-        f"first rises with the KL and then falls. Its highest means are: {'; '.join(peaks)}."
-    )
-    return figure, "Gold reward against KL for PPO, GRPO and DPO", description
+            kls = numbers.values(f"{name}, beta {beta}", "KL of samples")
+            golds = numbers.values(f"{name}, beta {beta}", "eval/reward")
+            points.append((mean(kls), mean(golds)))
+            axis.plot(kls, golds, color=colour, marker=".", ms=3.5, ls="", alpha=0.7)
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, color=colour, marker=marker, ms=7, mfc=fill, ls=line, lw=1.2, label=name)
+    label = "PPO, KL in the reward, beta 1e-09"
+    kl, gold = (mean(numbers.values(label, name)) for name in ("KL of samples", "eval/reward"))
+    outside = f"PPO, beta 1e-9,\nbelow: {gold:.2f}\nat {kl:.0f} nats"
+    axis.annotate(outside, (19.5, 0.27), color=ALGORITHM_STYLES["PPO"].colour)
+    axis.set_xticks([0.3, 1, 3, 10, 30], labels=["0.3", "1", "3", "10", "30"])
+    axis.minorticks_off()
+    axis.figure.legend(loc="outside lower center", ncols=2)
+    return {"frontier": axis}
 
 
 # --- overview ----------------------------------------------------------------------------------

@@ -1,23 +1,26 @@
 """docs/rewards.md: GRPO with a reward for shown working alone."""
 
-from docs.experiments.lib.drawing import draw_metrics
+from docs.experiments.lib.drawing import (
+    ALGORITHM_STYLES,
+    COLOURS,
+    Style,
+    draw_band,
+    draw_evaluations,
+    panel,
+)
 from docs.experiments.lib.runs import LAST_NUMBER, Numbers, experiment_of_runs
 
 
-def tables(numbers: Numbers) -> dict:
-    columns = {
-        "working shown, first rollout": ("(default)", "first rewards/shown", 2),
-        "last five": ("(default)", "rewards/shown", 2),
-        "accuracy before": ("(default)", "first eval/accuracy", 3),
-        "accuracy": ("(default)", "eval/accuracy", 3),
-    }
-    return {"rewards": numbers.table_by_seed(columns)}
-
-
-def draw(numbers: Numbers) -> tuple:
-    titles = {"rewards/shown": "working shown", "eval/accuracy": "held-out accuracy"}
-    return draw_metrics(numbers, "GRPO", titles)
+def draw(numbers: Numbers) -> dict:
+    title = "The form at once, the sum later"
+    axis = panel(title, "rollout", "fraction of completions", ylim=(0, 1.03))
+    shown = numbers.metric_curves("(default)", "rewards/shown")
+    correct = numbers.metric_curves("(default)", "eval/accuracy")
+    draw_band(axis, shown, "working shown", ALGORITHM_STYLES["GRPO"])
+    draw_evaluations(axis, correct, "correct, held out", Style(COLOURS[0], "o"))
+    axis.legend(loc="lower right")
+    return {"rewards": axis}
 
 
 COMMAND = f"grpo.py --reward-fn docs/rewards/formats.py:shown --eval-reward-fn {LAST_NUMBER}"
-EXPERIMENTS = (experiment_of_runs("rewards", {"(default)": COMMAND}, tables, draw),)
+EXPERIMENTS = (experiment_of_runs("rewards", {"(default)": COMMAND}, lambda _: {}, draw),)

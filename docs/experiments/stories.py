@@ -18,9 +18,10 @@ from docs.experiments.lib.drawing import (
     ALGORITHM_STYLES,
     HEALTHY,
     SICK,
+    THIRD,
     draw_band,
     draw_evaluations,
-    panels,
+    panel,
 )
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
@@ -217,25 +218,21 @@ def in_a_cell(text: str) -> str:
     return "`" + " ".join(text.replace("`", "'").replace("|", "/").split()) + "`"
 
 
-def draw(results: dict) -> tuple:
+def draw(results: dict) -> dict:
     """The rewards and the second judge over the rollouts."""
     curves = results["curves"]
-    figure, axes = panels(3)
+    friend = panel("Rule 1: friends appear", "rollout", "fraction with a friend", THIRD)
+    happy = panel("Rule 2: hacked at beta 0", "rollout", "happy words per story", THIRD)
+    distinct = panel("Beta 0 repeats itself", "rollout", "distinct pairs, held out", THIRD)
     friend_curves = curves["friend"]["rewards/friend over step"]
-    draw_band(axes[0], friend_curves, "friend", ALGORITHM_STYLES["GRPO"])
-    axes[0].set(title="rule 1: with a friend", xlabel="rollout", ylim=(0, 1.02))
-    for label, style in ((HACKED, SICK), (HELD, HEALTHY)):
-        draw_band(axes[1], curves[label]["rewards/happy_words over step"], label, style)
-        draw_evaluations(axes[2], curves[label]["eval/reward over step"], label, style)
-    axes[1].set(title="rule 2: happy words", xlabel="rollout")
-    axes[1].legend()
-    axes[2].set(title="distinct pairs, held out", xlabel="rollout", ylim=(0, 1.02))
-    description = (
-        "Over 40 rollouts: the fraction of stories with a friend rises; the number of happy words "
-        "rises far with beta 0 and a little with a KL; the fraction of distinct pairs of words "
-        "falls with beta 0 and stays high with a KL."
-    )
-    return figure, "GRPO on stories with two rules", description
+    draw_band(friend, friend_curves, "friend", ALGORITHM_STYLES["GRPO"])
+    for label, beta, style in ((HACKED, "beta 0", SICK), (HELD, "beta 0.2", HEALTHY)):
+        draw_band(happy, curves[label]["rewards/happy_words over step"], beta, style)
+        draw_evaluations(distinct, curves[label]["eval/reward over step"], beta, style)
+    friend.set(ylim=(0, 1.03))
+    distinct.set(ylim=(0, 1.03))
+    happy.legend()
+    return {"stories_friend": friend, "stories_happy": happy, "stories_distinct": distinct}
 
 
 EXPERIMENTS = (Experiment("stories", tables, measure, draw, COMMANDS),)

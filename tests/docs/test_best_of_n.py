@@ -43,15 +43,6 @@ def test_kl_of_best_of_n_is_below_its_bound_and_nears_it_without_ties():
     assert best_of_n.kl_bound(1) == 0
 
 
-def test_kl_of_best_of_n_with_a_rule():
-    policy = [0.2, 0.15, 0.4, 0.25]  # the first two are right
-    for n in (1, 2, 3, 4):
-        best = best_of_n_policy(policy, [1, 1, 0, 0], n)
-        assert best_of_n.right_kl(0.35, n) == pytest.approx(kl(best, policy), abs=1e-12)
-    assert best_of_n.right_kl(0.35, 500) == pytest.approx(-math.log(0.35))
-    assert best_of_n.right_kl(0.0, 4) == best_of_n.right_kl(1.0, 4) == 0
-
-
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_expected_best_is_the_mean_over_all_subsets(n):
     scores, values = [0.3, -1.0, 2.5, 0.9, 0.1], [10.0, 20.0, 30.0, 40.0, 50.0]
@@ -69,24 +60,18 @@ def test_expected_best_of_a_rule_is_pass_at_n():
 
 def test_majority():
     answers = [1.0, 2.0, 2.0, None, 3.0, 3.0, 2.0, 2.0]
-    assert best_of_n.majority_is_right(answers, 2.0, 1) == 4 / 8
-    assert best_of_n.majority_is_right(answers, 2.0, 4) == 1 / 2  # 3 and 2 twice each: the first
-    assert best_of_n.majority_is_right(answers, 2.0, 8) == 1
+    assert best_of_n.majority_is_correct(answers, 2.0, 1) == 4 / 8
+    assert best_of_n.majority_is_correct(answers, 2.0, 4) == 1 / 2  # 3 and 2 twice each: the first
+    assert best_of_n.majority_is_correct(answers, 2.0, 8) == 1
 
 
-def test_ties():
-    assert best_of_n.tie_probability([1.0, 1.0, 2.0, 3.0]) == pytest.approx(1 / 6)
-    assert best_of_n.tie_probability([1.0, 2.0]) == 0
-
-
-# --- rejection sampling -------------------------------------------------------------------------
-def test_select_keeps_the_right_or_the_best_of_each_prompt():
+def test_select_keeps_the_correct_or_the_best_of_each_prompt():
     rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0])
     assert best_of_n.select(rewards, 3, has_rule=True) == [1, 4, 5]
     assert best_of_n.select(torch.tensor([0.5, -1, 0, -3, -2, -1]), 3, has_rule=False) == [0, 5]
 
 
-def test_a_round_trains_on_right_samples_alone(tmp_path):
+def test_a_round_trains_on_correct_samples_alone(tmp_path):
     plan = best_of_n.Plan(grpo.Args(eval_rows=40), budget=256, num_rounds=2, num_samples=4)
     measured = best_of_n.rejection_sampling(plan, seed=1, folder=tmp_path)
     rows = []

@@ -1,8 +1,12 @@
 """How the figures of all pages look.
 
-    figure, (left, right) = panels(2)
-    draw_band(left, curves, "GRPO", ALGORITHM_STYLES["GRPO"])
-    return figure, "a few words", "What the figure shows, for readers who cannot see it."
+    axis = panel("GRPO: accuracy rises above 0.9", "rollout", "held-out accuracy")
+    draw_band(axis, curves, "GRPO", ALGORITHM_STYLES["GRPO"])
+    return {"grpo_accuracy": axis}
+
+A figure has one pair of axes, and its title is what a reader should take from it. Most are 336
+pixels wide: two stand side by side on a page, on a phone one below the other, and their text has 12
+pixels in both places.
 
 Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
 algorithms take the muted COLOURS. Every series also has its own marker or line style, so that a
@@ -11,7 +15,6 @@ evaluations of a run are markers without a line (`draw_evaluations`).
 
 No grey has a contrast of 4.5 : 1 both to a white page and to GitHub's dark one (#0d1117), so each
 figure has an opaque ground. All colours here have 4.5 : 1 to it and can be used for text.
-Figures are 8 inches (576 pt) wide, so 9 pt become 12 pixels where a page shows them at 800.
 """
 
 import re
@@ -27,6 +30,7 @@ matplotlib.use("Agg")  # no window
 from matplotlib import pyplot as plt
 
 FIGURES = Path("docs/figures")
+THIRD, HALF, WIDE = 2.5, 3.5, 5  # inches: 240, 336 and 480 pixels
 
 
 class Style(NamedTuple):
@@ -71,9 +75,17 @@ matplotlib.rcParams.update(
         "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
         "font.sans-serif": ["DejaVu Sans", "Arial"],
         "font.size": 9,
-        "axes.titlesize": 10,
+        "axes.titlesize": 9,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GREY,
+        "grid.alpha": 0.25,
         "legend.fontsize": 9,
         "legend.framealpha": 0,
+        "figure.constrained_layout.w_pad": 6 / 72,  # 8 pixels of ground around all
+        "figure.constrained_layout.h_pad": 6 / 72,
         "axes.unicode_minus": False,  # screen readers and searches know the hyphen
         "svg.fonttype": "none",  # letters, not their outlines
         "svg.hashsalt": "plain",  # the same file in each run
@@ -81,17 +93,18 @@ matplotlib.rcParams.update(
 )
 
 
-def panels(
-    columns: int, width: float = 8, height: float = 2.8, sharex: bool = False, rows: int = 1
-) -> tuple[Any, list]:
-    """A figure of so many inches, and its axes, row by row."""
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width, height), layout="constrained", sharex=sharex, squeeze=False
-    )
-    for axis in axes.flat:
-        axis.grid(color=GREY, alpha=0.25)
-        axis.set_axisbelow(True)
-    return figure, list(axes.flat)
+def panel(
+    title: str,
+    xlabel: str,
+    ylabel: str = "",
+    width: float = HALF,
+    height: float = 2.6,
+    **settings: Any,
+) -> Any:
+    """The axes of a new figure of so many inches; settings are those of `axes.set`."""
+    _, axis = plt.subplots(figsize=(width, height), layout="constrained")
+    axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+    return axis
 
 
 def plain_log_scale(axis: Any) -> None:
@@ -159,57 +172,66 @@ def draw_evaluations(
     axis.plot(band.x, band.mean, color=colour, marker=style.marker, ms=6, ls="", label=label)
 
 
-def first_and_last(curves: Sequence[Sequence[tuple]], digits: int = 2) -> str:
-    """In words for a figure's description: the means of the first and of the last points."""
-    first = mean(curve[0][1] for curve in curves)
-    last = mean(curve[-1][1] for curve in curves)
-    return f"from {first:.{digits}f} to {last:.{digits}f}".replace("-0.00", "0.00")
+class Metric(NamedTuple):
+    """A figure of the default run."""
+
+    metric: str
+    title: str
+    ylabel: str
+    limits: tuple[float, float] | None = None  # of y
+    best: float | None = None  # the best possible value, a dashed line
 
 
 def draw_metrics(
-    numbers: Any, algorithm: str, titles: dict[str, str], xlabel: str = "rollout"
-) -> tuple[Any, str, str]:
-    """A panel for each metric of the default run, with its title: mean and range of the seeds."""
-    figure, axes = panels(len(titles))
-    courses = []
-    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
-        curves = numbers.metric_curves("(default)", metric)
+    numbers: Any,
+    algorithm: str,
+    figures: dict[str, Metric],
+    xlabel: str = "rollout",
+    width: float = HALF,
+) -> dict[str, Any]:
+    """A figure for each metric of the default run: mean and range of the seeds."""
+    axes = {}
+    for name, (metric, title, ylabel, limits, best) in figures.items():
+        axis = axes[name] = panel(title, xlabel, ylabel, width)
         draw = draw_evaluations if metric.startswith("eval/") else draw_band
+        curves = numbers.metric_curves("(default)", metric)
         draw(axis, curves, algorithm, ALGORITHM_STYLES[algorithm])
-        axis.set(title=title, xlabel=xlabel)
         axis.margins(y=0.1)
-        courses.append(f"{title} {first_and_last(curves)}")
-    seeds = len(numbers.seeds)
-    description = (
-        f"Over the {xlabel}, mean and range of {seeds} seeds: {'; '.join(courses)} (means of "
-        "the first and the last value). Markers without a line are evaluations."
-    )
-    return figure, f"{algorithm}: {', '.join(titles.values())}", description
+        axis.locator_params(nbins=5)
+        axis.set(ylim=limits)
+        if best is not None:
+            axis.axhline(best, color=TEXT, ls="--", lw=1.2, label="best possible")
+            axis.legend()
+    return axes
 
 
-def save(name: str, figure: Any, title: str, description: str) -> None:
-    """Write the figure to docs/figures/NAME.svg, and close it.
+def description_of(axis: Any) -> str:
+    """In words: what is drawn over what, and the first and the last value of each series."""
+    series = []
+    for line in axis.get_lines():
+        first, last = line.get_ydata()[0], line.get_ydata()[-1]
+        series.append((line.get_label(), f"from {first:.3g} to {last:.3g}"))
+    for bars in axis.containers:
+        series.append((bars.get_label(), ", ".join(f"{value:.3g}" for value in bars.datavalues)))
+    words = "; ".join(f"{label} {values}" for label, values in series if label[0] != "_")
+    return f"{axis.get_ylabel()} over {axis.get_xlabel()}: {words}.".strip()
 
-    Title and description are what a screen reader says: a title of a few words; then, in a sentence
-    or two, what is drawn over what, and what one sees.
-    """
+
+def save(name: str, axis: Any) -> None:
+    """Write the figure to docs/figures/NAME.svg, and close it. A screen reader is told its title,
+    and what it shows."""
     path = FIGURES / f"{name}.svg"
     FIGURES.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    plt.close(figure)
-    svg = path.read_text()
-    svg = re.sub(r" <metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL)
+    axis.figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    plt.close(axis.figure)
+    title = " ".join(axis.get_title("left").split())
+    svg = re.sub(r" <metadata>.*?</metadata>\n", "", path.read_text(), flags=re.DOTALL)
     svg = svg.replace("<svg ", f'<svg role="img" aria-labelledby="{name}-title {name}-desc" ', 1)
-    svg = re.sub(
-        r"(<svg [^>]*>)\n",
-        lambda opening: (
-            f'{opening[1]}\n <title id="{name}-title">{escape(title)}</title>\n'
-            f' <desc id="{name}-desc">{escape(description)}</desc>\n'
-        ),
-        svg,
-        count=1,
+    words = (
+        f'\\1 <title id="{name}-title">{escape(title)}</title>\n'
+        f' <desc id="{name}-desc">{escape(description_of(axis))}</desc>\n'
     )
+    svg = re.sub(r"(<svg [^>]*>\n)", words, svg, count=1)
     # A tenth of a point is exact enough for a line.
     svg = re.sub(r' d="[^"]*"', lambda line: re.sub(r"(\.\d)\d+", r"\1", line[0]), svg)
-    svg = re.sub(r"[ \t]+\n", "\n", svg)
-    path.write_text(svg)
+    path.write_text(re.sub(r"[ \t]+\n", "\n", svg))

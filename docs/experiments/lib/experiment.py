@@ -13,9 +13,9 @@ RESULTS = Path("docs/results")
 
 @dataclass
 class Experiment:
-    """What makes docs/results/NAME.json, docs/figures/NAME.svg and the tables of the pages.
+    """What makes docs/results/NAME.json, docs/figures/NAME*.svg and the tables of the pages.
 
-    `measure()` returns what the JSON file holds: numbers, not tables. Tables and figure are made
+    `measure()` returns what the JSON file holds: numbers, not tables. Tables and figures are made
     from these numbers alone, so that headings and looks can be changed without new runs. Without
     `measure` there is no file, and `tables` and `draw` compute what they need.
     """
@@ -24,13 +24,13 @@ class Experiment:
     # by the name on the page, which is NAME or begins with it
     tables: Callable[[dict], dict[str, dict]]
     measure: Callable[[], dict] | None = None
-    # the figure, its title, and what it shows in words
-    draw: Callable[[dict], tuple[Any, str, str]] | None = None
+    # the axes of each figure, by the figure's name, which is NAME or begins with it
+    draw: Callable[[dict], dict[str, Any]] | None = None
     # those of its runs, by label; they are kept in the file
     commands: dict[str, str] = field(default_factory=dict)
 
     def make(self) -> None:
-        """Measure, and draw the figure."""
+        """Measure, and draw the figures."""
         if self.measure:
             results = {"commands": self.commands} | self.measure()
             RESULTS.mkdir(exist_ok=True)
@@ -38,9 +38,10 @@ class Experiment:
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the figure from what was measured."""
+        """Draw the figures from what was measured."""
         if self.draw:
-            drawing.save(self.name, *self.draw(self.results()))
+            for name, axis in self.draw(self.results()).items():
+                drawing.save(name, axis)
 
     def results(self) -> dict:
         """What was measured."""

@@ -249,7 +249,7 @@ def experiment_of_runs(
     name: str,
     commands: dict[str, str],
     tables: Callable[[Numbers], dict],
-    draw: Callable[[Numbers], tuple] | None = None,
+    draw: Callable[[Numbers], dict[str, Any]] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> Experiment:
     """An experiment whose numbers are read off the runs of these commands, by label.

@@ -1,6 +1,7 @@
 """What is generated on the pages: tables, functions of the scripts, and the lines of links.
 
-A table is a dictionary of `columns`, a list of strings, and `rows`, lists of as many strings.
+A table is a dictionary of `columns`, a list of strings, and `rows`, lists of as many strings; a
+list has `rows` of one string each.
 """
 
 import ast
@@ -47,7 +48,9 @@ def pages() -> list[Path]:
 
 
 def markdown(table: dict) -> str:
-    """The lines of a table."""
+    """The lines of a table, or without columns of a list."""
+    if "columns" not in table:
+        return "".join(f"* {line}\n" for (line,) in table["rows"])
     columns = table["columns"]
     lines = ["| " + " | ".join(cells) + " |\n" for cells in [columns, *table["rows"]]]
     lines.insert(1, "|" + "---|" * len(columns) + "\n")
