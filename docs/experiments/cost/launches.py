@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -225,6 +226,18 @@ def logprobs_theirs(model: Any, sequences: list) -> None:
     (logprobs.sum() - (log_p.exp() * log_p).sum()).backward()
 
 
+def logprobs_trl(model: Any, sequences: list) -> None:
+    """TRL's functions of GRPO: the tokens' log-probs, and their entropies without a gradient."""
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    rows = [prompt + completion for prompt, completion in sequences]
+    ids = torch.tensor(rows).to(SIM, non_blocking=True)
+    start = len(sequences[0][0])
+    logits = model(input_ids=ids, use_cache=False).logits[:, start - 1 : -1]
+    selective_log_softmax(logits, ids[:, start:]).sum().backward()
+    entropy_from_logits(logits.detach())
+
+
 def count_logprobs(
     model: Any, function: Callable[[Any, list], None], num_tokens: int
 ) -> LaunchCounter:
@@ -284,6 +297,10 @@ def main(*scripts: str, logprobs: tuple[int, ...] = (1_024, 8_192)) -> None:
     print("\n| micro-batch, forward and backward | launches | waits |\n|---|---|---|")
     plain = count_logprobs(model, logprobs_theirs, 256)  # the same for any number of tokens
     print(f"| log-softmax of all logits | {plain.launches.total()} | {plain.waits.total()} |")
+    if find_spec("trl"):
+        theirs = count_logprobs(model, logprobs_trl, logprobs[0])
+        cells = (f"TRL, {logprobs[0]:,} tokens", str(theirs.launches.total()))
+        print(f"| {' | '.join(cells)} | {theirs.waits.total()} |")
     for num_tokens in logprobs:
         ours = count_logprobs(model, logprobs_ours, num_tokens)
         cells = (f"{num_tokens:,} tokens", f"{ours.launches.total():,}", str(ours.waits.total()))

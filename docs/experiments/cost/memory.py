@@ -1,13 +1,16 @@
-"""Peak memory: of log-probabilities over a large vocabulary, and of activations.
+"""Peak memory: of log-probabilities over a large vocabulary, of activations, and of a rollout.
 
 Each number comes from a process of its own. On a CPU it is the most resident memory that Linux has
 seen since the measurement began, less what was resident then; on a GPU what torch has allocated.
 """
 
+from time import perf_counter
+
 import torch
 from transformers import LlamaConfig
 
 from common.distributed import autocast, checkpoint_activations
+from common.generation import generate
 from common.logprobs import MAX_LOGITS, completion_logprobs
 from docs.experiments.lib.measuring import (
     DEVICE,
@@ -91,6 +94,37 @@ def measure_activations(way: str) -> tuple[float, float, float]:
     return extra, median_seconds(forward_and_backward, repeats=3), norm
 
 
+def measure_rollout(batch_size: int) -> tuple[float, float]:
+    """Extra bytes and seconds of 256 completions of 512 tokens, `batch_size` at a time."""
+    config = LlamaConfig(
+        vocab_size=50_257,
+        hidden_size=256,
+        num_hidden_layers=6,
+        intermediate_size=1_024,
+        num_attention_heads=8,
+        tie_word_embeddings=True,
+    )
+    model = random_model(config, device=DEVICE)
+    prompts = [[token] * 64 for token in range(32) for _ in range(8)]
+
+    def sample(num_tokens: int) -> None:
+        rng = torch.Generator().manual_seed(0)
+        generate(
+            model,
+            prompts,
+            max_new_tokens=num_tokens,
+            temperature=1.0,
+            stop_ids=[],
+            rng=rng,
+            batch_size=batch_size,
+        )
+
+    sample(2)
+    before, start_time = reset_peak(), perf_counter()
+    sample(512)
+    return peak() - before, perf_counter() - start_time
+
+
 def main() -> None:
     gradients = 4 * HIDDEN * (VOCABULARY + TOKENS)  # of the head's weights and the hidden states
     chunk = 4 * (MAX_LOGITS // VOCABULARY) * VOCABULARY
@@ -104,6 +138,10 @@ def main() -> None:
             f"{seconds:.2f} s",
             flush=True,
         )
+    print("a rollout of 256 completions of 512 tokens")
+    for batch_size in (256, 64, 16):
+        extra, seconds = in_own_process(measure_rollout, batch_size)
+        print(f"{batch_size} at a time: {extra / MB:,.0f} MB extra, {seconds:.0f} s", flush=True)
     print("activations of 8 rows of 1,024 tokens")
     for way in ("plain", "checkpointing"):
         extra, seconds, norm = in_own_process(measure_activations, way)
