@@ -342,6 +342,7 @@ def draw(results: dict) -> dict:
         "gold": "Best of n is not hacked: it stays near",
         "learned": "PPO gains more, further out",
     }
+    offsets = {"0.5": (0, -15), "0.05": (-28, 3)}  # of a beta from its point
     axes = {}
     for quantity, title in titles.items():
         axis = panel(title, "KL to the start, nats", f"{quantity} reward", height=3.2)
@@ -353,9 +354,8 @@ def draw(results: dict) -> dict:
             axis.annotate(
                 beta,
                 (kl, reward),
-                xytext=(-10, 8),
+                xytext=offsets.get(beta, (7, -2)),
                 textcoords="offset points",
-                size=8.5,
                 color=style.colour,
             )
         best = []

@@ -125,14 +125,13 @@ class Band(NamedTuple):
 
 def band_of(curves: Sequence[Sequence[tuple]]) -> Band:
     """The band over curves, lists of points (x, y)."""
-    band = Band([], [], [], [])
-    for points in zip(*curves, strict=True):  # those of one step, of each curve
-        y_values = [y for _, y in points]
-        band.x.append(mean(x for x, _ in points))
-        band.mean.append(mean(y_values))
-        band.lowest.append(min(y_values))
-        band.highest.append(max(y_values))
-    return band
+    points = [[*zip(*of_step, strict=True)] for of_step in zip(*curves, strict=True)]
+    return Band(
+        x=[mean(xs) for xs, _ in points],
+        mean=[mean(ys) for _, ys in points],
+        lowest=[min(ys) for _, ys in points],
+        highest=[max(ys) for _, ys in points],
+    )
 
 
 def draw_band(
@@ -157,17 +156,14 @@ def draw_band(
 
 
 def draw_evaluations(
-    axis: Any, curves: Sequence[Sequence[tuple]] | Band, label: str, style: Style
+    axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style
 ) -> None:
     """The mean of each evaluation as a marker, with a bar from the lowest to the highest y, and the
     single values of the curves as dots on it. No line: nothing was measured in between.
     """
-    band, colour = curves, style.colour
-    if not isinstance(curves, Band):
-        band = band_of(curves)
-        for curve in curves:
-            xs, ys = zip(*curve, strict=True)
-            axis.plot(xs, ys, color=colour, marker=".", ms=3, ls="", alpha=0.6)
+    band, colour = band_of(curves), style.colour
+    for curve in curves:
+        axis.plot(*zip(*curve, strict=True), color=colour, marker=".", ms=3, ls="", alpha=0.6)
     axis.vlines(band.x, band.lowest, band.highest, color=colour, alpha=0.5, lw=1.2)
     axis.plot(band.x, band.mean, color=colour, marker=style.marker, ms=6, ls="", label=label)
 
