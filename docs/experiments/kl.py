@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from docs.experiments.lib.drawing import COLOURS, GREY, SICK, Style, panel
+from docs.experiments.lib.drawing import COLOURS, GREY, panel
 from docs.experiments.lib.enumeration import (
     gradients,
     mean_and_deviation,
@@ -202,15 +202,9 @@ def draw(_: dict) -> dict:
         FORWARD: min(PLACES, key=lambda centre: full_kl(bump(centre), TWO_MODES)),
         REVERSE: min(PLACES, key=lambda centre: full_kl(TWO_MODES, bump(centre))),
     }
-    for name, style in (
-        (FORWARD, Style(COLOURS[0], "o", "-")),
-        (REVERSE, SICK._replace(marker="s")),
-    ):
+    for name, line, colour in ((FORWARD, "o-", COLOURS[0]), (REVERSE, "s--", COLOURS[1])):
         probabilities = [round(p, 4) for p in bump(nearest[name])]
-        colour, marker, line = style
-        direction_axis.plot(
-            PLACES, probabilities, color=colour, marker=marker, ls=line, label=f"lowest {name}"
-        )
+        direction_axis.plot(PLACES, probabilities, line, color=colour, label=f"lowest {name}")
     direction_axis.set(ylim=(0, 1), xticks=PLACES)
     direction_axis.legend(loc="upper right")
     return {"kl_mean": mean_axis, "kl_deviation": deviation_axis, "kl_direction": direction_axis}

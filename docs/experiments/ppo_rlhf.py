@@ -49,19 +49,18 @@ def hacking_tables(numbers: Numbers) -> dict:
 
 
 def draw_hacking(numbers: Numbers) -> dict:
-    titles = {
-        "1e-9": "beta 1e-9: the gold reward falls again",
-        "0.2": "beta 0.2: both rewards rise",
+    figures = {
+        "reward_hacking_weak_kl": ("1e-9", "beta 1e-9: the gold reward falls again"),
+        "reward_hacking_strong_kl": ("0.2", "beta 0.2: both rewards rise"),
     }
     axes = {}
-    for beta, title in titles.items():
-        axis = panel(title, "rollout", "mean reward", ylim=(-1.1, 4.5))
+    for name, (beta, title) in figures.items():
+        axis = axes[name] = panel(title, "rollout", "mean reward", ylim=(-1.1, 4.5))
         learned = numbers.metric_curves(beta, "reward/mean", evaluations=True)
         gold = numbers.metric_curves(beta, "eval/reward", evaluations=True)
         draw_band(axis, learned, "learned reward", ALGORITHM_STYLES["reward model"])
         draw_band(axis, gold, "gold reward", Style(COLOURS[1], "D"))
         axis.legend(loc="center right")
-        axes[f"reward_hacking_{'strong' if beta == '0.2' else 'weak'}_kl"] = axis
     return axes
 
 
