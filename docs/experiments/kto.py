@@ -10,6 +10,7 @@ def tables(numbers: Numbers) -> dict:
         "gold": ("eval/reward", 2),
         "KL": ("KL of samples", 1),
         "grammatical": ("grammatical", 2),
+        "tokens": ("eval/length_mean", 1),
     }
     return {"kto": numbers.table_by_label(columns)}
 
