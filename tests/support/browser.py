@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 
 EXPLORER = Path("docs/explorer.html")
+KATEX = Path("/usr/share/javascript/katex")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="needs Chromium and chromedriver"
 )
+needs_katex = pytest.mark.skipif(not KATEX.is_dir(), reason="needs KaTeX: apt install libjs-katex")
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id, by the standard
 
 
@@ -82,7 +84,13 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.emulate("Emulation.setEmulatedMedia", features=[scheme])
         self.send("POST", "/url", {"url": "about:blank"})
-        self.send("POST", "/url", {"url": f"{page or EXPLORER.absolute().as_uri()}#{address}"})
+        page = page or EXPLORER.absolute().as_uri()
+        self.send("POST", "/url", {"url": f"{page}#{address}"})
+        # On a busy machine the driver answers before the page is there.
+        state = "return location.href.startsWith(arguments[0]) && document.readyState"
+        deadline = time.monotonic() + 20
+        while self.run(state, page) != "complete" and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def element(self, css):
         found = self.send("POST", "/element", {"using": "css selector", "value": css})
