@@ -133,20 +133,6 @@ COLUMNS = {  # models, and their headings
 }
 
 
-def bytes_table() -> dict:
-    """The models that an algorithm has in memory, and what they take per parameter."""
-    precision = CONSTANTS["precisions"]["mixed"]
-    trained_bytes = precision["weights"] + precision["gradients"] + precision["adamw"]
-    rows = []
-    for algorithm in CONSTANTS["algorithms"].values():
-        trained = [f"{PARTS[name]} (trained)" for name in algorithm["trained"]]
-        frozen = [PARTS[name] for name in algorithm["frozen"]]
-        total = trained_bytes * len(trained) + precision["frozen"] * len(frozen)
-        rows.append([algorithm["name"], ", ".join(trained + frozen), str(total)])
-    columns = ["algorithm", "models in memory while training", "bytes per parameter"]
-    return {"columns": columns, "rows": rows}
-
-
 def peaks_in_gb(gpus: int) -> dict[str, list[float]]:
     """By algorithm, for each model of `COLUMNS`."""
     peaks = {}
@@ -171,7 +157,6 @@ def peaks_table(peaks: dict[str, list[float]]) -> dict:
 
 def tables(_: dict) -> dict:
     return {
-        "choosing bytes": bytes_table(),
         "choosing one": peaks_table(peaks_in_gb(gpus=1)),
         "choosing eight": peaks_table(peaks_in_gb(gpus=8)),
     }
