@@ -16,7 +16,7 @@ reference. With the mean per token m(y) = log pi(y|x) / |y|, and odds = e^m / (1
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
 
 ORPO's first term is the loss of SFT, so it can start from a base model; `--nll-coef` adds this term
-to the other losses (2404.19733). Deviations from the papers: IPO's log-ratios are means per token,
+to any loss (2404.19733). Deviations from the papers: IPO's log-ratios are means per token,
 not sums; AdamW and a linear schedule.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
@@ -526,7 +526,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    open_run.run_dir = run_dir  # for the last line after Ctrl-C
     return run_dir
 
 
@@ -600,10 +600,10 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
-        main(args)
+        main(parse_args())
     except KeyboardInterrupt:
-        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
-        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+        run_dir = getattr(open_run, "run_dir", Path("no run"))
+        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
+        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
     leave_processes()

@@ -13,8 +13,8 @@ pi_old is the policy that sampled. Deviations from the paper: outcome supervisio
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. Later
 papers: --clip-coef-high 0.28 --loss-norm token --mask-truncated --beta 0 (DAPO, arXiv 2503.14476,
 without dynamic sampling and length penalty); --no-scale-rewards --loss-norm constant --beta 0
-(Dr. GRPO, 2503.20783); --importance-sampling-level sequence (GSPO, 2507.18071);
---multi-objective-aggregation normalize_then_sum (GDPO, 2601.05242).
+(Dr. GRPO, 2503.20783); --importance-sampling-level sequence --clip-coef 3e-4 --clip-coef-high 4e-4
+(GSPO, 2507.18071); --multi-objective-aggregation normalize_then_sum (GDPO, 2601.05242).
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -137,6 +137,8 @@ class Args:
     eval_temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
     def __post_init__(self):
+        if self.num_minibatches > self.prompts_per_rollout * self.group_size:
+            raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
         if self.group_size == 1:
             raise ValueError("--group-size must be at least 2: with 1 all advantages are 0")
         if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
@@ -227,7 +229,7 @@ def grpo_loss(
 
     Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 after a
     completion's end. Advantages are (B,), weights (B, T) those of `token_weights`. The sums are of
-    the tokens in the loss; at level `sequence` each has its completion's ratio.
+    the tokens in the loss (the KL's of all); at level `sequence` each has its completion's ratio.
     """
     advantages = advantages[:, None]
     left_out = weights == 0  # a ratio may be inf there, and 0 * inf is NaN
@@ -263,7 +265,6 @@ def main(args: Args) -> Path:
 
     # --- rewards, data and models ---
     reward_fns = load_reward_fns(args.reward_fn)  # by name, of (prompts, sequences, texts)
-    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
@@ -279,6 +280,7 @@ def main(args: Args) -> Path:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
+    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     eval_weights = torch.ones(1) if args.eval_reward_fn else reward_weights
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
@@ -401,8 +403,6 @@ def main(args: Args) -> Path:
             "reward/std": groups.std(dim=1).mean().item(),
             "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
             "completions/length_mean": lengths.float().mean().item(),
-            "completions/length_min": lengths.min().item(),
-            "completions/length_max": lengths.max().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
             "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
             "policy/entropy": sums["policy/entropy"] / (num_tokens * args.update_epochs),
@@ -568,7 +568,10 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    for row in load_rows(args, split, columns=[args.prompt_column]):
+    columns = [args.prompt_column]
+    if args.answer_column != "answer":  # data without answers need no flag
+        columns.append(args.answer_column)
+    for row in load_rows(args, split, columns):
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
@@ -614,7 +617,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    open_run.run_dir = run_dir  # for the last line after Ctrl-C
     return run_dir
 
 
@@ -688,10 +691,10 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
-        main(args)
+        main(parse_args())
     except KeyboardInterrupt:
-        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
-        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+        run_dir = getattr(open_run, "run_dir", Path("no run"))
+        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
+        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
     leave_processes()

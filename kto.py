@@ -77,7 +77,7 @@ class Args:
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
-    beta: PositiveFloat = 0.1  # coefficient of the KL to the reference
+    beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
     # w_D, weight of desirable completions; w_D x their number should be 1 to 1.5 times w_U x the
     # number of undesirable ones
     desirable_weight: PositiveFloat = 1.33
@@ -454,7 +454,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    open_run.run_dir = run_dir  # for the last line after Ctrl-C
     return run_dir
 
 
@@ -528,10 +528,10 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
-        main(args)
+        main(parse_args())
     except KeyboardInterrupt:
-        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
-        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+        run_dir = getattr(open_run, "run_dir", Path("no run"))
+        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
+        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
     leave_processes()

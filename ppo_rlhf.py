@@ -147,6 +147,8 @@ class Args:
             raise ValueError(
                 "without --reward-model give --reward-fn, and --critic-init sft, scratch or policy"
             )
+        if self.num_minibatches > self.prompts_per_rollout:
+            raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
         if self.kl_target and self.beta == 0:
             raise ValueError("--kl-target adapts --beta, which is 0")
         if self.kl_target and self.prompts_per_rollout >= 5 * self.kl_horizon:
@@ -307,7 +309,6 @@ def main(args: Args) -> Path:
 
     # --- rewards, by name: functions of (prompts, sequences, texts), which return rewards (B,) ---
     reward_fns = load_reward_fns(args.reward_fn)
-    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
 
     # --- data and models ---
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -323,6 +324,7 @@ def main(args: Args) -> Path:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
+    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     eval_weights = torch.ones(1) if args.eval_reward_fn else reward_weights
     # The value function: a backbone and a head of its own, or a head on the policy's backbone.
@@ -474,8 +476,6 @@ def main(args: Args) -> Path:
             **{f"rewards/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
             "reward/std": rewards.std(correction=0).item(),
             "completions/length_mean": lengths.float().mean().item(),
-            "completions/length_min": lengths.min().item(),
-            "completions/length_max": lengths.max().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
             "objective/reward": scores.mean().item(),  # the KL penalty is added further down
             "objective/beta": beta,
@@ -695,7 +695,10 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    for row in load_rows(args, split, columns=[args.prompt_column]):
+    columns = [args.prompt_column]
+    if args.answer_column != "answer":  # data without answers need no flag
+        columns.append(args.answer_column)
+    for row in load_rows(args, split, columns):
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
@@ -741,7 +744,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    open_run.run_dir = run_dir  # for the last line after Ctrl-C
     return run_dir
 
 
@@ -815,10 +818,10 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
-        main(args)
+        main(parse_args())
     except KeyboardInterrupt:
-        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
-        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+        run_dir = getattr(open_run, "run_dir", Path("no run"))
+        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
+        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
     leave_processes()

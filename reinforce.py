@@ -131,10 +131,8 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    print(
-        f"--model {args.model} --dataset {args.dataset} --reward-fn {args.reward_fn} "
-        f"--learning-rate {args.learning_rate} on {device}"
-    )
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"reward: {args.reward_fn}")
 
     # --- the reward, data and models ---
     reward_fn = load_reward_fn(args.reward_fn)
@@ -212,11 +210,12 @@ def main(args: Args) -> Path:
         metrics = {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std().item(),
-            "objective/kl": log_ratio.mean().item(),  # nats per completion; 0 without --beta
             "policy/grad_norm": grad_norm,
             "completions/length_mean": np.mean([len(completion) for _, completion in sequences]),
             "completions/truncated_fraction": np.mean(truncated),
         }
+        if ref_model is not None:
+            metrics["objective/kl"] = log_ratio.mean().item()  # nats per completion
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
@@ -320,7 +319,10 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    for row in load_rows(args, split, columns=[args.prompt_column]):
+    columns = [args.prompt_column]
+    if args.answer_column != "answer":  # data without answers need no flag
+        columns.append(args.answer_column)
+    for row in load_rows(args, split, columns):
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
@@ -366,7 +368,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    open_run.run_dir = run_dir  # for the last line after Ctrl-C
     return run_dir
 
 
@@ -440,10 +442,10 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
-        main(args)
+        main(parse_args())
     except KeyboardInterrupt:
-        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
-        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+        run_dir = getattr(open_run, "run_dir", Path("no run"))
+        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
+        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
     leave_processes()

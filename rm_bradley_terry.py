@@ -7,7 +7,7 @@ last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
 and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-Deviations from the paper: pairs, not rankings of K completions; no dropout; a warm-up and a linear
+Deviations from the paper: pairs, not rankings of K completions; 3 epochs [1]; no dropout; a linear
 decay; the scores are not shifted, but the mean score of held-out preferred completions is saved as
 `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT: the demonstrations' mean).
 
@@ -385,7 +385,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    args.resume = str(run_dir)  # after Ctrl-C the last line names it
+    open_run.run_dir = run_dir  # for the last line after Ctrl-C
     return run_dir
 
 
@@ -459,10 +459,10 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
-        main(args)
+        main(parse_args())
     except KeyboardInterrupt:
-        steps = sorted(int(path.stem[11:]) for path in Path(args.resume or "").glob("checkpoint_*"))
-        sys.exit(f"--resume {args.resume} from step {steps[-1]}" if steps else "no checkpoint yet")
+        run_dir = getattr(open_run, "run_dir", Path("no run"))
+        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
+        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
     leave_processes()

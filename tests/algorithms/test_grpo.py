@@ -639,7 +639,7 @@ def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monk
     assert torch.equal(in_loss, ~truncated)
     assert last["completions/truncated_fraction"] == pytest.approx(truncated.float().mean().item())
     assert 0 < last["completions/truncated_fraction"] < 1
-    assert last["completions/length_max"] == 6
+    assert last["completions/length_mean"] <= 6
     calls.clear()
     run(tmp_path, mask_truncated=False, **flags)
     assert (calls[0]["weights"] > 0).any(dim=1).all()
@@ -683,8 +683,7 @@ def test_what_was_logged_and_saved(tmp_path):
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all("eval/accuracy" in row for row in rows)
     last = rows[-1]
-    assert last["completions/length_min"] <= last["completions/length_mean"]
-    assert last["completions/length_mean"] <= last["completions/length_max"] <= 24
+    assert last["completions/length_mean"] <= 24
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 3 * 4
     assert json.loads((run_dir / "args.json").read_text())["group_size"] == 4
@@ -713,7 +712,7 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     (*_, stop_ids, _, _), completions = sampled[1]  # after that of the first evaluation
     lengths = [len(completion) for completion in completions]
     assert row["completions/length_mean"] == pytest.approx(mean(lengths))
-    assert (row["completions/length_min"], row["completions/length_max"]) == (min(lengths), 8)
+    assert max(lengths) == 8
     cut_off = mean(completion[-1] not in stop_ids for completion in completions)
     assert row["completions/truncated_fraction"] == pytest.approx(cut_off)
     assert 0 < cut_off < 1 and cut_off != 0.5

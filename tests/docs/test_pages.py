@@ -102,7 +102,6 @@ def test_every_logged_metric_is_on_the_page(name, tmp_path):
         set(re.findall(rf"`((?:{GROUPS})/\w+)`", Path(f"docs/{page}.md").read_text()))
         for page in (name, "details")
     )
-    shared |= {"completions/length_min", "completions/length_max"}  # `_min` and `_max` there
     # Single rewards have the names of their functions.
     assert {metric for metric in logged if not metric.startswith("rewards/")} <= explained | shared
     explained -= shared

@@ -112,10 +112,12 @@ def test_a_column_that_is_not_there(name, tmp_path):
     fails(name, tmp_path, ValueError, message, dataset=data)
 
 
-@pytest.mark.parametrize("column", ["prompt", "completion", "label", "chosen", "margin"])
+@pytest.mark.parametrize(
+    "column", ["prompt", "completion", "label", "chosen", "margin", "answer"]
+)
 def test_a_column_that_was_typed_must_be_there(column, tmp_path):
     """Another one, or the beginning of two conversations, is not taken instead."""
-    name = {"chosen": "dpo", "margin": "rm_bradley_terry"}.get(column, "kto")
+    name = {"chosen": "dpo", "margin": "rm_bradley_terry", "answer": "grpo"}.get(column, "kto")
     data = write_dataset(tmp_path / "data", [row_of("1+2=", "#3")])
     flags = {"dataset": data, f"{column}_column": "typo"}
     fails(name, tmp_path, ValueError, "no column typo", **flags)

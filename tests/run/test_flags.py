@@ -67,6 +67,8 @@ CONTRADICTIONS = [
     ("grpo", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(scale_rewards=False), "normalize_then_sum has no place for"),
     ("grpo", dict(reward_weights=[1.0, 2.0]), "--reward-weights: give 1, one for each reward"),
+    ("grpo", dict(num_minibatches=9, prompts_per_rollout=2, group_size=4), "some would be empty"),
+    ("ppo_rlhf", dict(num_minibatches=9, prompts_per_rollout=8), "some would be empty"),
     ("ppo_rlhf", dict(reward_weights=[1.0, 2.0]), "--reward-weights: give 1, one for each"),
     ("ppo_rlhf", dict(reward_model=None), "without --reward-model give --reward-fn"),
     (

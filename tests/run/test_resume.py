@@ -15,6 +15,7 @@ from runs import contents, start, words
 from scripts import SPECS
 
 import grpo
+import sft
 
 EACH = pytest.mark.parametrize("name", SPECS)
 
@@ -147,6 +148,12 @@ def test_a_change_in_any_column_of_the_training_data_is_seen(name, tmp_path, mon
         with pytest.raises(Stopped):
             script.main(script.Args(dataset=str(folder), resume="a run"))
     assert len(set(found)) == len(found) > 1
+
+
+def test_the_same_args_make_two_runs(tmp_path):
+    args = sft.Args(output_dir=str(tmp_path), **SPECS["sft"].short_flags)
+    assert sft.main(args) != sft.main(args)
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].kind == "rollouts"])
