@@ -47,8 +47,8 @@ def draw(numbers: Numbers) -> dict:
         "dpo_accuracy": Metric(
             "eval/pair_accuracy", "Pairs are told apart", "held-out pair accuracy"
         ),
-        "dpo_gold": Metric("eval/reward", "The gold reward rises", "gold reward"),
-        "dpo_kl": Metric("eval/kl", "The policy moves away", "KL, nats per completion"),
+        "dpo_gold": Metric("eval/reward", "Gold reward rises", "gold reward"),
+        "dpo_kl": Metric("eval/kl", "Policy moves away", "KL, nats per completion"),
     }
     return draw_metrics(numbers, "DPO", figures, "optimiser step", THIRD)
 

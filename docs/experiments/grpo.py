@@ -29,10 +29,8 @@ def tables(numbers: Numbers) -> dict:
 
 def draw(numbers: Numbers) -> dict:
     figures = {
-        "grpo_accuracy": Metric(
-            "eval/accuracy", "Accuracy rises above 0.9", "held-out accuracy", (0, 1)
-        ),
-        "grpo_length": Metric("completions/length_mean", "Completions grow to 12", "tokens"),
+        "grpo_accuracy": Metric("eval/accuracy", "Accuracy above 0.9", "held-out accuracy", (0, 1)),
+        "grpo_length": Metric("completions/length_mean", "Length grows to 12", "tokens"),
         "grpo_entropy": Metric("policy/entropy", "Entropy falls", "nats per token"),
     }
     return draw_metrics(numbers, "GRPO", figures, width=THIRD)

@@ -43,7 +43,7 @@ DATA = FOLDER / "data"  # made from the stories
 NUM_STORIES = 600  # of which the last are held out
 NUM_HELD_OUT = 100
 NUM_COPIES = 4  # of each held-out opening: an evaluation samples one completion per row
-NUM_EXAMPLES = 2  # openings whose completions the page shows
+NUM_EXAMPLES = 1  # openings whose completions the page shows
 LONG = 400  # tokens within which most stories of the data end
 
 SFT = (
@@ -195,19 +195,10 @@ def tables(results: dict) -> dict:
         cells = [spread(numbers[label][name], QUANTITIES[name][1]) for name in QUANTITIES]
         rows.append([label, *cells])
     headings = [heading for heading, _ in QUANTITIES.values()]
-    sft_rows = []
-    for quantity, digits in (("held-out loss", 3), (f"ends within {LONG} tokens", 2)):
-        for moment, values in numbers[quantity].items():
-            cells = [f"{value:.{digits}f}" for value in values]
-            sft_rows.append([f"{quantity}, {moment}", *cells])
     samples = []
     for opening, label, completion in results["samples"]:
         samples.append([in_a_cell(opening), label, in_a_cell(completion)])
     return {
-        "stories sft": {
-            "columns": ["", *(f"seed {seed}" for seed in results["seeds"])],
-            "rows": sft_rows,
-        },
         "stories": {"columns": ["", *headings], "rows": rows},
         "stories samples": {"columns": ["opening", "", "completion"], "rows": samples},
     }
@@ -221,9 +212,9 @@ def in_a_cell(text: str) -> str:
 def draw(results: dict) -> dict:
     """The rewards and the second judge over the rollouts."""
     curves = results["curves"]
-    friend = panel("Rule 1: friends appear", "rollout", "fraction with a friend", THIRD)
-    happy = panel("Rule 2: hacked at beta 0", "rollout", "happy words per story", THIRD)
-    distinct = panel("Beta 0 repeats itself", "rollout", "distinct pairs, held out", THIRD)
+    friend = panel("Rule 1 is learned", "rollout", "fraction with a friend", THIRD)
+    happy = panel("Rule 2 is hacked", "rollout", "happy words per story", THIRD)
+    distinct = panel("Text repeats itself", "rollout", "distinct pairs, held out", THIRD)
     friend_curves = curves["friend"]["rewards/friend over step"]
     draw_band(friend, friend_curves, "friend", ALGORITHM_STYLES["GRPO"])
     for label, beta, style in ((HACKED, "beta 0", SICK), (HELD, "beta 0.2", HEALTHY)):

@@ -30,7 +30,7 @@ matplotlib.use("Agg")  # no window
 from matplotlib import pyplot as plt
 
 FIGURES = Path("docs/figures")
-THIRD, HALF, WIDE = 2.5, 3.5, 5  # inches: 240, 336 and 480 pixels
+THIRD, HALF, WIDE = 2.25, 3.5, 5  # inches: 216, 336 and 480 pixels
 
 
 class Style(NamedTuple):
