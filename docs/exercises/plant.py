@@ -148,6 +148,64 @@ EXERCISES = {
         ),
         test="test_ppo_rlhf.py::test_a_value_depends_on_the_tokens_before_its_own_and_no_others",
     ),
+    7: Exercise(
+        commands=("reinforce.py --total-rollouts 20 --eval-every 10",),
+        metrics=("reward/mean", "reward/std", "policy/grad_norm", "eval/reward"),
+        bug=(
+            Edit(
+                "reinforce.py",
+                "b = (groups.sum(dim=1, keepdim=True) - groups)",
+                "b = (groups.sum(dim=0, keepdim=True) - groups)",
+            ),
+        ),
+        test="test_reinforce.py::test_advantages_equal_plain_loops",
+    ),
+    8: Exercise(
+        commands=("rm_bradley_terry.py --epochs 1.5 --eval-every 25",),
+        metrics=("objective/loss", "reward/accuracy", "eval/pair_accuracy", "eval/margin"),
+        bug=(
+            Edit(
+                "rm_bradley_terry.py",
+                "    return scores[: len(rows)].view(2, len(pairs))\n",
+                "    return scores[: len(rows)].view(len(pairs), 2).T\n",
+            ),
+        ),
+        test="test_rm_bradley_terry.py::"
+        "test_losses_and_metrics_against_scores_of_plain_transformers",
+    ),
+    9: Exercise(
+        commands=("dpo.py --epochs 0.5 --eval-every 16",),
+        metrics=("objective/loss", "reward/accuracy", "eval/pair_accuracy", "eval/reward"),
+        bug=(
+            Edit(
+                "dpo.py",
+                "            with torch.no_grad():\n"
+                "                ref_logprobs = pair_logprobs(ref_model, sequences, inds) if",
+                "            rows, _ = inds.sort()\n"
+                "            with torch.no_grad():\n"
+                "                ref_logprobs = pair_logprobs(ref_model, sequences, rows) if",
+            ),
+        ),
+        test="test_dpo.py::test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero",
+    ),
+    10: Exercise(
+        commands=("kto.py --epochs 0.3 --eval-every 19",),
+        metrics=("objective/loss", "reward/margin", "eval/loss", "eval/kl", "eval/reward"),
+        bug=(
+            Edit(
+                "kto.py",
+                "(B,): w_D sigmoid(-beta (r - z0)) if desirable, "
+                "and if not w_U sigmoid(beta (r - z0)).\n",
+                "(B,) of the completions.\n",
+            ),
+            Edit(
+                "kto.py",
+                "gains = torch.where(labels, logratios - z0, z0 - logratios)",
+                "gains = logratios - z0",
+            ),
+        ),
+        test="test_kto.py::test_loss_and_gradient_by_hand",
+    ),
 }
 SOLUTIONS = {
     1: """\
@@ -211,6 +269,44 @@ V_t then depends on the action that it is a baseline for, and subtracts from A_t
 token t has earned. The gradient is biased. The critic has an easier task, so
 `value/explained_variance` is higher than in a healthy run, and `value/loss` mostly lower,
 while `reward/mean` rises more slowly.""",
+    7: """\
+The baseline is a sum along the wrong dimension. `groups` has a row for each of the 32
+prompts and a column for each of its k = 8 completions; dim=0 adds up the prompts. So
+
+    b = (the rewards of 31 other prompts' completions) / (k - 1) = 31/7 of a mean reward.
+
+It contains nothing of the completion's own prompt, so the expected gradient is still that
+of E[r]. But b is far from the reward that one may expect: it is larger than r, nearly all
+advantages are negative, and the variance grows with (r - b)^2. `policy/grad_norm` is
+several times as large as in a healthy run, and `reward/mean` rises slowly and unevenly. An
+estimate can be unbiased and useless.""",
+    8: """\
+The scores are paired wrongly. The forward pass has the b chosen completions and then the b
+rejected ones:
+
+    scores = (w_1, ..., w_b, l_1, ..., l_b).
+
+`view(2, b)` makes these two rows. `view(b, 2)` makes pairs of neighbours, and its transpose
+has the same shape: most pairs are now two chosen or two rejected completions of different
+prompts. No label says which of these is better, so the loss stays near ln 2 and
+`eval/pair_accuracy` near 0.5. A wrong shape raises an error, a wrong order does not.""",
+    9: """\
+The rows of the reference are in another order than those of the policy. `inds` is sorted by
+length, longest first; the reference gets it sorted by number. So
+
+    h = log pi(y_w|x) - log pi(y_l|x) - (log pi_ref(y'_w|x') - log pi_ref(y'_l|x')),
+
+with the reference of another pair (x', y'): a random offset of ten nats and more. Before
+the first step pi is pi_ref, so h must be 0 and the loss ln 2 = 0.69. `eval/loss` is, at
+step 0, because the evaluation has the right order; `objective/loss` is not. Each pair still
+pushes the right way, but the offset decides how hard: where beta h is far above 0 a pair
+is ignored, and far below 0 it gets the full gradient, whatever the policy has learned.""",
+    10: """\
+The loss has lost its second half. The value of an undesirable completion must be
+w_U sigmoid(beta (z0 - r)); here every completion has sigmoid(beta (r - z0)), so the bad ones
+are raised like the good ones, and the labels choose only the weight. `eval/margin` shows
+it: it stays at 0. The completions were sampled from the policy that the run starts from.
+Raising all of them leaves that policy as it is, so `eval/kl` stays small.""",
 }
 
 

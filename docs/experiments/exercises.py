@@ -45,6 +45,14 @@ SYMPTOMS = (
     Symptom(6, "`value/loss`, all rollouts", "average value/loss", 2),
     Symptom(6, "`value/explained_variance`, all rollouts", "average value/explained_variance", 2),
     Symptom(6, "`reward/mean`", "reward/mean", 2),
+    Symptom(7, "`reward/mean`", "reward/mean", 2),
+    Symptom(7, "`policy/grad_norm`, all rollouts", "average policy/grad_norm", 1),
+    Symptom(8, "`eval/loss`", "eval/loss", 3),
+    Symptom(8, "`eval/pair_accuracy`", "eval/pair_accuracy", 2),
+    Symptom(9, "first `objective/loss`", "first objective/loss", 2),
+    Symptom(9, "`eval/pair_accuracy`", "eval/pair_accuracy", 2),
+    Symptom(10, "`eval/margin`", "eval/margin", 2),
+    Symptom(10, "`eval/kl`", "eval/kl", 1),
 )
 # What the figure of each exercise draws, the label of x, and its title.
 PANELS = {
@@ -54,6 +62,10 @@ PANELS = {
     4: ("difference/loss", "optimiser step", "the micro-batch size matters"),
     5: ("objective/kl", "rollout", "the KL jumps and comes back"),
     6: ("reward/mean", "rollout", "the policy learns less"),
+    7: ("reward/mean", "rollout", "the reward rises slowly"),
+    8: ("eval/pair_accuracy", "optimiser step", "pairs are not told apart"),
+    9: ("objective/loss", "optimiser step", "the first loss is not ln 2"),
+    10: ("eval/margin", "optimiser step", "the margin stays 0"),
 }
 LOGARITHMIC = (2, 5)
 COMMANDS = {
