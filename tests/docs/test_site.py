@@ -35,17 +35,19 @@ def config():
 
 
 class Elements(HTMLParser):
-    """How many there are of each kind, links as (address, id of the element), and ids."""
+    """How many there are of each kind, addresses, and ids."""
 
     def __init__(self, html):
         super().__init__()
-        self.counts, self.links, self.ids = Counter(), set(), set()
+        self.counts, self.links, self.images, self.ids = Counter(), set(), set(), set()
         self.feed(html)
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.counts[tag] += attributes.get("class") != "headerlink"
         self.links |= {attributes[name] for name in ("href", "src") if attributes.get(name)}
+        self.images |= {attributes["src"]} if tag == "img" else set()
+        self.counts["formula"] += attributes.get("class") == "arithmatex"
         self.ids |= {attributes["id"]} if "id" in attributes else set()
 
 
@@ -65,6 +67,17 @@ def test_the_site_sees_the_lists_and_tables_that_github_sees(page, config):
     site = Elements(as_on_the_site(code_and_formulas.sub("", text), config))
     for tag in "ul ol li table tr td h1 h2 h3 p a strong em img details".split():
         assert site.counts[tag] == github.counts[tag], tag
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_the_site_sees_the_formulas_that_github_sees(page, config):
+    text = page.read_text()
+    html = Elements(as_on_the_site(text, config))
+    found = re.findall(r"^```math$|\$`[^`]+`\$", text, re.MULTILINE)
+    for code in (r"^```.*?^```|^    .*?$", r"\$`[^`]+`\$|`[^`]+`"):
+        text = re.sub(code, "", text, flags=re.DOTALL | re.MULTILINE)
+    found += re.findall(r"\$[^$]+\$", text)
+    assert html.counts["formula"] == len(found)
 
 
 # --- GitHub's column ---------------------------------------------------------------------------
@@ -122,6 +135,7 @@ def test_links_of_the_site_lead_somewhere(site, config):
     elements = {name: Elements(html) for name, html in pages.items()}
     repository = config["repo_url"]
     for name, found in elements.items():
+        assert not any("://" in image for image in found.images)
         for link in found.links:
             url = urlsplit(urljoin(f"https://site/{name}", link))
             if link.startswith(repository) and link != repository:
