@@ -287,8 +287,8 @@ rejected ones:
     scores = (w_1, ..., w_b, l_1, ..., l_b).
 
 `view(2, b)` makes these two rows. `view(b, 2)` makes pairs of neighbours, and its transpose
-has the same shape: most pairs are now two chosen or two rejected completions of different
-prompts. No label says which of these is better, so the loss stays near ln 2 and
+has the same shape. With b = 32 each pair is now two chosen or two rejected completions of
+different prompts. No label says which of these is better, so the loss stays near ln 2 and
 `eval/pair_accuracy` near 0.5. A wrong shape raises an error, a wrong order does not.""",
     9: """\
 The rows of the reference are in another order than those of the policy. `inds` is sorted by
