@@ -112,9 +112,7 @@ def test_a_column_that_is_not_there(name, tmp_path):
     fails(name, tmp_path, ValueError, message, dataset=data)
 
 
-@pytest.mark.parametrize(
-    "column", ["prompt", "completion", "label", "chosen", "margin", "answer"]
-)
+@pytest.mark.parametrize("column", ["prompt", "completion", "label", "chosen", "margin", "answer"])
 def test_a_column_that_was_typed_must_be_there(column, tmp_path):
     """Another one, or the beginning of two conversations, is not taken instead."""
     name = {"chosen": "dpo", "margin": "rm_bradley_terry", "answer": "grpo"}.get(column, "kto")
