@@ -170,8 +170,7 @@ def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, mo
     monkeypatch.chdir(root)
 
     def make_tables(numbers):
-        table = numbers.table_by_seed({"loss": ("a", "x/loss", 1)})
-        return {"quick": table, "quick spread": numbers.table_by_label({"r": ("eval/reward", 2)})}
+        return {"quick": numbers.table_by_label({"loss": ("x/loss", 1), "r": ("eval/reward", 2)})}
 
     def draw(numbers):
         return numbers.metric_curves("a", "x/loss"), "title", "words"
@@ -184,8 +183,7 @@ def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, mo
     saved = json.loads(json.dumps({"commands": experiment.commands} | results))
     assert experiment.draw(saved)[0] == [curve, curve]
     assert experiment.tables(saved) == {
-        "quick": {"columns": ["seed", "loss"], "rows": [["1", "3.0"], ["2", "3.0"]]},
-        "quick spread": {"columns": ["flags", "r"], "rows": [["a", "0.50"]]},
+        "quick": {"columns": ["flags", "loss", "r"], "rows": [["a", "3.0", "0.50"]]},
     }
 
 

@@ -228,14 +228,6 @@ class Numbers:
             self.samples[label] = {name: typical[name] for name in ("completion", "reward")}
         return self.samples[label]
 
-    def table_by_seed(self, columns: dict[str, tuple[str, str, int]]) -> dict:
-        """A row for each seed; columns are (label, metric, digits) by heading."""
-        rows = [[str(seed)] for seed in self.seeds]
-        for label, metric, digits in columns.values():
-            for row, number in zip(rows, self.values(label, metric), strict=True):
-                row.append(f"{number:.{digits}f}")
-        return {"columns": ["seed", *columns], "rows": rows}
-
     def table_by_label(self, columns: dict[str, tuple[str, int]], heading: str = "flags") -> dict:
         """A row for each command; columns are (metric, digits) by heading."""
         rows = []
