@@ -67,9 +67,6 @@ def tables(numbers: Numbers) -> dict:
 SIMPO_AND_ORPO = variants(
     "dpo.py",
     "--loss simpo --beta 5 --gamma 0.5",
-    "--loss simpo --beta 5 --gamma 0",
-    "--loss simpo --beta 5 --gamma 2",
-    "--loss simpo --beta 2 --gamma 0.5",
     "--loss simpo --beta 5 --gamma 0.5 --nll-coef 0.2",
     "--loss orpo --beta 5",
     "--loss orpo --beta 1e-9",
