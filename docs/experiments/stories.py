@@ -6,6 +6,8 @@ says where both can be had. They are expected in `FOLDER`.
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,12 +27,14 @@ from docs.experiments.lib.drawing import (
 )
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
+    JOBS,
     SEEDS,
     Run,
     for_each_seed,
     read_jsonl,
     run_of,
     runs_of,
+    value,
     write_jsonl,
 )
 from docs.experiments.lib.tables import rounded, spread
@@ -226,4 +230,34 @@ def draw(results: dict) -> dict:
     return {"stories_friend": friend, "stories_happy": happy, "stories_distinct": distinct}
 
 
-EXPERIMENTS = (Experiment("stories", tables, measure, draw, COMMANDS),)
+# --- learning rates, for docs/choosing.md ------------------------------------------------------
+GRPO_AT = f"{GRPO}:happy_words".replace("--eval-rows 400 --eval-every 10", "--eval-rows 40")
+RATES = {rate: GRPO_AT.replace("3e-4", rate) for rate in ("5e-4", "5e-5", "5e-6")}
+RATE_SEEDS = (1, 2)
+RATE_COLUMNS = {"happy words": "rewards/happy_words", "KL to the reference": "objective/kl"}
+
+
+def measure_rates() -> dict:
+    """Means over the last five of 40 rollouts, by rate and metric, one for each seed."""
+    write_data(STORIES, DATA)
+    numbers = {}
+    for rate, command in RATES.items():
+        numbers[rate] = {}
+        with ThreadPoolExecutor(JOBS) as pool:
+            runs = [*pool.map(partial(run_of, command), RATE_SEEDS)]
+        for metric in RATE_COLUMNS.values():
+            numbers[rate][metric] = [value(run.rows, metric) for run in runs]
+    return {"seeds": RATE_SEEDS, "numbers": rounded(numbers)}
+
+
+def rate_tables(results: dict) -> dict:
+    rows = []
+    for rate, numbers in results["numbers"].items():
+        rows.append([rate, *(spread(numbers[metric], 2) for metric in RATE_COLUMNS.values())])
+    return {"stories_rates": {"columns": ["learning rate", *RATE_COLUMNS], "rows": rows}}
+
+
+EXPERIMENTS = (
+    Experiment("stories", tables, measure, draw, COMMANDS),
+    Experiment("stories_rates", rate_tables, measure_rates, commands=RATES),
+)
