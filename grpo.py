@@ -265,6 +265,7 @@ def main(args: Args) -> Path:
 
     # --- rewards, data and models ---
     reward_fns = load_reward_fns(args.reward_fn)  # by name, of (prompts, sequences, texts)
+    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
@@ -280,7 +281,6 @@ def main(args: Args) -> Path:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
-    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     eval_weights = torch.ones(1) if args.eval_reward_fn else reward_weights
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)

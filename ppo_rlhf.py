@@ -309,6 +309,7 @@ def main(args: Args) -> Path:
 
     # --- rewards, by name: functions of (prompts, sequences, texts), which return rewards (B,) ---
     reward_fns = load_reward_fns(args.reward_fn)
+    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
 
     # --- data and models ---
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -324,7 +325,6 @@ def main(args: Args) -> Path:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
-    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     eval_weights = torch.ones(1) if args.eval_reward_fn else reward_weights
     # The value function: a backbone and a head of its own, or a head on the policy's backbone.

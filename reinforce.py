@@ -131,8 +131,8 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
-    print(f"reward: {args.reward_fn}")
+    sources = f"{args.model} on {args.dataset}, reward {args.reward_fn}"
+    print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
     reward_fn = load_reward_fn(args.reward_fn)

@@ -36,18 +36,18 @@ def last_mean(rows, metric):
     return sum(row[metric] for row in rows[-5:]) / 5
 
 
-GRPO_SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))]
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))]
 ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5)]
 
 
-# --- by default: README's run of GRPO, and the first part of the others --------------------------
+# --- by default: whole runs of GRPO and the reward model, and the first part of the others --------
 def test_sft_learns_from_one_epoch(tmp_path):
     _, first, last, _ = learn("sft.py", tmp_path, 1, "--epochs", "1")
     assert first["eval/loss"] > 2.5  # about log 18
     assert last["eval/loss"] < 1.1
 
 
-@pytest.mark.parametrize("seed", GRPO_SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_grpo_learns_to_show_its_working(seed, tmp_path):
     _, first, last, printed = learn("grpo.py", tmp_path, seed)
     assert 0.25 < first["eval/accuracy"] < 0.42
@@ -92,10 +92,14 @@ def test_kto_learns_from_one_epoch(tmp_path):
     assert last["eval/kl"] < 8
 
 
-def test_reward_model_learns_from_one_epoch(tmp_path):
-    _, first, last, _ = learn("rm_bradley_terry.py", tmp_path, 1, "--epochs", "1")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reward_model_learns_the_preferences(seed, tmp_path):
+    _, first, last, printed = learn("rm_bradley_terry.py", tmp_path, seed)
     assert abs(first["eval/pair_accuracy"] - 0.5) < 0.1
-    assert last["eval/pair_accuracy"] >= 0.75
+    # The judge that labelled the pairs agrees with the gold reward in 0.88 of them.
+    assert 0.82 <= last["eval/pair_accuracy"] < 0.9
+    assert last["eval/calibration_error"] < 0.1
+    assert f"held-out loss {last['eval/loss']:.3f}, pair_accuracy" in printed
 
 
 # --- slow: the default runs, five seeds, and other losses -----------------------------------------
@@ -112,16 +116,6 @@ def test_reinforce_learns_to_show_its_working(seed, tmp_path):
     _, first, last, _ = learn("reinforce.py", tmp_path, seed)
     assert 0.25 < first["eval/reward"] < 0.42
     assert last["eval/reward"] >= 0.9
-
-
-@pytest.mark.parametrize("seed", ALL_SLOW)
-def test_reward_model_learns_the_preferences(seed, tmp_path):
-    _, first, last, printed = learn("rm_bradley_terry.py", tmp_path, seed)
-    assert abs(first["eval/pair_accuracy"] - 0.5) < 0.1
-    # The judge that labelled the pairs agrees with the gold reward in 0.88 of them.
-    assert 0.82 <= last["eval/pair_accuracy"] < 0.9
-    assert last["eval/calibration_error"] < 0.1
-    assert f"held-out loss {last['eval/loss']:.3f}, pair_accuracy" in printed
 
 
 @pytest.mark.parametrize("seed", ALL_SLOW)
