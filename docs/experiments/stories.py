@@ -234,7 +234,10 @@ def draw(results: dict) -> dict:
 GRPO_AT = f"{GRPO}:happy_words".replace("--eval-rows 400 --eval-every 10", "--eval-rows 40")
 RATES = {rate: GRPO_AT.replace("3e-4", rate) for rate in ("5e-4", "5e-5", "5e-6")}
 RATE_SEEDS = (1, 2)
-RATE_COLUMNS = {"happy words": "rewards/happy_words", "KL (k3), nats per completion": "objective/kl"}
+RATE_COLUMNS = {
+    "happy words": "rewards/happy_words",
+    "KL (k3), nats per completion": "objective/kl",
+}
 
 
 def measure_rates() -> dict:
