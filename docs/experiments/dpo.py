@@ -111,6 +111,7 @@ class Rounds(NamedTuple):
 
     num_rounds: int
     pairs_per_round: int  # 0: those of `OFFLINE_PAIRS`
+    beta: float | None = None  # dpo.py's default, 0.3
 
 
 # 188 or 189 optimiser steps in all, whatever the number of rounds.
@@ -118,6 +119,7 @@ ROUNDS = {
     "offline": Rounds(num_rounds=1, pairs_per_round=0),
     "one round": Rounds(num_rounds=1, pairs_per_round=2_000),
     "three rounds": Rounds(num_rounds=3, pairs_per_round=667),
+    "three rounds, beta 0.9": Rounds(num_rounds=3, pairs_per_round=667, beta=0.9),
 }
 # Rows of the tables: what they are called, a key of `ROUNDS`, and after which round.
 TABLE_ROWS = (
@@ -126,6 +128,9 @@ TABLE_ROWS = (
     ("three rounds of 667 pairs: after one", "three rounds", 1),
     ("after two", "three rounds", 2),
     ("after three", "three rounds", 3),
+    ("the same with `--beta 0.9`: after one", "three rounds, beta 0.9", 1),
+    ("after two", "three rounds, beta 0.9", 2),
+    ("after three", "three rounds, beta 0.9", 3),
 )
 
 
@@ -179,7 +184,7 @@ def sample_pairs(
 
 
 def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -> list[str]:
-    """The model's folder after each round of dpo.py, with its default flags but for these."""
+    """The model's folder after each round of dpo.py, with its default flags but for these and beta."""
     model, models = POLICY, []
     rng = Generator().manual_seed(seed)
     for i in range(rounds.num_rounds):
@@ -191,6 +196,7 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
             write_jsonl(dataset / "train.jsonl", pairs)
             shutil.copy(TEST_PAIRS, dataset)
         flags = dict(eval_rows=8, eval_every=10_000, save_every=10_000)  # `evaluate` evaluates
+        flags |= dict(beta=rounds.beta)
         run = train(
             dpo, model=model, dataset=str(dataset), seed=seed, output_dir=str(folder), **flags
         )

@@ -13,6 +13,7 @@ COMMANDS = variants(
     "--critic-init policy",
     "--gae-lambda 1",
     "--num-minibatches 1",
+    "--ent-coef 0.01",
 )
 
 

@@ -56,13 +56,14 @@ def test_each_round_starts_from_the_last_rounds_model_and_from_its_samples(monke
 
     monkeypatch.setattr(experiment, "sample_pairs", sample_pairs)
     monkeypatch.setattr(experiment, "train", train)
-    rounds = Rounds(num_rounds=3, pairs_per_round=2)
+    rounds = Rounds(num_rounds=3, pairs_per_round=2, beta=0.9)
     models = experiment.train_rounds(rounds, None, seed=7, folder=tmp_path)
     assert models == [str(tmp_path / f"run {i}") for i in (1, 2, 3)]
     starts = [POLICY, *models[:2]]
     for flags, start in zip(calls, starts, strict=True):
         assert (flags["model"], flags["seed"]) == (start, 7)
-        assert not flags.keys() & {"beta", "epochs", "learning_rate"}  # the default ones
+        assert not flags.keys() & {"epochs", "learning_rate"}  # the default ones
+        assert flags["beta"] == 0.9
         rows = (Path(flags["dataset"]) / "train.jsonl").read_text().splitlines()
         assert [json.loads(row)["prompt"] for row in rows] == [start] * 2
         test_rows = (Path(flags["dataset"]) / "test.jsonl").read_text()
