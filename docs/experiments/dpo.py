@@ -184,7 +184,7 @@ def sample_pairs(
 
 
 def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -> list[str]:
-    """The model's folder after each round of dpo.py, with its default flags but for these and beta."""
+    """The model's folder after each round of dpo.py; other flags have their defaults."""
     model, models = POLICY, []
     rng = Generator().manual_seed(seed)
     for i in range(rounds.num_rounds):
