@@ -1,17 +1,10 @@
-"""docs/dpo.md: the default run, its variants, SimPO and ORPO; and DPO in rounds, on pairs that the
-current policy has written.
-
-A round of `iterative_dpo` takes three steps. The policy samples a group of completions for each
-prompt. The reward model scores them, and the best and the worst of a group become a pair. `dpo.py`
-trains on the pairs with `--model` set to the last round's model, which is therefore also the
-reference. The reward model was trained on the pairs of tiny/reviews/preferences, so no round needs
-a new label by the judge.
+"""docs/dpo.md and docs/dpo_variants.md: the losses of dpo.py; and DPO in rounds, on pairs that the
+current policy has written and that the reward model labels.
 """
 
 import shutil
 import tempfile
-from collections.abc import Callable
-from math import ceil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -107,64 +100,47 @@ GROUP_SIZE = 4  # completions per prompt, of which the best and the worst become
 
 
 class Rounds(NamedTuple):
-    """Rounds of DPO from the starting policy."""
+    """Rounds of DPO from the starting policy, and the labels of their rows in the table."""
 
-    num_rounds: int
-    pairs_per_round: int  # 0: those of `OFFLINE_PAIRS`
+    pairs_per_round: int | None  # None: the pairs of `OFFLINE_PAIRS`
+    labels: Sequence[str]  # one for each round
     beta: float | None = None  # dpo.py's default, 0.3
 
 
 # 188 or 189 optimiser steps in all, whatever the number of rounds.
 ROUNDS = {
-    "offline": Rounds(num_rounds=1, pairs_per_round=0),
-    "one round": Rounds(num_rounds=1, pairs_per_round=2_000),
-    "three rounds": Rounds(num_rounds=3, pairs_per_round=667),
-    "three rounds, beta 0.9": Rounds(num_rounds=3, pairs_per_round=667, beta=0.9),
+    "offline": Rounds(None, ["the offline pairs"]),
+    "one round": Rounds(2_000, ["one round of 2,000 pairs"]),
+    "three rounds": Rounds(
+        667, ["three rounds of 667 pairs: after one", "after two", "after three"]
+    ),
+    "three rounds, beta 0.9": Rounds(
+        667, ["the same with `--beta 0.9`: after one", "after two", "after three"], beta=0.9
+    ),
 }
-# Rows of the tables: what they are called, a key of `ROUNDS`, and after which round.
-TABLE_ROWS = (
-    ("the offline pairs", "offline", 1),
-    ("one round of 2,000 pairs", "one round", 1),
-    ("three rounds of 667 pairs: after one", "three rounds", 1),
-    ("after two", "three rounds", 2),
-    ("after three", "three rounds", 3),
-    ("the same with `--beta 0.9`: after one", "three rounds, beta 0.9", 1),
-    ("after two", "three rounds, beta 0.9", 2),
-    ("after three", "three rounds, beta 0.9", 3),
-)
 
 
 def best_and_worst(
     prompts: list[str], completions: list[str], scores: list[float], group_size: int
 ) -> list[dict[str, str]]:
-    """A pair for each group of completions: of the highest score against the lowest.
-
-    Entries i * group_size to (i + 1) * group_size - 1 of each list are of one group, with one
-    prompt. Empty completions are left out, because dpo.py cannot use them, and so is a group in
-    which all scores are equal.
-    """
+    """A pair for each group of neighbours, of the highest score against the lowest. Empty
+    completions are left out, and so are groups in which all scores are equal."""
     pairs = []
     for start in range(0, len(prompts), group_size):
         group = [i for i in range(start, start + group_size) if completions[i]]
         best = max(group, key=lambda i: scores[i], default=start)
         worst = min(group, key=lambda i: scores[i], default=start)
         if scores[best] > scores[worst]:
-            pair = {
-                "prompt": prompts[best],
-                "chosen": completions[best],
-                "rejected": completions[worst],
-            }
-            pairs.append(pair)
+            sides = {"chosen": completions[best], "rejected": completions[worst]}
+            pairs.append({"prompt": prompts[best], **sides})
     return pairs
 
 
 def sample_pairs(
     model: str, reward_fn: Callable, num_pairs: int, rng: Generator
 ) -> list[dict[str, str]]:
-    """Pairs that the policy in folder `model` writes, and that the reward model labels.
-
-    The reward model reads the tokens that dpo.py will train on: those of the text, and an EOS.
-    """
+    """Pairs that the policy in folder `model` writes; the reward model reads the tokens that dpo.py
+    will train on."""
     policy = sampling.load_policy(model)
     train_prompts = [row["prompt"] for row in read_jsonl(TRAIN_PROMPTS)]
     prompt_inds = torch.randint(len(train_prompts), [num_pairs], generator=rng)
@@ -187,18 +163,24 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
     """The model's folder after each round of dpo.py; other flags have their defaults."""
     model, models = POLICY, []
     rng = Generator().manual_seed(seed)
-    for i in range(rounds.num_rounds):
+    for i in range(len(rounds.labels)):
         dataset = Path(OFFLINE_PAIRS)
-        if rounds.pairs_per_round > 0:
+        if rounds.pairs_per_round is not None:
             dataset = folder / f"pairs {i}"
             dataset.mkdir()
             pairs = sample_pairs(model, reward_fn, rounds.pairs_per_round, rng)
             write_jsonl(dataset / "train.jsonl", pairs)
             shutil.copy(TEST_PAIRS, dataset)
-        flags = dict(eval_rows=8, eval_every=10_000, save_every=10_000)  # `evaluate` evaluates
-        flags |= dict(beta=rounds.beta)
         run = train(
-            dpo, model=model, dataset=str(dataset), seed=seed, output_dir=str(folder), **flags
+            dpo,
+            model=model,
+            dataset=str(dataset),
+            beta=rounds.beta,
+            seed=seed,
+            output_dir=str(folder),
+            eval_rows=8,  # `evaluate` evaluates
+            eval_every=10_000,
+            save_every=10_000,
         )
         model = str(run.folder)
         models.append(model)
@@ -206,11 +188,7 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
 
 
 def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
-    """Means over one completion for each held-out prompt of dpo.py, drawn with its numbers.
-
-    gold: the gold reward; learned: the reward model's score minus its mean on held-out preferred
-    completions; KL: to the starting policy, by k1, nats per completion; tokens: with the EOS.
-    """
+    """Means over one completion for each held-out prompt of dpo.py, drawn with its numbers."""
     policy, start = sampling.load_policy(model), sampling.load_policy(POLICY)
     pairs = read_jsonl(TEST_PAIRS)
     prompts = [pair["prompt"] for pair in pairs]
@@ -222,14 +200,13 @@ def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
         "learned": reward_fn(prompts, sequences, texts).mean().item(),
         "KL": sampling.mean_log_ratio(policy, start, sequences),
         "grammatical": mean(gold.grammatical(prompts, texts)),
-        "tokens": mean(len(completion) for _, completion in sequences),
     }
 
 
 def measure_seed(seed: int) -> dict[str, list[dict[str, float]]]:
-    """`evaluate` of the starting policy, and after each round of `ROUNDS`."""
+    """`evaluate` after each round."""
     reward_fn = sampling.load_reward_model(REWARD_MODEL)
-    measured = {"start": [evaluate(POLICY, reward_fn, seed)]}
+    measured = {}
     for name, rounds in ROUNDS.items():
         with tempfile.TemporaryDirectory() as folder:
             models = train_rounds(rounds, reward_fn, seed, Path(folder))
@@ -241,25 +218,17 @@ def measure_iterative() -> dict:
     return {"numbers": rounded(for_each_seed(measure_seed))}
 
 
-def num_steps(name: str, num_rounds: int) -> int:
-    """Optimiser steps of these rounds of `ROUNDS`, if every group gives a pair."""
-    num_pairs = ROUNDS[name].pairs_per_round or len(read_jsonl(Path(OFFLINE_PAIRS) / "train.jsonl"))
-    return num_rounds * ceil(dpo.Args.epochs * num_pairs / dpo.Args.batch_size)
-
-
 def iterative_tables(results: dict) -> dict:
-    measured = results["numbers"].values()
-
-    def of_seeds(name: str, num_rounds: int, metric: str) -> list[float]:
-        return [of_seed[name][num_rounds - 1][metric] for of_seed in measured]
-
-    digits = {"gold": 2, "learned": 1, "KL": 1, "grammatical": 2, "tokens": 1}
+    digits = {"gold": 2, "learned": 1, "KL": 1, "grammatical": 2}
     rows = []
-    for label, name, num_rounds in TABLE_ROWS:
-        cells = [spread(of_seeds(name, num_rounds, metric), digits[metric]) for metric in digits]
-        rows.append([label, str(num_steps(name, num_rounds)), *cells])
-    columns = ["trained on", "optimiser steps", *digits]
-    return {"iterative_dpo": {"columns": columns, "rows": rows}}
+    for name, rounds in ROUNDS.items():
+        for i, label in enumerate(rounds.labels):
+            row = [label]
+            for metric in digits:
+                values = [of_seed[name][i][metric] for of_seed in results["numbers"].values()]
+                row.append(spread(values, digits[metric]))
+            rows.append(row)
+    return {"iterative_dpo": {"columns": ["trained on", *digits], "rows": rows}}
 
 
 EXPERIMENTS = (
