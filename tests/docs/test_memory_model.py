@@ -7,16 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-import common.logprobs
 from common.distributed import checkpoint_activations, transformer_layers
-from docs.experiments.cost.memory_model import (
-    CONSTANTS,
-    DEFAULTS,
-    memory,
-    parameters,
-    peak,
-    peak_on,
-)
+from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, memory, parameters
 from docs.experiments.lib.experiment import saved_results
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
@@ -117,10 +109,6 @@ def test_nothing_is_kept_below_the_first_trained_layer(kind):
     assert of_four == kept_bytes(kind, layers=2, train_layers=2)
     one_more = kept_bytes(kind, layers=4, train_layers=3) - of_four
     assert one_more == pytest.approx(bytes_of_a_layer(kind), rel=0.005)
-
-
-def test_the_chunk_of_logits_is_that_of_the_scripts():
-    assert CONSTANTS["logits_chunk"] == common.logprobs.MAX_LOGITS
 
 
 def test_bytes_of_a_parameter():
@@ -225,15 +213,6 @@ def test_frozen_layers_of_a_reward_model_by_hand():
         for n in (None, 1)
     ]
     assert policy[0] == policy[1]
-
-
-def test_a_card_without_bfloat16_computes_in_float32():
-    t4, other = CONSTANTS["cards"][:2]
-    assert not t4["bfloat16"] and other["bfloat16"]
-    model, dpo = MODELS["Qwen2.5-0.5B"], ALGORITHMS["dpo"]
-    found = [peak_on(card, model, dpo, PRECISIONS["mixed"], **DEFAULTS) for card in (t4, other)]
-    by_precision = [peak(model, dpo, PRECISIONS[name], **DEFAULTS) for name in ("float32", "mixed")]
-    assert found == by_precision
 
 
 def test_the_measured_peaks_are_near_the_computed_ones():

@@ -9,6 +9,8 @@ import re
 from math import ceil
 from pathlib import Path
 
+from common.logprobs import MAX_LOGITS
+
 GB = 1e9
 EXPLORER = Path("docs/explorer.html")
 
@@ -26,23 +28,6 @@ def needs(
     """The models of an algorithm; what it samples: nothing, one completion for each prompt, or a
     group; and the rows of one element of a micro-batch: a pair has two."""
     return dict(name=name, trained=trained, frozen=frozen or [], samples=samples, rows=rows)
-
-
-def sizes(name: str, weights: int, gradients: int, adamw: int, frozen: int, compute: int) -> dict:
-    """Bytes of a parameter, and of a number that a matrix product reads and writes."""
-    return dict(
-        name=name,
-        weights=weights,
-        gradients=gradients,
-        adamw=adamw,
-        frozen=frozen,
-        compute=compute,
-    )
-
-
-def card(gb: int, name: str, bfloat16: bool = True) -> dict:
-    """A GPU's memory in GB, and whether it computes in bfloat16; the scripts use float32 if not."""
-    return dict(gb=gb, name=name, bfloat16=bfloat16)
 
 
 CONSTANTS = {
@@ -77,32 +62,28 @@ CONSTANTS = {
         "simpo": needs("SimPO, ORPO", ["policy"], rows=2),
         "kto": needs("KTO", ["policy"], ["reference"]),
     },
-    "precisions": {  # weights, gradients, AdamW's moments, frozen weights, compute
-        "mixed": sizes("Mixed (GPU default)", 4, 4, 8, 4, 2),
-        "float32": sizes("float32 (CPU default)", 4, 4, 8, 4, 4),
-        "master": sizes("bfloat16, float32 master weights", 2, 2, 12, 2, 2),
-        "bfloat16": sizes("bfloat16 throughout", 2, 2, 4, 2, 2),
-    },
+    # Bytes of a number that a matrix product reads and writes: bfloat16 on GPUs that have it.
+    "precisions": {"mixed": 2, "float32": 4},
     # Bytes that autograd keeps for a token of a layer, per unit of each width.
     "activations": {
         "float32": dict(hidden=24, query=8, kv=8, ffn=16),
-        "autocast": dict(hidden=26, query=4, kv=4, ffn=8),
-        "bfloat16": dict(hidden=16, query=4, kv=4, ffn=8),
+        "autocast": dict(hidden=26, query=4, kv=4, ffn=8),  # bfloat16 on one GPU
+        "bfloat16": dict(hidden=16, query=4, kv=4, ffn=8),  # under FSDP
     },
     # Bytes of a layer's input, per unit of the hidden size: what checkpointing keeps of a layer.
     "layer_input": dict(float32=4, autocast=4, bfloat16=2),
     "prefill": dict(hidden=6, ffn=3),  # numbers that are in use at one time for a token of a prompt
-    "logits_chunk": 2**26,  # MAX_LOGITS of common/logprobs.py
+    "logits_chunk": MAX_LOGITS,
     "logit": 4,  # bytes; and of the head's gradient, per weight, before it is added to the others
     "sampled_logit": 16,  # bytes: the logit, its softmax, and the cumulative sum in float64
     "cards": [
-        card(16, "T4", bfloat16=False),
-        card(24, "RTX 4090"),
-        card(48, "L40S"),
-        card(80, "H100"),
-        card(96, "RTX PRO 6000"),
-        card(141, "H200"),
-        card(192, "B200"),
+        dict(gb=16, name="T4", bfloat16=False),
+        dict(gb=24, name="RTX 4090", bfloat16=True),
+        dict(gb=48, name="L40S", bfloat16=True),
+        dict(gb=80, name="H100", bfloat16=True),
+        dict(gb=96, name="RTX PRO 6000", bfloat16=True),
+        dict(gb=141, name="H200", bfloat16=True),
+        dict(gb=192, name="B200", bfloat16=True),
     ],
     "most_gpus": 4_096,  # the page takes no more, and looks no further
     "most": 1_000_000,  # of any other number
@@ -129,11 +110,11 @@ DEFAULTS = dict(
 def parameters(model: dict) -> dict[str, int]:
     """Of a layer, of the embeddings with the output head, of the policy, and of a classifier. The
     biases of Qwen2.5's queries, keys and values, a ten-thousandth of all, are left out."""
-    hidden, embedding = model["hidden"], model["vocab"] * model["hidden"]
-    layer = hidden * (2 * model["query"] + 2 * model["kv"] + 3 * model["ffn"] + 2)
-    ends = embedding * (1 if model["tied"] else 2) + hidden
+    embedding = model["vocab"] * model["hidden"]
+    layer = model["hidden"] * (2 * model["query"] + 2 * model["kv"] + 3 * model["ffn"] + 2)
+    ends = embedding * (1 if model["tied"] else 2) + model["hidden"]
     layers = model["layers"] * layer
-    backbone = layers + embedding + hidden
+    backbone = layers + embedding + model["hidden"]
     return dict(layer=layer, ends=ends, policy=layers + ends, backbone=backbone)
 
 
@@ -145,33 +126,25 @@ def weighted_widths(model: dict, per_unit: dict[str, int]) -> int:
 def memory(
     model: dict,
     algorithm: dict,
-    precision: dict,
+    compute_bytes: int,  # one of the precisions
     gpus: int,
-    micro_batch: int,
-    prompt: int,
-    completion: int,
-    rollout: int,
-    group: int,
-    generation_batch: int = 256,
+    micro_batch: int,  # rows or pairs that a GPU computes at a time
+    prompt: int,  # tokens
+    completion: int,  # tokens
+    rollout: int,  # completions of all GPUs together, rounded up to whole groups
+    group: int,  # completions of a prompt
+    generation_batch: int = 256,  # completions that a GPU samples at a time
     checkpointing: bool = False,
-    train_layers: int | None = None,
+    train_layers: int | None = None,  # the last layers of a reward model; None: all weights
 ) -> dict[str, dict[str, float]]:
-    """Bytes on one GPU by part, while the script updates, and while it samples (if it does).
-
-    micro_batch: rows or pairs that a GPU computes at a time; prompt, completion: tokens; rollout:
-    completions of all GPUs together, rounded up to whole groups; group: completions of a prompt;
-    generation_batch: completions that a GPU samples at a time; checkpointing: with
-    --activation-checkpointing; train_layers: the last layers of a reward model that are trained,
-    None for all weights.
-    """
+    """Bytes on one GPU by part, while the script updates, and while it samples (if it does)."""
     counts = parameters(model)
     embedding = model["vocab"] * model["hidden"]
-    compute_bytes = precision["compute"]
     has_policy = "policy" in algorithm["trained"]  # which has an output head over the vocabulary
     freezes_layers = train_layers is not None and algorithm["trained"] == ["reward"]
     trained_layers = train_layers if freezes_layers else model["layers"]
 
-    # 1. Weights, gradients and moments, sharded over the GPUs.
+    # 1. Weights, gradients and AdamW's two moments, in float32, sharded over the GPUs.
     model_sizes = {
         "policy": counts["policy"],
         "reference": counts["policy"],
@@ -180,26 +153,21 @@ def memory(
     }
     update = dict.fromkeys(PARTS, 0.0)
     for name in algorithm["trained"]:
-        trained = model_sizes[name]
-        if freezes_layers:
-            trained = trained_layers * counts["layer"]
-        frozen = model_sizes[name] - trained
-        update[name] = (precision["weights"] * trained + precision["frozen"] * frozen) / gpus
-        update["gradients"] += precision["gradients"] * trained / gpus
-        update["adamw"] += precision["adamw"] * trained / gpus
-    for name in algorithm["frozen"]:
-        update[name] = precision["frozen"] * model_sizes[name] / gpus
+        trained = trained_layers * counts["layer"] if freezes_layers else model_sizes[name]
+        update["gradients"] += 4 * trained / gpus
+        update["adamw"] += 8 * trained / gpus
+    for name in algorithm["trained"] + algorithm["frozen"]:
+        update[name] = 4 * model_sizes[name] / gpus
     sampling = dict(update)
 
     # 2. Copies of weights: on one GPU autocast keeps a copy in low precision of the trained weights
     # that it multiplies by; several gather two layers at a time, and what stands at the ends.
-    uses_autocast = compute_bytes < precision["weights"]
     autocast_copies = 0
-    if uses_autocast:
+    if compute_bytes == 2:
         multiplied = counts["backbone"] - (0 if has_policy else embedding)
         if freezes_layers:
             multiplied = trained_layers * counts["layer"]
-        autocast_copies = compute_bytes * multiplied
+        autocast_copies = 2 * multiplied
     if gpus == 1:
         update["copies"] = autocast_copies
     else:
@@ -209,11 +177,10 @@ def memory(
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # The backward pass has the logits first, and then, one after another, the layers' activations.
-    kind = "bfloat16"
     if compute_bytes == 4:
         kind = "float32"
-    elif uses_autocast and gpus == 1:
-        kind = "autocast"
+    else:
+        kind = "autocast" if gpus == 1 else "bfloat16"
     rows = micro_batch * algorithm["rows"]
     bytes_per_token = weighted_widths(model, CONSTANTS["activations"][kind])
     tokens = rows * (prompt + completion)
@@ -251,17 +218,10 @@ def memory(
     return {"update": update, "sampling": sampling}
 
 
-def peak(model: dict, algorithm: dict, precision: dict, **work: int) -> float:
-    """Bytes at the moment that needs most; `work` is what `memory` wants to know else."""
-    moments = memory(model, algorithm, precision, **work)
+def peak(model: dict, algorithm: dict, compute_bytes: int, **work: int) -> float:
+    """Bytes at the moment that needs most; `work` are the other arguments of `memory`."""
+    moments = memory(model, algorithm, compute_bytes, **work)
     return max(sum(parts.values()) for parts in moments.values())
-
-
-def peak_on(card: dict, model: dict, algorithm: dict, precision: dict, **work: int) -> float:
-    """`peak` on such a card: without bfloat16 the matrix products are in float32."""
-    if precision["compute"] == 2 and not card["bfloat16"]:
-        precision = CONSTANTS["precisions"]["float32"]
-    return peak(model, algorithm, precision, **work)
 
 
 # --- docs/explorer.html ------------------------------------------------------------------------
