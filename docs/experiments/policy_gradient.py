@@ -2,13 +2,12 @@
 scripts' own functions.
 """
 
-from statistics import mean
-
 import torch
 
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, GROUND, TEXT, panel
+from docs.experiments.lib.drawing import COLOURS, WIDE, panel
 from docs.experiments.lib.enumeration import (
     gradients,
+    mean_and_deviation,
     mean_and_variance,
     softmax_policy,
     tensor,
@@ -26,8 +25,7 @@ PROBABILITIES, REWARDS = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 START_VALUE = 0.4  # V(s_1) of the tree: the probability of a correct second token
 CLIP = 0.2  # eps of PPO
-# The rewards and values of the worked example in docs/ppo_rlhf.md.
-TOKEN_REWARDS, VALUES = (-0.02, 0.01, 1.0), (0.5, 0.6, 0.8)
+WRONG_VALUE = 0.5  # a critic's V after either first token
 LAMBDAS = (0.0, 0.5, 0.95, 1.0)  # of GAE
 
 
@@ -43,7 +41,6 @@ def baselines_table() -> dict:
         "0": 0.0,
         f"{fixed(mean_reward, 1)}, the mean reward": mean_reward,
         f"{fixed(best)}, the best": best,
-        "3": 3.0,
     }
     rows = []
     for name, baseline in cases.items():
@@ -75,12 +72,17 @@ def views_table() -> dict:
 
 
 def lambdas_table() -> dict:
-    """The advantages of three tokens, from lambda = 0 to 1."""
+    """Bias and deviation of the advantage of token b, with a wrong critic."""
+    correct = TREE["b"][1]
+    token_rewards = tensor([[0.0, 1.0], [0.0, 0.0]])  # the second token is correct, or wrong
+    values = tensor([[START_VALUE, WRONG_VALUE]]).expand(2, 2)
     rows = []
     for lam in LAMBDAS:
-        advantages, _ = gae(tensor([TOKEN_REWARDS]), tensor([VALUES]), gamma=1.0, lam=lam)
-        rows.append([f"{lam:g}", *map(fixed, advantages[0].tolist())])
-    return {"columns": ["$\\lambda$", "token 1", "token 2", "token 3"], "rows": rows}
+        advantages, _ = gae(token_rewards, values, gamma=1.0, lam=lam)
+        mean, deviation = mean_and_deviation(tensor([correct, 1 - correct]), advantages[:, 0])
+        bias = mean - (correct - START_VALUE)
+        rows.append([f"{lam:g}", *map(fixed, (mean, bias, deviation))])
+    return {"columns": ["$\\lambda$", "mean", "bias", "standard deviation"], "rows": rows}
 
 
 def clipped(ratio: float, advantage: float) -> tuple[float, float]:
@@ -129,24 +131,14 @@ def tables(_: dict) -> dict:
 
 def draw(_: dict) -> dict:
     """The clipped objective."""
-    colour = ALGORITHM_STYLES["PPO"].colour
-    rising = panel(f"A = +1: no gradient above {1 + CLIP:g}", "ratio rho = π / π_old", "objective")
-    falling = panel(f"A = -1: no gradient below {1 - CLIP:g}", "ratio rho = π / π_old", "objective")
-    ratios = [round(0.4 + 0.01 * i, 4) for i in range(121)]
-    for axis, advantage, held in ((rising, 1, (1 + CLIP, 1.6)), (falling, -1, (0.4, 1 - CLIP))):
-        objectives = [round(clipped(ratio, advantage)[0], 4) for ratio in ratios]
-        unclipped = [round(ratio * advantage, 4) for ratio in ratios]
-        axis.axvspan(*held, color=GREY, alpha=0.15, lw=0)
-        axis.plot(ratios, objectives, color=colour, lw=2, label="objective")
-        axis.plot(ratios, unclipped, color=TEXT, lw=1, ls=":", label="rho A")
-        for ratio in (0.7, 1.3):
-            objective, _ = clipped(ratio, advantage)
-            fill = GROUND if held[0] < ratio < held[1] else colour
-            axis.plot([ratio], [objective], "o", color=colour, mfc=fill, ms=7)
-        axis.axvline(1, color=GREY, lw=0.8)
-        axis.text(mean(held), axis.get_ylim()[0] + 0.1, "gradient 0", ha="center")
-    rising.legend(loc="upper left")
-    return {"policy_gradient_rising": rising, "policy_gradient_falling": falling}
+    title = f"No gradient above {1 + CLIP:g} for A = +1, below {1 - CLIP:g} for A = -1"
+    axis = panel(title, "ratio rho = π / π_old", "objective", WIDE)
+    ratios = [0.4 + 0.01 * i for i in range(121)]
+    for advantage, line, colour in ((1, "-", COLOURS[0]), (-1, "--", COLOURS[1])):
+        objectives = [clipped(ratio, advantage)[0] for ratio in ratios]
+        axis.plot(ratios, objectives, line, color=colour, label=f"A = {advantage:+d}")
+    axis.legend()
+    return {"policy_gradient": axis}
 
 
 EXPERIMENTS = (Experiment("policy_gradient", tables, draw=draw),)
