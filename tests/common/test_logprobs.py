@@ -15,7 +15,7 @@ import common.generation
 import common.logprobs
 from common.generation import generate
 from common.logprobs import ChunkedLogprobs, completion_logprobs, head_logits, micro_batches
-from common.logprobs import output_head, plain_logprobs, rollout_logprobs
+from common.logprobs import plain_logprobs, rollout_logprobs
 
 HEADS = {  # architectures, with what their heads do to the logits
     "llama": {},
@@ -109,20 +109,11 @@ def several_chunks(monkeypatch, positions=3):
 
 
 @every_head
-def test_values_equal_log_softmax_of_the_models_own_logits(architecture):
-    model, pairs = model_of(architecture), make_pairs()
-    mask = mask_of(pairs)
-    for found, expected in zip(score(model, pairs), plain(model, pairs), strict=True):
-        assert torch.allclose(found[mask], expected, atol=2e-5)
-
-
-@every_head
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_gradients_equal_those_of_log_softmax(architecture, temperature, monkeypatch):
+def test_values_and_gradients_equal_those_of_log_softmax(architecture, monkeypatch):
     several_chunks(monkeypatch)
     model, pairs = model_of(architecture), make_pairs()
-    found = completion_logprobs(model, pairs, range(4), temperature)[mask_of(pairs)]
-    expected, _ = plain(model, pairs, temperature)
+    found = completion_logprobs(model, pairs, range(4), 0.6)[mask_of(pairs)]
+    expected, _ = plain(model, pairs, 0.6)
     assert torch.allclose(found, expected, atol=5e-5)
     weights = weights_of(expected)
     assert_same_gradients(
@@ -157,22 +148,10 @@ def test_gradients_of_the_entropy_equal_the_plain_ones(architecture, monkeypatch
     )
 
 
-def test_a_loss_of_both_outputs_gives_the_sum_of_their_gradients(monkeypatch):
-    several_chunks(monkeypatch)
-    model, pairs = model_of("gpt2"), make_pairs()
-    logprobs, entropy = score(model, pairs)
-    expected_logprobs, expected_entropy = plain(model, pairs)
-    assert_same_gradients(
-        gradients(model, logprobs.sum() + 0.3 * entropy.sum()),
-        gradients(model, expected_logprobs.sum() + 0.3 * expected_entropy.sum()),
-    )
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_tied_and_an_untied_head_get_their_gradients(architecture, tied):
+def test_a_tied_and_an_untied_head_get_their_gradients(tied):
     """A tied one gets that of the embedding too."""
-    model, pairs = model_of(architecture, tie_word_embeddings=tied), make_pairs()
+    model, pairs = model_of("llama", tie_word_embeddings=tied), make_pairs()
     same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert same == tied
     assert_same_gradients(
@@ -209,21 +188,8 @@ def test_settings_of_the_head_matter_here(architecture, plain_setting):
     assert (with_it - without_it).abs().max() > 0.5
 
 
-@every_head
-def test_head_gives_the_models_own_logits(architecture):
-    model = model_of(architecture)
-    ids = torch.tensor([[4, 9, 1, 33]])
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=ids).last_hidden_state[0]
-        expected = model(input_ids=ids).logits[0]
-        found = head_logits(hidden, torch.empty_like(expected), output_head(model, ids[:, :1]))
-        assert torch.allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("biased", [False, True])
-def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypatch):
+@pytest.mark.parametrize(("biased", "cap"), [(False, None), (True, 2.0)])
+def test_derivatives_equal_finite_differences(biased, cap, monkeypatch):
     """Of every input of `ChunkedLogprobs`, in float64, over chunks and parts of one or two rows."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 2 * 7 + 1)
     to = dict(generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -234,14 +200,14 @@ def test_derivatives_equal_finite_differences(biased, cap, temperature, monkeypa
     def loss(hidden, weight, bias):
         """By the definition, in float64."""
         z = 1.5 * (hidden @ weight.T + (bias if biased else 0))
-        z = (cap * torch.tanh(z / cap) if cap else z) / temperature
+        z = (cap * torch.tanh(z / cap) if cap else z) / 0.7
         p = torch.softmax(z, dim=1)
         return g @ p.log().gather(1, targets[:, None]).squeeze(1) - g_h @ (p * p.log()).sum(dim=1)
 
     inputs = [hidden.float(), weight.float(), bias.float()]
     inputs = [x.requires_grad_() for x in inputs]
     head = (inputs[1], inputs[2] if biased else None, 1.5, cap)
-    outputs = ChunkedLogprobs.apply(inputs[0], targets[:, None], temperature, True, *head)
+    outputs = ChunkedLogprobs.apply(inputs[0], targets[:, None], 0.7, True, *head)
     logprobs, entropy = (values.squeeze(1) for values in outputs)
     (g.float() @ logprobs + g_h.float() @ entropy).backward()
     for i, x in enumerate([hidden, weight, bias][: 2 + biased]):
@@ -281,8 +247,7 @@ def test_a_token_that_cannot_be_drawn_adds_nothing(size, low, monkeypatch):
         assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("architecture", "entropy"), [("llama", False), ("gemma2", True)])
 def test_bfloat16_rounds_values_and_gradients_only(architecture, entropy, monkeypatch):
     """As on a GPU: products in bfloat16, results and gradients of float32 weights in float32."""
     several_chunks(monkeypatch, positions=6)
@@ -337,43 +302,9 @@ def test_a_second_backward_gives_the_same_gradients(rows, monkeypatch):
     assert torch.allclose(first[0], again[0], atol=1e-6)
 
 
-def test_temperature_divides_the_logits():
-    """Dividing all logits by T is dividing the output embedding by T."""
-    model, pairs = model_of("llama"), make_pairs()
-    with torch.no_grad():
-        found = score(model, pairs, 0.6)
-        model.get_output_embeddings().weight /= 0.6
-        expected = score(model, pairs, 1.0)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.allclose(a, b, atol=2e-5)
-
-
-def test_probabilities_and_entropy_by_enumeration():
-    """Score every token of the vocabulary at one position."""
-    model, prompt = model_of("llama", initializer_range=0.2), [4, 9, 1]
-    with torch.no_grad():
-        logprobs, entropy = score(model, [(prompt, [token]) for token in range(VOCAB)], 0.6)
-    log_p = logprobs[:, 0].double()
-    assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    expected = -(log_p.exp() * log_p).sum()
-    assert 0.5 < expected < 3.5  # neither certain nor flat
-    assert torch.allclose(entropy[:, 0].double(), expected.expand(VOCAB), atol=1e-4)
-
-
-def test_entropy_of_a_flat_distribution_is_the_logarithm_of_its_size():
-    model, pairs = model_of("llama"), make_pairs()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()
-        logprobs, entropy = score(model, pairs)
-    log_size = torch.tensor(float(VOCAB)).log()
-    assert torch.allclose(entropy[mask_of(pairs)], log_size, atol=1e-5)
-    assert torch.allclose(logprobs[mask_of(pairs)], -log_size, atol=1e-5)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_generated_tokens_are_scored_under_the_distribution_that_drew_them(architecture):
+def test_generated_tokens_are_scored_under_the_distribution_that_drew_them():
     """Under it log p + H has mean 0 at each token; at another temperature it has not."""
-    model = model_of(architecture, initializer_range=0.3)
+    model = model_of("llama", initializer_range=0.3)
     prompts = [[4, 9, 1], [7]] * 300
     sampled = generate(
         model,
@@ -427,14 +358,12 @@ def test_inputs_are_left_as_they_were():
         assert torch.equal(weight, before[2][name])
 
 
-@every_head
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_plain_definition_gives_the_same(architecture, temperature):
-    model, pairs = model_of(architecture), make_pairs()
-    logprobs, entropies = score(model, pairs, temperature)
+def test_the_plain_definition_gives_the_same():
+    model, pairs = model_of("llama"), make_pairs()
+    logprobs, entropies = score(model, pairs, 0.6)
     for i, (prompt, completion) in enumerate(pairs):
         with torch.no_grad():
-            plain_values = plain_logprobs(model, prompt, completion, temperature)
+            plain_values = plain_logprobs(model, prompt, completion, 0.6)
         for values, expected in zip((logprobs, entropies), plain_values, strict=True):
             assert expected.shape == (len(completion),)
             assert torch.allclose(values[i, : len(completion)], expected, atol=1e-5)
@@ -490,7 +419,7 @@ def test_an_empty_completion_gives_zeros():
     assert torch.allclose(found[:4], completion_logprobs(model, pairs, range(4)), atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", HEADS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     "pairs, rows", [(make_pairs(), []), ([([4, 9], []), ([7], [])], [0, 1]), ([([4], [])], [])]
 )
@@ -506,15 +435,6 @@ def test_nothing_to_score_gives_no_numbers_and_gradients_of_zero(architecture, p
         # FSDP's ranks add up gradients together: each must have one for every weight.
         assert all(weight.grad is not None for weight in model.parameters())
         assert not any(weight.grad.any() for weight in model.parameters())
-
-
-def test_same_values_without_gradients():
-    model, pairs = model_of("llama"), make_pairs()
-    with_graph = completion_logprobs(model, pairs, range(4))
-    with torch.no_grad():
-        without = completion_logprobs(model, pairs, range(4))
-    assert with_graph.requires_grad and not without.requires_grad
-    assert torch.equal(with_graph, without)
 
 
 # --- micro-batches ------------------------------------------------------------------------------
@@ -556,7 +476,7 @@ def test_micro_batches_of_no_rows():
     assert [len(group) for group in groups] == [0]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_ranks_score_a_rollout_together(monkeypatch, processes):
     """Their tensors, 0 at rows that are not theirs, add up to what one process scores."""
     model, pairs = model_of("llama"), make_pairs()
@@ -693,13 +613,6 @@ def test_a_known_head_is_not_refused_for_dropout():
     model = tiny_model("gpt2").train()
     completion_logprobs(model, make_pairs(), range(4))
     assert model.training
-
-
-@every_head
-def test_a_known_head_is_not_refused_in_bfloat16(architecture, monkeypatch):
-    use_bfloat16(monkeypatch)
-    for seed in range(5):
-        completion_logprobs(model_of(architecture, seed=seed), make_pairs(), range(4))
 
 
 @every_head
