@@ -90,21 +90,20 @@ def test_training_in_bfloat16_with_the_static_cache(name, tmp_path, monkeypatch)
     assert rows[4][norm] != plain[4][norm]  # something was computed in bfloat16
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("task", ["arithmetic", "reviews"])
-def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task, temperature):
+def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task):
     """Each within 0.1 nats, 0.01 on average, and neither higher nor lower on the whole."""
     model = AutoModelForCausalLM.from_pretrained(f"tiny/{task}/policy", dtype=torch.float32).eval()
     stop_ids = [model.generation_config.eos_token_id]
-    settings = dict(max_new_tokens=40, temperature=temperature, stop_ids=stop_ids)
+    settings = dict(max_new_tokens=40, temperature=0.7, stop_ids=stop_ids)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         take_gpu_types(patch, common.logprobs)
         asked = prompts(task, 100)
         sampled = generate(model, asked, **settings, rng=torch.Generator().manual_seed(0))
         pairs = list(zip(asked, sampled, strict=True))
-        low = completion_logprobs(model, pairs, range(100), temperature)
+        low = completion_logprobs(model, pairs, range(100), 0.7)
     with torch.no_grad():
-        high = completion_logprobs(model, pairs, range(100), temperature)
+        high = completion_logprobs(model, pairs, range(100), 0.7)
     difference = (low - high)[high != 0]
     assert low.dtype == torch.float32
     assert 0 < difference.abs().max() < 0.1
@@ -165,12 +164,12 @@ COPY_IN = ["Falcon", "GPTNeo"]
 
 
 @pytest.mark.filterwarnings("error:generate. slow")
-@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", archetypes_first([n for n in STATIC if n not in READ_BACK]))
-def test_captured_decoding_gives_the_same_completions(name, bfloat16, monkeypatch, graph):
+def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
+    """In bfloat16; in float32: `test_a_captured_step_stays_on_its_device`."""
     model = family_model(name)
     for module in (common.distributed, common.generation, common.logprobs):
-        monkeypatch.setattr(module, "use_bfloat16", lambda device: bfloat16)
+        monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
     completions = complete_and_drop(model)
     assert graph, "no step was captured"
     monkeypatch.setattr(common.generation, "capture", lambda step: step)
@@ -191,10 +190,9 @@ def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch,
     "planted",
     [
         lambda self: self.tokens.sum().item(),
-        lambda self: self.tokens.tolist(),
         lambda self: self.tokens[self.tokens > 3],
     ],
-    ids=["item", "tolist", "mask"],
+    ids=["item", "mask"],
 )
 def test_a_step_that_reads_a_value_back_is_not_captured(planted, monkeypatch, graph):
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
@@ -236,13 +234,11 @@ def test_a_captured_step_stays_on_its_device(name, graph):
     "planted",
     [
         lambda self: self.tokens.cpu(),
-        lambda self: self.tokens.copy_(self.tokens.cpu()),
         lambda self: torch.ones(3).to(self.tokens.device),
         lambda self: torch.tensor([1, 2], device=self.tokens.device),
         lambda self: torch.zeros_like(self.tokens).copy_(torch.ones(self.tokens.shape)),
-        lambda self: torch.ones(3).copy_(self.tokens[:1, 0]),
     ],
-    ids=["cpu", "there and back", "to", "tensor", "copy in", "copy out"],
+    ids=["cpu", "to", "tensor", "copy"],
 )
 def test_a_step_that_copies_between_devices_is_not_captured(planted, monkeypatch, graph):
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
@@ -274,7 +270,7 @@ def test_a_number_of_python_in_a_step_shows(monkeypatch, graph):
     assert completions != complete(model, prompts("reviews", 16))
 
 
-@pytest.mark.parametrize("captured", [0, 1, 2])
+@pytest.mark.parametrize("captured", [0, 2])
 def test_steps_that_cannot_be_captured_run_uncaptured(captured, monkeypatch):
     """The first steps are captured, as many as given; at the next one the GPU gives up."""
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()

@@ -46,9 +46,7 @@ def test_other_parts_are_refused(tokenizer):
         encode_pair(tokenizer, prompt, [message("assistant", "3")], [2])
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"content": "1+2"}, {"role": None, "content": "1+2"}, "1+2", None]
-)
+@pytest.mark.parametrize("wrong", [{"content": "1+2"}, {"role": None, "content": "1+2"}, "1+2"])
 def test_a_message_without_a_role_is_refused(wrong, tokenizer):
     for call in (content, lambda wrong: encode(tokenizer, [wrong])):
         with pytest.raises(
@@ -57,19 +55,13 @@ def test_a_message_without_a_role_is_refused(wrong, tokenizer):
             call(wrong)
 
 
-@pytest.mark.parametrize("roles", [("human", "gpt"), ("human", "assistant")])
-def test_a_role_that_the_template_leaves_out(roles, tokenizer):
-    turns = [message(roles[0], "5+6"), message(roles[1], "3")]
+def test_a_role_that_the_template_leaves_out(tokenizer):
+    turns = [message("human", "5+6"), message("assistant", "3")]
     error = "the chat template of tiny/arithmetic/policy leaves out what 'human' says"
     with pytest.raises(ValueError, match=error):
         encode(tokenizer, turns)
     with pytest.raises(ValueError, match=error):
         encode(tokenizer, turns[:1], add_generation_prompt=True)
-
-
-def test_a_system_prompt_that_the_template_leaves_out(tokenizer):
-    with pytest.raises(ValueError, match="leaves out what 'system' says"):
-        encode(tokenizer, [message("system", "Count."), message("user", "5+6")])
 
 
 def test_an_answer_that_the_template_leaves_out(tokenizer):
