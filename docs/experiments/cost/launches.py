@@ -1,5 +1,8 @@
 """Kernel launches, and the waits of the processor for the device, counted without a GPU.
 
+    pip install -e ".[bench]"
+    python -m docs.experiments launches
+
 A GPU runs kernels one after another while Python launches the next ones ahead of it. Small kernels
 run faster than Python launches them, so their number decides the time; and where Python waits for
 the device, to read a value or to copy something there, it is ahead of nothing. Both are counted on
@@ -8,17 +11,13 @@ PyTorch counts as one launch unless it is a view; on a GPU some are several kern
 in float32; under bfloat16 autocast casts are added on both sides.
 """
 
-import ast
 import contextlib
-import io
 import sys
 import tempfile
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,31 +32,28 @@ from transformers import LlamaConfig
 import common.generation
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from docs.experiments.lib.measuring import random_model, two_steps
+from docs.experiments.lib.measuring import SCRIPTS, quietly, random_model, two_steps
 
 ROOT = Path(__file__).parents[3]
+OUR_FOLDERS = (ROOT, ROOT / "common")
 sys.path.append(str(ROOT / "tests/support"))
 
 import simulated_graph  # noqa: E402
 from simulated_gpu import SIM, SimTensor, SimulatedGPU  # noqa: E402
 
-SCRIPTS = ("sft", "reinforce", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "kto")
-aten = torch.ops.aten
 NO_KERNEL = "empty empty_like empty_strided new_empty _unsafe_view detach alias".split()
 # Operations that hand a value, or a shape that depends on values, to the processor.
 READS = "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim".split()
-READS += ["unique_consecutive"]
-MICRO_BATCHES = ("inds", "rows")  # loop variables of the loops over micro-batches
+READS += ["unique_consecutive", "lift_fresh"]  # the last ends `torch.tensor(..., device=device)`
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts launches by operation, and waits by the line of ours that they come from."""
+    """Counts launches by operation, and keeps for each wait the lines of ours that led to it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches = Counter()
-        self.waits = Counter()
-        self.loop_waits = Counter()  # those in loops over micro-batches
+        self.waits = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -68,23 +64,17 @@ class LaunchCounter(TorchDispatchMode):
         if any(isinstance(leaf, SimTensor) for leaf in tree_leaves((args, kwargs, output))):
             if not function.is_view and name not in NO_KERNEL:
                 self.launches[name] += 1
-            if is_wait(function, name, args, kwargs, output):
-                self.note_wait(name)
+            if is_wait(name, args, kwargs, output):
+                self.note_wait()
         return output
 
-    def note_wait(self, name: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if is_ours(frame.filename)]
-        place = f"elsewhere: {name}"
-        if frames:
-            (*_, frame) = frames
-            path = Path(frame.filename).relative_to(ROOT)
-            place = f"{path}:{frame.lineno} {frame.name}: {name}"
-        self.waits[place] += 1
-        if any(frame.lineno in micro_batch_lines(frame.filename) for frame in frames):
-            self.loop_waits[place] += 1
+    def note_wait(self) -> None:
+        frames = traceback.extract_stack()
+        ours = [frame for frame in frames if Path(frame.filename).parent in OUR_FOLDERS]
+        self.waits.append(ours)
 
 
-def is_wait(function: Any, name: str, args: tuple, kwargs: dict, output: Any) -> bool:
+def is_wait(name: str, args: tuple, kwargs: dict, output: Any) -> bool:
     """Whether the processor waits: it reads a value, or copies without `non_blocking`."""
     if name in READS:
         return True
@@ -97,23 +87,7 @@ def is_wait(function: Any, name: str, args: tuple, kwargs: dict, output: Any) ->
     if name == "copy_":
         is_moved = args[0].device.type != args[1].device.type and args[1].dim() > 0
         return is_moved and args[2:] != (True,)
-    return name == "lift_fresh"  # what `torch.tensor(..., device=device)` ends with
-
-
-def is_ours(filename: str) -> bool:
-    """Whether a file is a script or in common/."""
-    return Path(filename).parent in (ROOT, ROOT / "common")
-
-
-@cache
-def micro_batch_lines(filename: str) -> set[int]:
-    """Numbers of the lines in loops over micro-batches."""
-    lines = set()
-    for node in ast.walk(ast.parse(Path(filename).read_text())):
-        is_loop = isinstance(node, ast.For) and isinstance(node.target, ast.Name)
-        if is_loop and node.target.id in MICRO_BATCHES and "batches" in ast.unparse(node.iter):
-            lines.update(range(node.body[0].lineno, node.end_lineno + 1))
-    return lines
+    return False
 
 
 @contextlib.contextmanager
@@ -123,7 +97,7 @@ def counted() -> Iterator[LaunchCounter]:
     to_list = SimTensor.tolist
 
     def tolist(tensor: Tensor) -> list:
-        counter.note_wait("tolist")
+        counter.note_wait()
         return to_list(tensor)
 
     with SimulatedGPU(), counter, patch.object(SimTensor, "tolist", tolist):
@@ -143,7 +117,11 @@ def make_model(vocabulary: int = 151_936) -> torch.nn.Module:
         max_position_embeddings=4_096,
     )
     with SimulatedGPU():
-        return random_model(config).to(SIM)
+        model = random_model(config).to(SIM)
+        generate_ours(model, 2)  # what is tried once: the cache, and below the head
+        logprobs_ours(model, [([5], [6])] * 4)
+    model.zero_grad()
+    return model
 
 
 PROMPTS = [[5] * 10] * 4 + [[7] * 8] * 4
@@ -174,15 +152,15 @@ def generate_theirs(model: Any, num_tokens: int) -> None:
     )
 
 
-def per_token(function: Callable[[int], None]) -> tuple[float, float]:
+def per_token(function: Callable[[Any, int], None], model: Any) -> tuple[float, float]:
     """Launches and waits of one more token: the difference of 24 and 8, divided by 16."""
-    counts = []
+    launches, waits = [], []
     for num_tokens in (8, 24):
-        with torch.no_grad(), counted() as counter:
-            function(num_tokens)
-        counts.append((counter.launches.total(), counter.waits.total()))
-    (launches, waits), (more_launches, more_waits) = counts
-    return (more_launches - launches) / 16, (more_waits - waits) / 16
+        with counted() as counter:
+            function(model, num_tokens)
+        launches.append(counter.launches.total())
+        waits.append(len(counter.waits))
+    return (launches[1] - launches[0]) / 16, (waits[1] - waits[0]) / 16
 
 
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -199,16 +177,12 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def count_generate(model: Any) -> dict[str, tuple[float, float]]:
-    """Launches and waits per token."""
-    generate_ours(model, 2)  # the trial of the cache
-    results = {"generate, growing cache": per_token(partial(generate_ours, model))}
+def per_token_of_graph(model: Any) -> tuple[float, float]:
     with (
         patch.object(common.generation, "GRAPH_DEVICES", ("sim",)),
         patch.object(common.generation, "capture", capture),
     ):
-        results["generate, graph"] = per_token(partial(generate_ours, model))
-    return results
+        return per_token(generate_ours, model)
 
 
 def logprobs_ours(model: Any, sequences: list) -> None:
@@ -216,13 +190,20 @@ def logprobs_ours(model: Any, sequences: list) -> None:
     (logprobs.sum() + entropies.sum()).backward()
 
 
-def logprobs_theirs(model: Any, sequences: list) -> None:
-    """All logits, their log-softmax, the tokens' log-probs and the entropies."""
+def completion_logits(model: Any, sequences: list) -> tuple[Tensor, Tensor]:
+    """The logits and the ids of the completions' tokens."""
     rows = [prompt + completion for prompt, completion in sequences]
     ids = torch.tensor(rows).to(SIM, non_blocking=True)
     start = len(sequences[0][0])
-    log_p = model(input_ids=ids, use_cache=False).logits[:, start - 1 : -1].log_softmax(dim=-1)
-    logprobs = log_p.gather(2, ids[:, start:, None])
+    logits = model(input_ids=ids, use_cache=False).logits[:, start - 1 : -1]
+    return logits, ids[:, start:]
+
+
+def logprobs_plain(model: Any, sequences: list) -> None:
+    """All logits, their log-softmax, the tokens' log-probs and the entropies."""
+    logits, ids = completion_logits(model, sequences)
+    log_p = logits.log_softmax(dim=-1)
+    logprobs = log_p.gather(2, ids[:, :, None])
     (logprobs.sum() - (log_p.exp() * log_p).sum()).backward()
 
 
@@ -230,37 +211,23 @@ def logprobs_trl(model: Any, sequences: list) -> None:
     """TRL's functions of GRPO: the tokens' log-probs, and their entropies without a gradient."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-    rows = [prompt + completion for prompt, completion in sequences]
-    ids = torch.tensor(rows).to(SIM, non_blocking=True)
-    start = len(sequences[0][0])
-    logits = model(input_ids=ids, use_cache=False).logits[:, start - 1 : -1]
-    selective_log_softmax(logits, ids[:, start:]).sum().backward()
+    logits, ids = completion_logits(model, sequences)
+    selective_log_softmax(logits, ids).sum().backward()
     entropy_from_logits(logits.detach())
 
 
 def count_logprobs(
-    model: Any, function: Callable[[Any, list], None], num_tokens: int
+    function: Callable[[Any, list], None], model: Any, num_tokens: int
 ) -> LaunchCounter:
     """Forward and backward pass of four rows that have so many completion tokens in all."""
     sequences = [([5] * 10, [6] * (num_tokens // 4))] * 4
     with counted() as counter:
-        logprobs_ours(model, [([5], [6])] * 4)  # the trial of the head
-        model.zero_grad()
-        counter.launches.clear()
-        counter.waits.clear()
         function(model, sequences)
         model.zero_grad()
     return counter
 
 
 # --- the scripts -------------------------------------------------------------------------------
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Nothing is printed within it, on either stream."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
 def count_script(name: str) -> tuple[int, int, LaunchCounter]:
     """Launches and waits from the first to the second optimiser step of a run, and all of them."""
     script = import_module(name)
@@ -271,46 +238,37 @@ def count_script(name: str) -> tuple[int, int, LaunchCounter]:
     with tempfile.TemporaryDirectory() as folder, counted() as counter:
 
         def note_step(optimizer: Any, *_: Any) -> None:
-            counts[optimizer].append((counter.launches.total(), counter.waits.total()))
+            counts[optimizer].append((counter.launches.total(), len(counter.waits)))
 
         hook = register_optimizer_step_post_hook(note_step)
-        with patch.object(script, "join_processes", lambda: SIM), silence():
-            script.main(script.Args(output_dir=folder, **flags))
+        with patch.object(script, "join_processes", lambda: SIM):
+            quietly(script.main, script.Args(output_dir=folder, **flags))
         hook.remove()
     ((launches, waits), (more_launches, more_waits)), *_ = counts.values()
     return more_launches - launches, more_waits - waits, counter
 
 
-def main(*scripts: str, logprobs: tuple[int, ...] = (1_024, 8_192)) -> None:
-    """Print the tables of docs/performance.md, and where scripts wait.
-
-    Args:
-        scripts: which; default: all
-        logprobs: numbers of completion tokens in a micro-batch
-    """
+def main() -> None:
     model = make_model()
     print("| a token of | launches | waits |\n|---|---|---|")
-    results = count_generate(model)
-    results["model.generate"] = per_token(partial(generate_theirs, model))
-    for name, (launches, waits) in results.items():
-        print(f"| `{name}` | {launches:.1f} | {waits:.2f} |", flush=True)
+    for name, (launches, waits) in {
+        "generate, graph": per_token_of_graph(model),
+        "generate, growing cache": per_token(generate_ours, model),
+        "model.generate": per_token(generate_theirs, model),
+    }.items():
+        print(f"| `{name}` | {launches:.1f} | {waits:.2f} |")
+
     print("\n| micro-batch, forward and backward | launches | waits |\n|---|---|---|")
-    plain = count_logprobs(model, logprobs_theirs, 256)  # the same for any number of tokens
-    print(f"| log-softmax of all logits | {plain.launches.total()} | {plain.waits.total()} |")
-    if find_spec("trl"):
-        theirs = count_logprobs(model, logprobs_trl, logprobs[0])
-        cells = (f"TRL, {logprobs[0]:,} tokens", str(theirs.launches.total()))
-        print(f"| {' | '.join(cells)} | {theirs.waits.total()} |")
-    for num_tokens in logprobs:
-        ours = count_logprobs(model, logprobs_ours, num_tokens)
-        cells = (f"{num_tokens:,} tokens", f"{ours.launches.total():,}", str(ours.waits.total()))
-        print(f"| {' | '.join(cells)} |", flush=True)
+    for name, counter in {
+        "log-softmax of all logits": count_logprobs(logprobs_plain, model, 256),
+        "TRL, 1,024 tokens": count_logprobs(logprobs_trl, model, 1_024),
+        "`completion_logprobs`, one chunk": count_logprobs(logprobs_ours, model, 256),
+        "1,024 tokens": count_logprobs(logprobs_ours, model, 1_024),
+        "8,192 tokens": count_logprobs(logprobs_ours, model, 8_192),
+    }.items():
+        print(f"| {name} | {counter.launches.total():,} | {len(counter.waits)} |")
+
     print("\n| script | launches per step | waits |\n|---|---|---|")
-    loop_waits = Counter()
-    for name in scripts or SCRIPTS:
-        launches, waits, counter = count_script(name)
+    for name in SCRIPTS:
+        launches, waits, _ = count_script(name)
         print(f"| `{name}.py` | {launches:,} | {waits} |", flush=True)
-        loop_waits += counter.loop_waits
-    print("\nwaits in loops over micro-batches:")
-    for place, count in loop_waits.items():
-        print(f"{count} {place}")
