@@ -44,16 +44,6 @@ def full_kl(p: Sequence[float], q: Sequence[float]) -> float:
     return (p * (p / q).log()).sum().item()
 
 
-def tokens_table() -> dict:
-    """What the estimators give for each token of the far policy."""
-    estimates = estimators(tensor(FAR).log())
-    rows = []
-    for i, token in enumerate(VOCABULARY):
-        cells = [fixed(terms[i].item()) for terms in estimates.values()]
-        rows.append([token, f"{REFERENCE[i]:g}", f"{FAR[i]:g}", *cells])
-    return {"columns": ["token", "ref", "π", *estimates], "rows": rows}
-
-
 def values_table() -> dict:
     """Mean and deviation of the estimators, and their mean on tokens of an older policy."""
     rows = []
@@ -91,7 +81,6 @@ def gradients_table() -> dict:
 
 def tables(_: dict) -> dict:
     return {
-        "kl tokens": tokens_table(),
         "kl values": values_table(),
         "kl gradients": gradients_table(),
     }
