@@ -1,15 +1,12 @@
 """docs/best_of_n.md: best of n, and rejection sampling as training.
 
-Best of n samples n completions of a prompt and keeps the one with the highest reward; nothing is
-trained. Rejection sampling samples completions, keeps the correct ones or the best ones, and
-fine-tunes on them with sft.py, in one round or in several. Each plan samples as many completions
-as the run in the same table: 15,360 as GRPO on the arithmetic task, 3,840 as PPO on the reviews.
+Each plan samples as many completions as the run in the same table: 15,360 as GRPO on the arithmetic
+task, 3,840 as PPO on the reviews.
 """
 
 import math
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -25,10 +22,9 @@ from docs.experiments.lib.drawing import ALGORITHM_STYLES, COLOURS, Style, draw_
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.runs import for_each_seed, train, write_jsonl
 from docs.experiments.lib.tables import rounded, spread
-from tiny.arithmetic.reward import find_last_number, last_number
+from tiny.arithmetic.reward import last_number
 from tiny.reviews.gold import grammatical, sentiment
 
-# The two tasks, as flags of grpo.py: a rule on the answer, and a learned reward.
 SUMS = grpo.Args()
 REVIEWS = grpo.Args(
     model="tiny/reviews/policy",
@@ -40,26 +36,25 @@ PPO = ppo_rlhf.Args()
 # Completions that `python grpo.py` samples, 15,360, and `python ppo_rlhf.py`, 3,840.
 SUM_BUDGET = SUMS.total_rollouts * SUMS.prompts_per_rollout * SUMS.group_size
 REVIEW_BUDGET = PPO.total_rollouts * PPO.prompts_per_rollout
-SUM_SIZES = (1, 2, 4, 8, 16, 32)
-REVIEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SIZES = (1, 4, 16, 64, 256)
 
 
 class Plan(NamedTuple):
     task: grpo.Args
     budget: int  # completions, over all rounds
     num_rounds: int  # each samples, selects and fine-tunes
-    num_samples: int  # k, completions per prompt
+    num_samples: int = 8  # k, completions per prompt
     epochs: float = 2.0  # of each round's fine-tuning
 
 
 SUM_PLANS = {
-    "correct of 8, 1 round": Plan(SUMS, SUM_BUDGET, 1, 8),
-    "correct of 8, 4 rounds": Plan(SUMS, SUM_BUDGET, 4, 8),
-    "correct of 8, 4 rounds, fewer steps": Plan(SUMS, SUM_BUDGET, 4, 8, epochs=0.64),
+    "correct of 8, 1 round": Plan(SUMS, SUM_BUDGET, 1),
+    "correct of 8, 4 rounds": Plan(SUMS, SUM_BUDGET, 4),
+    "correct of 8, 4 rounds, fewer steps": Plan(SUMS, SUM_BUDGET, 4, epochs=0.64),
 }
 REVIEW_PLANS = {
-    "best of 8, 1 round": Plan(REVIEWS, REVIEW_BUDGET, 1, 8),
-    "best of 8, 4 rounds": Plan(REVIEWS, REVIEW_BUDGET, 4, 8),
+    "best of 8, 1 round": Plan(REVIEWS, REVIEW_BUDGET, 1),
+    "best of 8, 4 rounds": Plan(REVIEWS, REVIEW_BUDGET, 4),
 }
 
 
@@ -75,87 +70,41 @@ def expected_best(scores: Sequence[float], values: Sequence[float], n: int) -> f
     The mean over all subsets of n: the i-th lowest score (from 0) is the highest in C(i, n - 1) of
     the C(N, n) subsets. With values = scores of 0 and 1 it is pass@n (arXiv 2107.03374).
     """
-    num_samples = len(scores)
-    order = sorted(range(num_samples), key=lambda i: scores[i])
-    num_subsets = math.comb(num_samples, n)
-    total = 0.0
-    for rank, i in enumerate(order):
-        total += math.comb(rank, n - 1) / num_subsets * values[i]
-    return total
-
-
-def majority_is_correct(answers: Sequence, correct_answer: float, n: int) -> float:
-    """How often the most frequent of n answers is correct, over disjoint groups of n; among equally
-    frequent answers the first counts (self-consistency, arXiv 2203.11171)."""
-    votes = []
-    for start in range(0, len(answers), n):
-        ((answer, _),) = Counter(answers[start : start + n]).most_common(1)
-        votes.append(float(answer == correct_answer))
-    return mean(votes)
+    order = sorted(range(len(scores)), key=lambda i: scores[i])
+    num_subsets = math.comb(len(scores), n)
+    shares = [math.comb(rank, n - 1) / num_subsets for rank in range(len(scores))]
+    return sum(share * values[i] for share, i in zip(shares, order, strict=True))
 
 
 # --- best of n ---------------------------------------------------------------------------------
-def sample_each(
-    task: grpo.Args, policy: sampling.Policy, prompts: list[grpo.Prompt], rng: Generator
-) -> tuple[list, list[str]]:
-    """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
-    prompt_ids = [prompt.ids for prompt in prompts]
-    return sampling.sample(policy, prompt_ids, task.max_new_tokens, rng)
-
-
-def rewards_of_sums(prompts: list[grpo.Prompt], texts: list[str]) -> list[float]:
-    """The rewards of the arithmetic task."""
-    return last_number([], texts, [prompt.columns["answer"] for prompt in prompts])
-
-
-def best_of_sums(seed: int) -> dict[str, list[float]]:
-    """Of the held-out sums, for each of SUM_SIZES: accuracy of best of n and of the majority."""
-    num_samples = max(SUM_SIZES)
-    policy = sampling.load_policy(SUMS.model)
-    prompts = sampling.load_prompts(SUMS, "test", policy.tokenizer)
-    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    _, texts = sample_each(SUMS, policy, repeated, Generator().manual_seed(seed))
-    all_rewards = rewards_of_sums(repeated, texts)
-    measured = {"best of n": [], "majority": []}
-    for n in SUM_SIZES:
-        best, majority = [], []
-        for i, prompt in enumerate(prompts):
-            group = slice(i * num_samples, (i + 1) * num_samples)
-            rewards = all_rewards[group]
-            best.append(expected_best(rewards, rewards, n))
-            answers = [find_last_number(text) for text in texts[group]]
-            correct_answer = find_last_number(prompt.columns["answer"])
-            majority.append(majority_is_correct(answers, correct_answer, n))
-        measured["best of n"].append(mean(best))
-        measured["majority"].append(mean(majority))
-    return measured
-
-
-def best_of_reviews(seed: int) -> dict[str, Any]:
-    """Of the held-out review prompts, for each of REVIEW_SIZES: learned and gold reward and grammar
-    of the completion with the highest learned reward."""
-    num_samples = max(REVIEW_SIZES)
+def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
+    """By n, what the completion with the highest learned reward is worth, mean over prompts."""
+    num_samples = max(SIZES)
     policy = sampling.load_policy(REVIEWS.model)
     # Each prompt is in the file eight times: once is enough, because each gets many samples.
     prompts = sampling.load_prompts(REVIEWS, "test", policy.tokenizer)
     prompts = [*{prompt.text: prompt for prompt in prompts}.values()]
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    sequences, texts = sample_each(REVIEWS, policy, repeated, Generator().manual_seed(seed))
+    sequences, texts = sample(REVIEWS, policy, repeated, seed)
     reward_fn = sampling.load_reward_model(REVIEWS.reward_model)
     learned = reward_fn(repeated, sequences, texts).tolist()
-    quantities = {
-        "learned": learned,
-        "gold": sentiment([], texts),
-        "grammatical": grammatical([], texts),
-    }
+    gold, grammar = sentiment([], texts), grammatical([], texts)
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
     measured = {}
-    for name, values in quantities.items():
-        measured[name] = []
-        for n in REVIEW_SIZES:
+    for n in SIZES:
+        measured[str(n)] = {"bound of the KL": kl_bound(n)}
+        for name, values in (("learned", learned), ("gold", gold), ("grammatical", grammar)):
             best = [expected_best(learned[group], values[group], n) for group in groups]
-            measured[name].append(mean(best))
+            measured[str(n)][name] = mean(best)
     return measured
+
+
+def sample(
+    task: grpo.Args, policy: sampling.Policy, prompts: list[grpo.Prompt], seed: int
+) -> tuple[list, list[str]]:
+    """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
+    rng = Generator().manual_seed(seed)
+    return sampling.sample(policy, [prompt.ids for prompt in prompts], task.max_new_tokens, rng)
 
 
 # --- rejection sampling ------------------------------------------------------------------------
@@ -182,7 +131,13 @@ def load_reward(task: grpo.Args) -> Callable:
     """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
     if task.reward_model:
         return sampling.load_reward_model(task.reward_model)
-    return lambda prompts, _, texts: torch.tensor(rewards_of_sums(prompts, texts))
+
+    def is_correct(prompts: list[grpo.Prompt], _: list, texts: list[str]) -> Tensor:
+        return torch.tensor(
+            last_number([], texts, [prompt.columns["answer"] for prompt in prompts])
+        )
+
+    return is_correct
 
 
 def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
@@ -191,19 +146,17 @@ def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
     start_policy = policy = sampling.load_policy(task.model)
     train_prompts = sampling.load_prompts(task, "train", policy.tokenizer)
     num_prompts = plan.budget // (plan.num_rounds * plan.num_samples)  # per round
-    data_epochs = math.ceil(plan.num_rounds * num_prompts / len(train_prompts))
     rng = Generator().manual_seed(seed)
-    orders = [torch.randperm(len(train_prompts), generator=rng) for _ in range(data_epochs)]
-    prompt_batches = torch.cat(orders).split(num_prompts)
+    epochs = [torch.randperm(len(train_prompts), generator=rng) for _ in range(2)]
+    prompt_batches = torch.cat(epochs).split(num_prompts)
     model = task.model
     num_kept = num_steps = 0
     for round_index in range(plan.num_rounds):
         # 1. Sample k completions of each prompt, from the policy as it is now.
-        rng = Generator().manual_seed(seed + 1_000_003 * (round_index + 1))
         prompts = []
         for i in prompt_batches[round_index]:
             prompts += [train_prompts[i]] * plan.num_samples
-        sequences, texts = sample_each(task, policy, prompts, rng)
+        sequences, texts = sample(task, policy, prompts, seed + 1_000_003 * (round_index + 1))
 
         # 2. Keep the correct ones, or the best of each prompt.
         rewards = reward_fn(prompts, sequences, texts)
@@ -243,29 +196,23 @@ def evaluate(
     start_policy: sampling.Policy,
     seed: int,
 ) -> dict[str, float]:
-    """One completion per held-out prompt, with the random numbers of an evaluation of grpo.py.
-
-    The KL to the starting policy is k1, in nats per completion.
-    """
+    """One completion per held-out prompt, with the random numbers of an evaluation of grpo.py."""
     prompts = sampling.load_prompts(task, "test", policy.tokenizer)[: task.eval_rows]
-    sequences, texts = sample_each(task, policy, prompts, Generator().manual_seed(seed))
+    sequences, texts = sample(task, policy, prompts, seed)
     mean_reward = reward_fn(prompts, sequences, texts).mean().item()
-    measured = {
+    if not task.reward_model:
+        return {"accuracy": mean_reward}
+    return {
+        "learned": mean_reward,
+        "gold": mean(sentiment([], texts)),
+        "grammatical": mean(grammatical([], texts)),
         "KL": sampling.mean_log_ratio(policy, start_policy, sequences),
-        "tokens": mean(len(completion) for _, completion in sequences),
     }
-    if task.reward_model:
-        measured["learned"] = mean_reward
-        measured["gold"] = mean(sentiment([], texts))
-        measured["grammatical"] = mean(grammatical([], texts))
-    else:
-        measured["accuracy"] = mean_reward
-    return measured
 
 
 # --- results -----------------------------------------------------------------------------------
 def measure_seed(seed: int) -> dict:
-    measured = {"sums": best_of_sums(seed), "reviews": best_of_reviews(seed), "training": {}}
+    measured = {"best of n": best_of_reviews(seed), "training": {}}
     for label, plan in (SUM_PLANS | REVIEW_PLANS).items():
         with tempfile.TemporaryDirectory() as folder:
             measured["training"][label] = rejection_sampling(plan, seed, Path(folder))
@@ -280,113 +227,80 @@ def tables(results: dict) -> dict:
     """Tables of what is measured with each seed, beside GRPO's and PPO's results."""
     measured = results["numbers"].values()
 
-    def by_size(task: str, sizes: Sequence[int], digits: dict[str, int]) -> dict:
+    def rows_of(kind: str, labels: Iterable[str], digits: dict[str, int]) -> list[list[str]]:
         rows = []
-        for i, n in enumerate(sizes):
-            row = [str(n), f"{kl_bound(n):.2f}"]
+        for label in labels:
+            row = [label]
             for quantity in digits:
-                values = [of_seed[task][quantity][i] for of_seed in measured]
+                values = [of_seed[kind][label][quantity] for of_seed in measured]
                 row.append(spread(values, digits[quantity]))
             rows.append(row)
-        return {"columns": ["n", "bound of the KL", *digits], "rows": rows}
+        return rows
 
-    def row_of(label: str, digits: dict[str, int]) -> list[str]:
-        row = [label]
-        for quantity in digits:
-            values = [of_seed["training"][label][quantity] for of_seed in measured]
-            row.append(spread(values, digits[quantity]))
-        return row
+    best_digits = {"bound of the KL": 2, "learned": 2, "gold": 3, "grammatical": 2}
+    best_rows = rows_of("best of n", map(str, SIZES), best_digits)
 
-    best_of_sums = by_size("sums", SUM_SIZES, {"best of n": 3, "majority": 3})
-    best_of_sums["columns"][-1] = "majority of n"
-    digits = {"learned": 2, "gold": 3, "grammatical": 2}
-    best_of_reviews = by_size("reviews", REVIEW_SIZES, digits)
-
-    sum_digits = {"kept": 0, "steps": 0, "accuracy": 3, "tokens": 1, "KL": 1}
-    sum_rows = [row_of(label, sum_digits) for label in SUM_PLANS]
-    numbers = saved_results("grpo")["numbers"]["(default)"]
+    sum_rows = rows_of("training", SUM_PLANS, {"kept": 0, "steps": 0, "accuracy": 3})
     steps = SUMS.total_rollouts * SUMS.update_epochs * SUMS.num_minibatches
-    accuracy, tokens = spread(numbers["eval/accuracy"], 3), spread(numbers["eval/length_mean"], 1)
+    accuracies = saved_results("grpo")["numbers"]["(default)"]["eval/accuracy"]
     sum_rows.append(
-        ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", f"{steps}", accuracy, tokens, ""]
+        ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", str(steps), spread(accuracies, 3)]
     )
 
-    review_digits = {"kept": 0, "steps": 0, "learned": 2, "gold": 2, "grammatical": 2, "KL": 1}
-    review_rows = [row_of(label, review_digits) for label in REVIEW_PLANS]
-    learned = saved_results("reward_hacking")["numbers"]["0.2"]["reward/mean"]
-    numbers = saved_results("frontier")["numbers"]["PPO, KL in the reward, beta 0.2"]
+    digits = {"learned": 2, "gold": 2, "grammatical": 2, "KL": 1}
+    review_rows = rows_of("training", REVIEW_PLANS, {"kept": 0, "steps": 0} | digits)
     steps = PPO.total_rollouts * PPO.update_epochs * PPO.num_minibatches
-    ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", f"{steps}"]
-    for values in (learned, numbers["eval/reward"], numbers["grammatical"]):
+    learned = saved_results("reward_hacking")["numbers"]["0.2"]["reward/mean"]
+    ppo = saved_results("frontier")["numbers"]["PPO, KL in the reward, beta 0.2"]
+    ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", str(steps)]
+    for values in (learned, ppo["eval/reward"], ppo["grammatical"]):
         ppo_row.append(spread(values, 2))
-    review_rows.append([*ppo_row, spread(numbers["KL of samples"], 1)])
+    review_rows.append([*ppo_row, spread(ppo["KL of samples"], 1)])
     columns = ["", "trained on", "optimiser steps"]
     return {
-        "best_of_n sums": best_of_sums,
-        "best_of_n reviews": best_of_reviews,
-        "best_of_n rejection sums": {
-            "columns": [*columns, "accuracy", "tokens", "KL"],
-            "rows": sum_rows,
-        },
-        "best_of_n rejection reviews": {
-            "columns": [*columns, "learned", "gold", "grammatical", "KL"],
-            "rows": review_rows,
-        },
+        "best_of_n": {"columns": ["n", *best_digits], "rows": best_rows},
+        "best_of_n rejection sums": {"columns": [*columns, "accuracy"], "rows": sum_rows},
+        "best_of_n rejection reviews": {"columns": [*columns, *digits], "rows": review_rows},
     }
 
 
 def draw(results: dict) -> dict:
-    """Gold and learned reward on the reviews against the KL."""
+    """Gold reward on the reviews against the KL."""
     measured = [*results["numbers"].values()]
-    titles = {
-        "gold": "Best of n is not hacked: it stays near",
-        "learned": "PPO gains more, further out",
-    }
-    offsets = {"0.5": (0, -15), "0.05": (-28, 3)}  # of a beta from its point
-    axes = {}
-    for quantity, title in titles.items():
-        axis = panel(title, "KL to the start, nats", f"{quantity} reward", height=3.2)
-        axes[f"best_of_n_{quantity}"] = axis
-        ppo, style = ppo_points(quantity), ALGORITHM_STYLES["PPO"]
-        draw_evaluations(axis, [*zip(*ppo.values(), strict=True)], "PPO, with its beta", style)
-        for beta, points in ppo.items():
-            kl, reward = (mean(values) for values in zip(*points, strict=True))
-            axis.annotate(
-                beta,
-                (kl, reward),
-                xytext=offsets.get(beta, (7, -2)),
-                textcoords="offset points",
-                color=style.colour,
-            )
-        best = []
-        for of_seed in measured:
-            # n = 1 has a KL of 0, which a logarithmic scale cannot show.
-            kls = [kl_bound(n) for n in REVIEW_SIZES[1:]]
-            best.append([*zip(kls, of_seed["reviews"][quantity][1:], strict=True)])
-        label = f"best of n, n = 2 to {REVIEW_SIZES[-1]}"
-        draw_evaluations(axis, best, label, ALGORITHM_STYLES["best of n"])
-        for plan, marker in zip(REVIEW_PLANS, ("v", "h"), strict=True):
-            trained = [of_seed["training"][plan] for of_seed in measured]
-            points = [[(of_seed["KL"], of_seed[quantity])] for of_seed in trained]
-            draw_evaluations(axis, points, f"trained: {plan}", Style(COLOURS[0], marker))
-        axis.set(xscale="log")
-        axis.set_xticks([0.2, 0.5, 1, 2, 5, 10, 20], ["0.2", "0.5", "1", "2", "5", "10", "20"])
-        axis.minorticks_off()
-    axes["best_of_n_gold"].legend(loc="lower left")
-    return axes
-
-
-def ppo_points(quantity: str) -> dict[str, list[tuple]]:
-    """Points (KL, reward) of PPO with the KL in the rewards: by beta, one for each seed."""
-    experiment, kl, reward = "frontier", "KL of samples", "eval/reward"
-    if quantity == "learned":
-        experiment, kl, reward = "reward_hacking", "objective/kl", "reward/mean"
-    points = {}
-    for label, of_label in saved_results(experiment)["numbers"].items():
-        if experiment == "reward_hacking" or label.startswith("PPO, KL in the reward"):
-            beta = label.rpartition(" ")[2].replace("e-0", "e-")
-            points[beta] = [*zip(of_label[kl], of_label[reward], strict=True)]
-    return points
+    title = "Best of n is not hacked: it stays near"
+    axis = panel(title, "KL to the start, nats", "gold reward", height=3.2)
+    style = ALGORITHM_STYLES["PPO"]
+    ppo = []
+    for label, numbers in saved_results("frontier")["numbers"].items():
+        if not label.startswith("PPO, KL in the reward"):
+            continue
+        beta = label.rpartition(" ")[2]
+        kls, golds = numbers["KL of samples"], numbers["eval/reward"]
+        ppo.append([*zip(kls, golds, strict=True)])
+        axis.annotate(
+            beta.replace("e-0", "e-"),
+            (mean(kls), mean(golds)),
+            xytext={"0.5": (0, -15), "0.05": (-28, 3)}.get(beta, (7, -2)),
+            textcoords="offset points",
+            color=style.colour,
+        )
+    draw_evaluations(axis, [*zip(*ppo, strict=True)], "PPO, with its beta", style)
+    best = []
+    for of_seed in measured:
+        # n = 1 has a KL of 0, which a logarithmic scale cannot show.
+        sizes = [of_seed["best of n"][str(n)] for n in SIZES[1:]]
+        best.append([(of_size["bound of the KL"], of_size["gold"]) for of_size in sizes])
+    label = f"best of n, n = {SIZES[1]} to {SIZES[-1]}"
+    draw_evaluations(axis, best, label, ALGORITHM_STYLES["best of n"])
+    for plan, marker in zip(REVIEW_PLANS, ("v", "h"), strict=True):
+        trained = [of_seed["training"][plan] for of_seed in measured]
+        points = [[(of_seed["KL"], of_seed["gold"])] for of_seed in trained]
+        draw_evaluations(axis, points, f"trained: {plan}", Style(COLOURS[0], marker))
+    axis.set(xscale="log")
+    axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    axis.minorticks_off()
+    axis.legend(loc="lower left")
+    return {"best_of_n": axis}
 
 
 EXPERIMENTS = (Experiment("best_of_n", tables, measure, draw),)

@@ -58,13 +58,6 @@ def test_expected_best_of_a_rule_is_pass_at_n():
         assert best_of_n.expected_best(rewards, rewards, n) == pytest.approx(pass_at_n)
 
 
-def test_majority():
-    answers = [1.0, 2.0, 2.0, None, 3.0, 3.0, 2.0, 2.0]
-    assert best_of_n.majority_is_correct(answers, 2.0, 1) == 4 / 8
-    assert best_of_n.majority_is_correct(answers, 2.0, 4) == 1 / 2  # 3 and 2 twice each: the first
-    assert best_of_n.majority_is_correct(answers, 2.0, 8) == 1
-
-
 def test_select_keeps_the_correct_or_the_best_of_each_prompt():
     rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0])
     assert best_of_n.select(rewards, 3, has_rule=True) == [1, 4, 5]
@@ -85,7 +78,6 @@ def test_a_round_trains_on_correct_samples_alone(tmp_path):
     first, second = sorted(tmp_path.glob("sft__*"))
     start = json.loads((second / "args.json").read_text())["model"]
     assert Path(start) == first
-    assert measured["KL"] > 0
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "reviews"])
