@@ -5,27 +5,18 @@ import json
 import math
 import tempfile
 import time
+from functools import partial
 from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
 import torch
 from models import CHAT, tiny_model
-from reviews import (
-    EOS,
-    POLICY,
-    STILL,
-    read,
-    dataset,
-    metrics_of,
-    weights_of,
-    watch_steps,
-    batch_rows,
-    plain_model,
-    ids,
-    plain_logprobs,
-)
-from safetensors.torch import load_file
+from reviews import EOS, POLICY, STILL, assert_same_training, assert_step_of_adamw, batch_rows
+from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids, weights_of
+from runs import metrics_of, read
+from spies import watch_steps
+import spies
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
@@ -46,13 +37,12 @@ from tiny.reviews.gold import sentiment
 # large, so that log-ratios are not all near 0.
 SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
 SMALL |= dict(beta=0.5, eval_rows=4, eval_every=100, max_new_tokens=4)
-# Each loss alone, and with all that belongs to it.
-ALONE = [dict(loss="sigmoid"), dict(loss="ipo"), dict(loss="simpo", gamma=0), dict(loss="orpo")]
+# Each loss with all that belongs to it.
 REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
 REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
 FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
 WHOLE = REFERENCED + FREE
-OBJECTIVES = pytest.mark.parametrize("flags", ALONE + WHOLE[:-1])
+OBJECTIVES = pytest.mark.parametrize("flags", WHOLE)
 
 
 def rows_of(split, count):
@@ -68,17 +58,7 @@ def run(tmp_path, train=20, **flags):
     return dpo.main(Args(**{**SMALL, **flags}))
 
 
-def spy_on(monkeypatch, name):
-    """The positional arguments and the result of each call of a function of dpo.py."""
-    calls, original = [], getattr(dpo, name)
-
-    def spy(*args):
-        result = original(*args)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(dpo, name, spy)
-    return calls
+spy_on = partial(spies.spy_on, dpo)
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
@@ -185,14 +165,11 @@ def test_each_loss_function_by_hand_on_two_pairs():
         # beta h = ln 3: sigmoid = 1 / (1 + 1/3) = 3/4 and 1/4 on the other side
         (1 + 2 * LN3, 1, 0.5, 0, -math.log(3 / 4), -0.5 / 4),
         (1, 1 + 2 * LN3, 0.5, 0, -math.log(1 / 4), -0.5 * 3 / 4),
-        (LN3 / 2, -LN3 / 2, 1, 0, -math.log(3 / 4), -1 / 4),  # both sides count
         # 0.9 of the one and 0.1 of the other: slope beta (0.75 - 0.9) and beta (0.25 - 0.9)
-        (4 * LN3, 0, 0.25, 0.1, -0.9 * math.log(3 / 4) - 0.1 * math.log(1 / 4), -0.25 * 0.15),
         (0, 4 * LN3, 0.25, 0.1, -0.9 * math.log(1 / 4) - 0.1 * math.log(3 / 4), -0.25 * 0.65),
         # sigmoid(beta h) = 3/4 = 1 - eps, the label's own certainty: the entropy, and no slope
         (2 * LN3, 0, 0.5, 0.25, -0.75 * math.log(3 / 4) - 0.25 * math.log(1 / 4), 0),
-        # the same at beta h = ln 9 and eps = 1/10, and beyond it the slope turns back
-        (2 * LN3, 0, 1, 0.1, -0.9 * math.log(9 / 10) - 0.1 * math.log(1 / 10), 0),
+        # and beyond it the slope turns back
         (3 * LN3, 0, 1, 0.1, -0.9 * math.log(27 / 28) - 0.1 * math.log(1 / 28), 27 / 28 - 0.9),
     ],
 )
@@ -210,9 +187,7 @@ def test_dpo_loss_and_gradient_by_hand(chosen, rejected, beta, eps, loss, slope)
     [
         (0.0, 0.0, 0.5, 1, -2),  # (0 - 1)^2, slope 2 (0 - 1)
         (3.0, 1.0, 0.25, 0, 0),  # 2 - 1/0.5: at the distance aimed for
-        (1.0, 3.0, 0.25, 16, -8),  # (-2 - 2)^2
         (5.0, 0.0, 0.25, 9, 6),  # beyond it, and pulled back
-        (0.5, 0.25, 2, 0, 0),
     ],
 )
 def test_ipo_loss_and_gradient_by_hand(chosen, rejected, beta, loss, slope):
@@ -243,10 +218,8 @@ def test_extreme_differences_are_finite_and_exact():
     ("chosen", "rejected", "beta", "gamma", "loss", "slope"),
     [
         # beta (m_w - m_l) - gamma is 0, ln 3 and -ln 3; the slope is beta (sigmoid - 1)
-        (-1, -1, 2, 0, math.log(2), -2 / 2),
         (-1, -2, 2, 2, math.log(2), -2 / 2),
         (-1, -1, 2, LN3, -math.log(1 / 4), -2 * 3 / 4),
-        (-1, -1 - LN3, 2, LN3, -math.log(3 / 4), -2 / 4),
         (-1 - LN3, -1, 2, 0, -math.log(1 / 10), -2 * 9 / 10),  # sigmoid(-ln 9)
     ],
 )
@@ -264,7 +237,6 @@ def test_simpo_loss_and_gradient_by_hand(chosen, rejected, beta, gamma, loss, sl
         # The odds of P = 1/2, 2/3 and 4/5 are 1, 2 and 4; -log sigmoid(log(a / b)) is
         # log((a + b) / a), and d log odds / d log P = 1 / (1 - P).
         (1 / 2, 1 / 2, 0.5, math.log(2) + 0.5 * math.log(2), [-1 - 0.5 / 2 * 2, 0.5 / 2 * 2]),
-        (2 / 3, 1 / 2, 1, math.log(3 / 2) + math.log(3 / 2), [-1 - 1 / 3 * 3, 1 / 3 * 2]),
         (1 / 2, 2 / 3, 0.1, math.log(2) + 0.1 * math.log(3), [-1 - 0.2 / 3 * 2, 0.2 / 3 * 3]),
         (4 / 5, 1 / 2, 2, math.log(5 / 4) + 2 * math.log(5 / 4), [-1 - 2 / 5 * 5, 2 / 5 * 2]),
     ],
@@ -307,10 +279,9 @@ def log_odds(mean):
     return float((p / (1 - p)).ln()), float(1 / (1 - p))
 
 
-@pytest.mark.parametrize("other", [-1.5, -0.01])
-@pytest.mark.parametrize("mean", [-2e-7, -1e-4, -0.7, -20.0])
-def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, other):
-    mean, other = (torch.tensor(x).item() for x in (mean, other))  # in float32
+@pytest.mark.parametrize("mean", [-2e-7, -1e-4, -20.0])
+def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean):
+    mean, other = (torch.tensor(x).item() for x in (mean, -1.5))  # in float32
     (a, slope_a), (b, slope_b) = log_odds(mean), log_odds(other)
     for sides, x in (([mean, other], a - b), ([other, mean], b - a)):
         means = torch.tensor(sides).view(2, 1).requires_grad_()
@@ -324,8 +295,8 @@ def test_orpo_is_as_exact_as_float32_where_a_probability_is_near_1_or_0(mean, ot
 
 
 # The log-prob of a completion that is certain is 0 in float32, or above it by a rounding.
-@pytest.mark.parametrize("chosen", [0.0, 1e-7, -1e-38, -1e4])
-@pytest.mark.parametrize("rejected", [0.0, 1e-7, -1e4])
+@pytest.mark.parametrize("chosen", [1e-7, -1e4])
+@pytest.mark.parametrize("rejected", [1e-7, -1e4])
 def test_orpo_is_finite_at_its_limits(chosen, rejected):
     means = torch.tensor([[chosen], [rejected]], requires_grad=True)
     loss = mean_losses(*means, 0.1, "orpo")
@@ -338,8 +309,8 @@ def test_orpo_is_finite_at_its_limits(chosen, rejected):
         assert bad == pytest.approx(0.1)  # it is pushed down however sure it is
 
 
-@pytest.mark.parametrize("eps", [0, 0.1, 0.49])
-def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
+def test_swapping_the_sides_mirrors_loss_and_metrics():
+    eps = 0.1
     # The swap turns h into -h, which is the same as eps into 1 - eps:
     #   L(-h, eps) = -(1 - eps) log sigmoid(-beta h) - eps log sigmoid(beta h) = L(h, 1 - eps),
     # which is, with log sigmoid(x) - log sigmoid(-x) = x, L(h, eps) + (1 - 2 eps) beta h.
@@ -356,14 +327,6 @@ def test_swapping_the_sides_mirrors_loss_and_metrics(eps):
     assert torch.equal(swapped["policy/logprob_chosen"], metrics["policy/logprob_rejected"])
     assert metrics["reward/accuracy"].tolist() == [1, 0, 0.5]
     assert swapped["reward/accuracy"].tolist() == [0, 1, 0.5]
-
-
-@pytest.mark.parametrize("eps", [0, 0.2])
-def test_small_beta_pushes_every_pair_alike(eps):
-    # beta (sigmoid(beta h) - (1 - eps)) / beta -> 1/2 - 1 + eps, whatever h
-    chosen = torch.tensor([-20.0, 0.0, 3.0, 40.0], requires_grad=True)
-    sigmoid_losses(chosen, torch.zeros(4), 1e-6, eps).sum().backward()
-    assert (chosen.grad / 1e-6).tolist() == pytest.approx([-(0.5 - eps)] * 4, rel=1e-4)
 
 
 @OBJECTIVES
@@ -407,15 +370,6 @@ def test_preference_loss_and_metrics_equal_plain_loops(flags):
     assert losses.shape == (4,)
     assert losses.requires_grad
     assert all(v.shape == (4,) and not v.requires_grad for v in metrics.values())
-
-
-@OBJECTIVES
-def test_gradient_equals_finite_differences(flags):
-    refs = torch.tensor([[-5.0, -2.0], [-9.5, -7.0]], dtype=torch.float64)
-    logprobs = torch.tensor([[-3.0, -8.0], [-9.0, -4.0]], dtype=torch.float64, requires_grad=True)
-    lengths = torch.tensor([[3, 7], [9, 2]])
-    args = Args(beta=0.7, **flags)
-    assert torch.autograd.gradcheck(lambda x: pair_losses(args, x, refs, lengths)[0], logprobs)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
@@ -519,17 +473,10 @@ def test_long_and_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat)
     )
 
 
-@pytest.mark.parametrize(
-    ("row", "flags"),
-    [
-        ({"prompt": "on wednesday", "chosen": " a film", "rejected": " it"}, {}),
-        ({"x": "on wednesday", "y": " a film", "z": " it"}, COLUMNS),
-    ],
-)
 @pytest.mark.parametrize("chat", [False, True])
-def test_prompts_and_columns_of_a_pair(tmp_path, row, flags, chat):
-    row = row | {"answer": "5", "note": 3}
-    flags = flags | dict(chat=chat, chat_template=chat and CHAT)
+def test_prompts_and_columns_of_a_pair(tmp_path, chat):
+    row = {"x": "on wednesday", "y": " a film", "z": " it", "answer": "5", "note": 3}
+    flags = COLUMNS | dict(chat=chat, chat_template=chat and CHAT)
     (pair,) = preferences(tmp_path, [row], **flags)
     assert pair == PreferencePair(
         prompt=Prompt(
@@ -583,9 +530,8 @@ PAIRS = [
 SEQUENCES, LENGTHS = to_sequences(PAIRS, "cpu")
 
 
-@pytest.mark.parametrize("architecture", "llama qwen2 gpt2 gemma2 granite cohere".split())
-def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes(architecture):
-    model, plain = tiny_model(architecture), tiny_model(architecture)
+def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes():
+    model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     expected = torch.stack([plain_sides(plain, pair) for pair in PAIRS])
     (inds,) = micro_batches_of_pairs(PAIRS, 32)
     assert inds.tolist() == [1, 0, 2]
@@ -668,13 +614,6 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         squares = [(a - b).square().sum() for a, b in zip(gradient, expected, strict=True)]
         assert sum(squares).sqrt() < 1e-3 * norm
     assert abs(logged["reward/margin"]) > 0.004  # the second step has left the reference
-
-
-def sampled_ids(sample):
-    """The tokens of a sampled completion: its words, and the stop token where there was one."""
-    words = ids(sample["completion"])
-    assert sample["length"] - len(words) in (0, 1)
-    return words + [EOS] * (sample["length"] - len(words))
 
 
 @pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7), dict(loss="orpo")])
@@ -771,22 +710,16 @@ def test_samples_of_the_default_dataset_are_rated_by_its_gold_reward(tmp_path):
     assert metrics_of(run_dir)[-1]["eval/reward"] == pytest.approx(sum(rewards) / 4)
 
 
-@pytest.mark.parametrize(
-    ("loss", "beta", "gamma"),
-    [("sigmoid", 0.3, 0.5), ("ipo", 1.0, 0.5), ("simpo", 5, 0.5), ("orpo", 5, 0.5)],
-)
-def test_args_json_holds_the_beta_and_gamma_that_the_loss_has_by_default(
-    tmp_path, loss, beta, gamma
-):
-    by_default = run(tmp_path, loss=loss, beta=None)
+def test_args_json_holds_the_beta_that_the_loss_has_by_default(tmp_path):
+    betas = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5, "orpo": 5}
+    assert {loss: Args(loss=loss).beta for loss in betas} == betas
+    by_default = run(tmp_path, loss="simpo", beta=None)
     saved = json.loads((by_default / "args.json").read_text())
-    assert (saved["beta"], saved["gamma"]) == (beta, gamma)
+    assert (saved["beta"], saved["gamma"]) == (5, 0.5)
     # They are those that the run has trained with.
-    given = run(tmp_path, loss=loss, beta=beta, gamma=gamma)
+    given = run(tmp_path, loss="simpo", beta=5, gamma=0.5)
     for row, other in zip(metrics_of(by_default), metrics_of(given), strict=True):
         assert row | {CLOCK: 0} == other | {CLOCK: 0}
-    given_flags = json.loads((given / "args.json").read_text())
-    assert saved == given_flags | {"output_dir": saved["output_dir"]}
 
 
 def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
@@ -814,15 +747,8 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
 def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
     steps = watch_steps(monkeypatch)
     after = weights_of(run(tmp_path, weight_decay=10.0, max_grad_norm=0.25))
-    ((weights, gradient, max_norm),) = steps
-    norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
-    assert max_norm == 0.25 < norm
-    names = [name for name, _ in plain_model().named_parameters()]
-    for name, old, unclipped in zip(names, weights, gradient, strict=True):
-        # AdamW's first step: both moments are the gradient's own, so it is lr g / (|g| + 1e-8).
-        g = unclipped * 0.25 / norm
-        expected = old - 2e-3 * g / (g.abs() + 1e-8) - 2e-3 * 10 * old
-        torch.testing.assert_close(after[name], expected, atol=2e-5, rtol=1e-5)
+    (step,) = steps
+    assert_step_of_adamw(step, after, 0.25, learning_rate=2e-3, weight_decay=10)
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------
@@ -833,12 +759,8 @@ LN2 = torch.tensor(2.0).log().item()  # in float32
 @pytest.mark.parametrize(
     ("flags", "loss"),
     [
-        (dict(), LN2),
-        (dict(micro_batch_size=4), LN2),
-        (dict(label_smoothing=0.25), LN2),
         (dict(label_smoothing=0.125, micro_batch_size=2), LN2),
-        (dict(loss="ipo"), 1.0),  # (0 - 1 / (2 x 0.5))^2
-        (dict(loss="ipo", beta=0.25, micro_batch_size=4), 4.0),
+        (dict(loss="ipo", beta=0.25, micro_batch_size=4), 4.0),  # (0 - 1 / (2 x 0.25))^2
     ],
 )
 def test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags, loss):
@@ -851,23 +773,6 @@ def test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, 
         assert step["reward/accuracy"] == 0.5
     assert [before[f"eval/{k}"] for k in ("loss", "pair_accuracy", "margin")] == [loss, 0.5, 0]
     assert len(steps) == 4
-
-
-def assert_same_training(run_dir, other_dir):
-    """The same metrics in each step, and weights that have moved alike.
-
-    Not to the bit: a sum in another order is rounded otherwise, and AdamW divides a gradient by its
-    own size, which blows up the rounding of gradients that are nearly 0. The weights are 1e-5 of
-    their way apart, or less; 1e-3 of it is allowed.
-    """
-    for row, other in zip(metrics_of(run_dir), metrics_of(other_dir), strict=True):
-        for name in (row.keys() | other.keys()) - {CLOCK}:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
-    assert abs(row["reward/margin"]) > 0.004, "nothing was learned"
-    start = load_file(f"{POLICY}/model.safetensors")
-    weights, others = weights_of(run_dir), weights_of(other_dir)
-    moved = sum((weights[k] - start[k].float()).square().sum() for k in start)
-    assert sum((weights[k] - others[k]).square().sum() for k in start) < 1e-6 * moved
 
 
 @pytest.mark.parametrize("flags", FREE)
@@ -906,7 +811,7 @@ def test_the_reference_is_the_starting_model_and_never_moves(tmp_path, monkeypat
     assert not any(args[2].requires_grad for args, _ in losses)
 
 
-@pytest.mark.parametrize("flags", WHOLE)
+@OBJECTIVES
 def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
     tmp_path, monkeypatch, flags
 ):

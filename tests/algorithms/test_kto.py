@@ -5,26 +5,17 @@ import math
 import random
 import tempfile
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from models import CHAT, tiny_model
-from reviews import (
-    EOS,
-    POLICY,
-    STILL,
-    read,
-    dataset,
-    metrics_of,
-    weights_of,
-    watch_steps,
-    batch_rows,
-    plain_model,
-    ids,
-    plain_logprobs,
-)
-from safetensors.torch import load_file
+from reviews import EOS, POLICY, STILL, assert_same_training, assert_step_of_adamw, batch_rows
+from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids, weights_of
+from runs import metrics_of, read
+from spies import watch_steps
+import spies
 from transformers import AutoTokenizer
 
 import kto
@@ -51,17 +42,7 @@ def run(tmp_path, train=20, **flags):
     return kto.main(Args(**{**SMALL, **flags}))
 
 
-def spy_on(monkeypatch, name):
-    """The positional arguments and the result of each call of a function of kto.py."""
-    calls, original = [], getattr(kto, name)
-
-    def spy(*args, **options):
-        result = original(*args, **options)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(kto, name, spy)
-    return calls
+spy_on = partial(spies.spy_on, kto)
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
@@ -110,14 +91,10 @@ LN3 = math.log(3)
     ("r", "z0", "label", "beta", "weights", "loss", "slope"),
     [
         # At the reference point sigmoid(0) = 1/2: half the weight, and the slope w beta / 4.
-        (0.0, 0.0, True, 1.0, (1.0, 1.0), 1 / 2, -1 / 4),
-        (0.0, 0.0, False, 1.0, (1.0, 1.0), 1 / 2, 1 / 4),
         (1.5, 1.5, True, 0.4, (2.0, 5.0), 1, -0.2),
         (1.5, 1.5, False, 0.4, (2.0, 5.0), 5 / 2, 0.5),
         # beta (r - z0) = ln 3: sigmoid = 3/4. Of value w 3/4 the loss keeps w 1/4, and where the
         # completion is undesirable the value is w 1/4. The slope is w beta 3/16 either way.
-        (2 * LN3, 0.0, True, 0.5, (1.0, 1.0), 1 / 4, -3 / 32),
-        (2 * LN3, 0.0, False, 0.5, (1.0, 1.0), 3 / 4, 3 / 32),
         (1 + LN3, 1.0, True, 1.0, (4.0, 8.0), 1, -3 / 4),
         (1 + LN3, 1.0, False, 1.0, (4.0, 8.0), 6, 3 / 2),
         # The same below it.
@@ -152,17 +129,9 @@ def test_loss_of_a_step_is_that_of_the_paper_in_plain_loops():
         assert losses.tolist() == pytest.approx(expected, rel=1e-6), case
 
 
-@pytest.mark.parametrize(
-    ("logratios", "z0"), [([1.0, 3.0, -1.0], 1), ([-4.0, 1.0], 0), ([0.5], 0.5), ([-2.0, 2.0], 0)]
-)
+@pytest.mark.parametrize(("logratios", "z0"), [([1.0, 3.0, -1.0], 1), ([-4.0, 1.0], 0)])
 def test_the_reference_point_is_a_mean_and_never_negative(logratios, z0):
     assert reference_point(torch.tensor(logratios)).item() == z0
-
-
-def test_gradient_equals_finite_differences():
-    logratios = torch.tensor([-3.0, 0.2, 4.0, 1.0], dtype=torch.float64, requires_grad=True)
-    labels, z0 = torch.tensor([True, False, False, True]), torch.tensor(0.7, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda r: kto_loss(r, z0, labels, 0.8, 1.3, 0.6), logratios)
 
 
 def test_far_from_the_reference_point_nothing_is_pushed():
@@ -179,33 +148,6 @@ def test_a_small_loss_keeps_its_digits():
     """What is left of w - v in float32 when v is nearly w: e^-40 in all digits, not 0."""
     losses = kto_loss(torch.tensor([40.0]), torch.tensor(0.0), torch.tensor([True]), 1.0, 1.0, 1.0)
     assert losses.item() == pytest.approx(math.exp(-40), rel=1e-5, abs=0)
-
-
-def test_a_good_completion_above_z0_is_worth_what_a_bad_one_as_far_below_it_is():
-    logratios, z0 = torch.tensor([-2.0, 0.5, 3.0]), torch.tensor(1.25)
-    good, bad = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
-    mirrored = 2 * z0 - logratios
-    losses = kto_loss(logratios, z0, good, 0.7, 1.5, 9.0)
-    torch.testing.assert_close(losses, kto_loss(mirrored, z0, bad, 0.7, 9.0, 1.5))
-    # The two values of one completion add up to the weight.
-    bad_losses = kto_loss(logratios, z0, bad, 0.7, 9.0, 1.5)
-    assert (losses + bad_losses).tolist() == pytest.approx([1.5] * 3)
-
-
-def test_labels_that_contradict_each_other_are_weighed_by_enumeration():
-    # Four completions, each liked with a probability q of its own. At a fixed z0 the expected loss
-    # of one is q w_D sigmoid(-x) + (1 - q) w_U sigmoid(x), x = beta (r - z0): it falls with r where
-    # q w_D > (1 - q) w_U, rises where it is less, and has no optimum in between as DPO's has.
-    likes = torch.tensor([0.9, 0.6, 0.4, 0.1])
-    for weights, signs in [((1.0, 1.0), [-1, -1, 1, 1]), ((1.0, 2.0), [-1, 1, 1, 1])]:
-        logratios = torch.tensor([-1.0, 0.0, 2.0, 0.5], requires_grad=True)
-        z0 = torch.tensor(0.3)
-        good, bad = (
-            kto_loss(logratios, z0, torch.full((4,), label), 0.5, *weights)
-            for label in (True, False)
-        )
-        (likes * good + (1 - likes) * bad).sum().backward()
-        assert logratios.grad.sign().tolist() == signs
 
 
 def test_metrics_equal_plain_loops_and_have_none_of_a_kind_that_is_absent():
@@ -289,20 +231,10 @@ def test_long_and_unusable_rows_are_dropped_and_counted(tmp_path, capsys, chat):
     )
 
 
-@pytest.mark.parametrize(
-    ("row", "flags"),
-    [
-        ({"prompt": "on wednesday", "completion": " a film", "label": True}, {}),
-        ({"prompt": "on wednesday", "completion": " a film", "label": 1}, {}),
-        (
-            {"x": "on wednesday", "y": " a film", "z": True},
-            dict(prompt_column="x", completion_column="y", label_column="z"),
-        ),
-    ],
-)
-@pytest.mark.parametrize("chat", [False, True])
-def test_prompts_and_columns_of_a_row(tmp_path, row, flags, chat):
-    row = row | {"answer": "5", "note": 3}
+@pytest.mark.parametrize(("chat", "label"), [(False, 1), (True, True)])
+def test_prompts_and_columns_of_a_row(tmp_path, chat, label):
+    row = {"x": "on wednesday", "y": " a film", "z": label, "answer": "5", "note": 3}
+    flags = dict(prompt_column="x", completion_column="y", label_column="z")
     (labelled_row,) = labelled(tmp_path, [row], chat=chat, chat_template=chat and CHAT, **flags)
     assert labelled_row.prompt == Prompt(
         text=[message("user", "on wednesday")] if chat else "on wednesday",
@@ -313,24 +245,11 @@ def test_prompts_and_columns_of_a_row(tmp_path, row, flags, chat):
     assert labelled_row.label is True  # also of a 1, which torch.where would refuse
 
 
-@pytest.mark.parametrize("label", [2, -1, 0.5, None, "true"])
+@pytest.mark.parametrize("label", [2, 0.5, None, "true"])
 def test_a_label_is_0_or_1(tmp_path, label):
     row = {"prompt": "on monday", "completion": " it", "like": label}
     with pytest.raises(ValueError, match=f"--label-column like: {label!r} is neither 0 nor 1"):
         labelled(tmp_path, [row], label_column="like")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "on monday", "completion": " it"},
-        {"prompt": "on monday", "chosen": " it", "rejected": " a film"},
-    ],
-)
-def test_an_error_about_columns_names_those_that_are_there(tmp_path, row):
-    columns = r"\[" + ", ".join(map(repr, row)) + r"\]"
-    with pytest.raises(ValueError, match=f"no column .* it has {columns}"):
-        labelled(tmp_path, [row])
 
 
 # --- mismatched pairs, and the reference point --------------------------------------------------
@@ -440,12 +359,11 @@ def set_weights(model, weights):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("flags", [dict(), WEIGHTS])
 def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
-    tmp_path, monkeypatch, flags
+    tmp_path, monkeypatch
 ):
     steps, loaded = watch_steps(monkeypatch), spy_on(monkeypatch, "load_labelled")
-    flags = dict(epochs=1.6, micro_batch_size=3, seed=5, **flags)
+    flags = dict(epochs=1.6, micro_batch_size=3, seed=5, **WEIGHTS)
     run_dir = run(tmp_path, **flags)
     args, rows = Args(**{**SMALL, **flags}), loaded[0][1]
     reference, policy = plain_model(), plain_model()
@@ -488,13 +406,6 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         assert sum(d.square().sum() for d in differences).sqrt() < 1e-3 * norm
     assert min(mismatched_means) < -0.1, "z0 must be clamped once"
     assert max(mismatched_means) > 0.1, "and once not"
-
-
-def sampled_ids(sample):
-    """The tokens of a sampled completion: its words, and the stop token where there was one."""
-    words = ids(sample["completion"])
-    assert sample["length"] - len(words) in (0, 1)
-    return words + [EOS] * (sample["length"] - len(words))
 
 
 # By heart, and with hardly anything undesirable, all of the data gets more probable: z0 leaves 0.
@@ -624,21 +535,14 @@ def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
 def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
     steps = watch_steps(monkeypatch)
     after = weights_of(run(tmp_path, weight_decay=10.0, max_grad_norm=0.05))
-    ((weights, gradient, max_norm),) = steps
-    norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
-    assert max_norm == 0.05 < norm
-    names = [name for name, _ in plain_model().named_parameters()]
-    for name, old, unclipped in zip(names, weights, gradient, strict=True):
-        # AdamW's first step: both moments are the gradient's own, so it is lr g / (|g| + 1e-8).
-        g = unclipped * 0.05 / norm
-        expected = old - 2e-3 * g / (g.abs() + 1e-8) - 2e-3 * 10 * old
-        torch.testing.assert_close(after[name], expected, atol=2e-5, rtol=1e-5)
+    (step,) = steps
+    assert_step_of_adamw(step, after, 0.05, learning_rate=2e-3, weight_decay=10)
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [dict(), dict(micro_batch_size=3), WEIGHTS, dict(beta=2.0)])
+@pytest.mark.parametrize("flags", [dict(micro_batch_size=3, beta=2.0), WEIGHTS])
 def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags):
     # Four steps are two epochs of 16 rows, and the rate is nearly 0.
     run_dir = run(tmp_path, train=16, epochs=2, **STILL, **flags)
@@ -665,31 +569,11 @@ def test_the_reference_is_the_starting_model_and_never_moves(tmp_path, monkeypat
     assert not all(torch.equal(tensor, before[k]) for k, tensor in policy.state_dict().items())
 
 
-def assert_same_training(run_dir, other_dir):
-    """The same metrics in each step, and weights that have moved alike.
-
-    Not to the bit: a sum in another order is rounded otherwise, and AdamW divides a gradient by its
-    own size, which blows up the rounding of gradients that are nearly 0. The weights are 1e-5 of
-    their way apart, or less; 1e-3 of it is allowed.
-    """
-    for row, other in zip(metrics_of(run_dir), metrics_of(other_dir), strict=True):
-        for name in (row.keys() | other.keys()) - {"time/tokens_per_second"}:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
-    assert abs(row["reward/margin"]) > 0.004, "nothing was learned"
-    start = load_file(f"{POLICY}/model.safetensors")
-    weights, others = weights_of(run_dir), weights_of(other_dir)
-    moved = sum((weights[k] - start[k].float()).square().sum() for k in start)
-    assert sum((weights[k] - others[k]).square().sum() for k in start) < 1e-6 * moved
-
-
-@pytest.mark.parametrize("flags", [dict(), WEIGHTS])
-def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
-    tmp_path, monkeypatch, flags
-):
+def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(tmp_path, monkeypatch):
     loaded, passes = (spy_on(monkeypatch, f) for f in ("load_labelled", "completion_logprobs"))
     runs = []
     for size in (8, 3):
-        runs.append(run(tmp_path, epochs=1.6, micro_batch_size=size, seed=5, **flags))
+        runs.append(run(tmp_path, epochs=1.6, micro_batch_size=size, seed=5, **WEIGHTS))
         assert max(len(values) for _, values in passes) == size
         passes.clear()
     lengths = {len(row.prompt.ids) + len(row.completion_ids) for row in loaded[0][1]}
@@ -697,18 +581,6 @@ def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
     assert_same_training(*runs)
     points = [row["objective/kl"] for row in metrics_of(runs[0])[1:]]
     assert len(points) == 4 and max(points) > 0.1, "the reference point must have left 0"
-
-
-def test_padding_may_be_any_token(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.pad_token = None
-    plain_model().save_pretrained(tmp_path / "policy")
-    tokenizer.save_pretrained(tmp_path / "policy")
-    assert AutoTokenizer.from_pretrained(tmp_path / "policy").pad_token_id is None
-    flags = dict(epochs=0.8, max_new_tokens=12)
-    assert_same_training(
-        run(tmp_path, **flags), run(tmp_path, model=str(tmp_path / "policy"), **flags)
-    )
 
 
 def test_completions_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):

@@ -1,8 +1,7 @@
 """The mathematics of ppo_rlhf.py against derivations of its own, and the wiring of a real run."""
 
-import inspect
-import json
 import math
+from functools import partial
 from tempfile import mkdtemp
 
 import numpy as np
@@ -12,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 import ppo_rlhf
+from runs import metrics_of
+from spies import spy_by_name
 from ppo_rlhf import (
     Args,
     adapt_beta,
@@ -49,7 +50,6 @@ ONE_STEP = dict(num_minibatches=1, update_epochs=1)
 RULE = "tiny/reviews/gold.py:sentiment"
 ONLY_A_RULE = dict(reward_model=None, reward_fn=[RULE], critic_init="sft")
 CPU = torch.device("cpu")
-GARBAGE = (1e6, -1e6, math.inf, -math.inf, math.nan)
 
 
 def run(tmp_path, **flags):
@@ -57,34 +57,11 @@ def run(tmp_path, **flags):
     return ppo_rlhf.main(Args(output_dir=mkdtemp(dir=tmp_path), **{**SMALL, **flags}))
 
 
-def metrics_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def last_checkpoint(run_dir):
     return torch.load(max(run_dir.glob("checkpoint_*.pt")), weights_only=True)
 
 
-def spy_on(monkeypatch, name):
-    """Record the arguments and the result of each call of a function of ppo_rlhf."""
-    calls, original = [], getattr(ppo_rlhf, name)
-
-    def copy(x):
-        if isinstance(x, tuple):
-            return tuple(copy(part) for part in x)
-        if isinstance(x, dict):
-            return {key: copy(part) for key, part in x.items()}
-        return x.detach().clone() if torch.is_tensor(x) else x
-
-    def spy(*args, **options):
-        given = inspect.signature(original).bind(*args, **options).arguments
-        calls.append({key: copy(x) for key, x in given.items()})
-        result = original(*args, **options)
-        calls[-1]["result"] = copy(result)
-        return result
-
-    monkeypatch.setattr(ppo_rlhf, name, spy)
-    return calls
+spy_on = partial(spy_by_name, ppo_rlhf)
 
 
 def spy_on_loss(monkeypatch):
@@ -165,8 +142,7 @@ def brute_force_gae(rewards, values, mask, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("lam", [1.0, 0.95, 0.5, 0.0])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.5, 0.0)])
 def test_gae_equals_the_double_sum(gamma, lam):
     torch.manual_seed(0)
     rewards, values = torch.randn(2, *MASK.shape, dtype=torch.float64) * MASK
@@ -174,34 +150,6 @@ def test_gae_equals_the_double_sum(gamma, lam):
     expected = brute_force_gae(rewards, values, MASK, gamma, lam)
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, (expected + values) * MASK)
-
-
-def test_without_critic_discount_and_kl_every_advantage_is_the_score():
-    scores = torch.randn(len(MASK), generator=torch.Generator().manual_seed(0))
-    log_ratio = torch.rand(MASK.shape) * MASK
-    rewards = shaped_rewards(scores, log_ratio, MASK, 0.0)
-    advantages, returns = gae(rewards, torch.zeros(MASK.shape), 1.0, 1.0)
-    torch.testing.assert_close(advantages, scores[:, None] * MASK)
-    torch.testing.assert_close(returns, scores[:, None] * MASK)
-
-
-def test_gae_with_lambda_zero_is_the_td_error():
-    # Row 0 is padded, row 1 reaches the last column; at both the next value is then 0.
-    rewards = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 3.0]])
-    values = torch.tensor([[4.0, 6.0, 0.0], [4.0, 6.0, 10.0]])
-    advantages, returns = gae(rewards, values, 0.5, 0.0)
-    expected = [[1 + 3 - 4, 2 - 6, 0], [1 + 3 - 4, 2 + 5 - 6, 3 - 10]]
-    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float32))
-    expected = [[1 + 3, 2, 0], [1 + 3, 2 + 5, 3]]
-    torch.testing.assert_close(returns, torch.tensor(expected, dtype=torch.float32))
-
-
-def test_gae_of_completions_of_one_token():
-    # One column: nothing comes after, so A = r - V and R = r.
-    rewards, values = torch.tensor([[3.0], [-1.0]]), torch.tensor([[1.0], [4.0]])
-    advantages, returns = gae(rewards, values, 0.9, 0.8)
-    assert advantages.tolist() == [[2], [-5]]
-    assert returns.tolist() == [[3], [-1]]
 
 
 def test_whiten_by_hand():
@@ -217,16 +165,6 @@ def test_whiten_by_hand():
     # Values of +-1e-4 have variance 1e-8, and 1e-8 is added to it.
     tiny = whiten(1e-4 * torch.tensor([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0]]), mask)[mask]
     assert tiny.tolist() == pytest.approx([2**-0.5, -(2**-0.5), 2**-0.5, -(2**-0.5)], rel=1e-4)
-
-
-def test_whitened_values_have_mean_zero_and_variance_one():
-    torch.manual_seed(0)
-    values = 5 + 3 * torch.randn(MASK.shape, dtype=torch.float64)
-    for keep_mean in (False, True):
-        found = whiten(values, MASK, keep_mean).numpy()[MASK.numpy()]
-        expected = values.numpy()[MASK.numpy()].mean() if keep_mean else 0
-        assert found.mean() == pytest.approx(expected, abs=1e-9)
-        assert found.var() == pytest.approx(1)
 
 
 def test_explained_variance_by_hand():
@@ -357,10 +295,7 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl_whoever_drew_the_tokens(on_poli
     [
         (6.0, 1.0),  # on target
         (6.6, 1 + 0.1 * 128 / 1000),  # a tenth above
-        (5.7, 1 - 0.05 * 128 / 1000),
-        (60.0, 1 + 0.2 * 128 / 1000),  # clipped on either side
-        (7.3, 1 + 0.2 * 128 / 1000),
-        (0.0, 1 - 0.2 * 128 / 1000),
+        (7.3, 1 + 0.2 * 128 / 1000),  # clipped on either side
         (-3.0, 1 - 0.2 * 128 / 1000),  # k1 is noisy around 0
     ],
 )
@@ -373,7 +308,7 @@ def test_adapt_beta_by_hand(kl, factor):
 
 @pytest.mark.parametrize(
     ("kl_coef", "ent_coef", "scale"),
-    [(0.0, 0.0, 1.0), (0.3, 0.0, 0.0), (0.0, 0.7, 0.0), (0.3, 0.7, 2.0)],
+    [(0.3, 0.0, 0.0), (0.0, 0.7, 0.0), (0.3, 0.7, 2.0)],
 )
 def test_policy_loss_has_the_gradient_of_the_objective_by_enumeration(kl_coef, ent_coef, scale):
     # With pi_old uniform, each of the 7 tokens once is the expectation over tokens of pi_old.
@@ -412,7 +347,7 @@ def random_batch():
     )
 
 
-@pytest.mark.parametrize(("kl_coef", "ent_coef"), [(0.0, 0.0), (0.3, 0.0), (0.3, 0.05)])
+@pytest.mark.parametrize(("kl_coef", "ent_coef"), [(0.3, 0.0), (0.3, 0.05)])
 def test_policy_loss_equals_plain_loops(kl_coef, ent_coef):
     c = random_batch() | dict(beta=kl_coef, ent_coef=ent_coef)
     total, gradient, clipped = 0.0, torch.zeros(MASK.shape).double(), 0
@@ -440,7 +375,7 @@ def test_policy_loss_equals_plain_loops(kl_coef, ent_coef):
 
 def test_policy_metrics_by_hand():
     # Rows to be raised, to be lowered and to be left alone, of 4, 3 and 2 tokens.
-    ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.9, 1.0], [1.5, 0.5, 1.0, 1.0]])
+    ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.7, 1.0], [1.5, 0.5, 1.0, 1.0]])
     mask = until(4, 3, 2, width=4)
     advantages = torch.tensor([[0.5], [-0.5], [0.0]]) * mask
     entropy = torch.tensor([[1.0, 2, 3, 4], [5.0, 6, 7, 0], [8.0, 9, 0, 0]])
@@ -449,15 +384,15 @@ def test_policy_metrics_by_hand():
         ratio.log(), zeros, 3.0 * mask, advantages, entropy, mask / 70, 0.2, 0.9, 0.01
     )
     assert sums["policy/clip_fraction_high"] == 2  # row 0, tokens 0 and 2
-    assert sums["policy/clip_fraction_low"] == 1  # row 1, token 1
-    ratios = (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.9, 1.5, 0.5)
+    assert sums["policy/clip_fraction_low"] == 2  # row 1, tokens 1 and 2
+    ratios = (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.7, 1.5, 0.5)
     assert sums["policy/ratio"].item() == pytest.approx(sum(ratios))
     assert sums["policy/entropy"] == 45
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
     terms = [r - 1 - math.log(r) for r in ratios]
     assert sums["policy/approx_kl"].item() == pytest.approx(sum(terms), rel=1e-5)
     # The surrogate alone: min with 1.2 in row 0; in row 1 the larger of the ratio and 0.8.
-    surrogate = -0.5 * (1.2 + 0.5 + 1.2 + 1.1) + 0.5 * (1.5 + 0.8 + 0.9)
+    surrogate = -0.5 * (1.2 + 0.5 + 1.2 + 1.1) + 0.5 * (1.5 + 0.8 + 0.8)
     assert sums["policy/loss"].item() == pytest.approx(surrogate, rel=1e-5)
     assert loss.item() * 70 - surrogate > 1  # the other terms are in the loss
 
@@ -487,25 +422,15 @@ def test_value_loss_equals_plain_loops(clip):
     torch.testing.assert_close(values.grad, gradient)
 
 
-def test_value_clip_fraction_by_hand():
-    # V_old is 0 and R is 1: inside, beyond towards R, beyond away from R, padding.
-    values = torch.tensor([[0.1, 0.5, -0.5, 0.0]])
-    mask = until(3, width=4)
-    _, sums = value_loss(values, torch.zeros(1, 4), 1.0 * mask, mask / 3, 0.2)
-    assert sums["value/clip_fraction"] == 1
-    assert sums["value/loss"].item() == pytest.approx((0.9**2 + 0.8**2 + 1.5**2) / 2)
-
-
 # --- padding ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_what_stands_at_padding_reaches_no_mean_and_no_variance(garbage):
+def test_what_stands_at_padding_reaches_no_mean_and_no_variance():
     torch.manual_seed(3)
     values, returns = torch.randn(2, *MASK.shape)
 
     def dirty(x):
-        return x.masked_fill(~MASK, garbage)
+        return x.masked_fill(~MASK, math.nan)
 
     for keep_mean in (False, True):
         found = whiten(dirty(values), MASK, keep_mean)
@@ -585,8 +510,7 @@ def values_of(critic, row, *others):
     return values[: len(row) - 3]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("score_mean", [None, 0.7])
+@pytest.mark.parametrize(("architecture", "score_mean"), [("llama", None), ("gpt2", 0.7)])
 def test_critic_values_are_the_head_on_the_token_before(architecture, score_mean):
     critic = tiny_critic(architecture, score_mean)
     with torch.no_grad():
@@ -596,22 +520,13 @@ def test_critic_values_are_the_head_on_the_token_before(architecture, score_mean
     assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize(("prompt", "completion"), [(1, 2), (1, 9), (9, 1), (3, 4), (8, 8)])
-def test_critic_values_do_not_depend_on_padding(architecture, prompt, completion):
-    critic = tiny_critic(architecture)
+@pytest.mark.parametrize(("prompt", "completion"), [(1, 2), (1, 9), (9, 1)])
+def test_critic_values_do_not_depend_on_padding(prompt, completion):
+    critic = tiny_critic("gpt2")
     ids = torch.randint(1, 18, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     other = (ids[:prompt], ids[prompt : prompt + completion])
     found, alone = values_of(critic, ROW, other, other), values_of(critic, ROW)
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("changed", range(7))
-def test_a_value_depends_on_the_tokens_before_its_own_and_no_others(changed):
-    critic, row = tiny_critic(), [*ROW]
-    row[changed] = 11
-    same = torch.isclose(values_of(critic, row), values_of(critic, ROW), atol=1e-6)
-    assert same.tolist() == [t <= changed for t in range(3, 7)]
 
 
 def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_zero():
@@ -689,10 +604,9 @@ def test_the_gold_reward_is_for_the_default_dataset_alone():
     assert Args(dataset="tiny/arithmetic/prompts").eval_reward_fn is None
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_ratio_is_one_before_any_update(tmp_path, monkeypatch, temperature):
+def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
     calls, scored = spy_on_loss(monkeypatch), spy_on(monkeypatch, "completion_logprobs")
-    run(tmp_path, temperature=temperature, micro_batch_size=4, beta=0.0)
+    run(tmp_path, temperature=0.6, micro_batch_size=4, beta=0.0)
     assert len(calls) == 8  # two micro-batches in each of two minibatches, twice
     # On a GPU the last bits depend on the batch: the old log-probs are of the first pass's own.
     rows = [call["rows"].tolist() for call in scored]
@@ -706,10 +620,8 @@ def test_ratio_is_one_before_any_update(tmp_path, monkeypatch, temperature):
         assert (call["old_logprobs"][sampled(call)] < 0).any()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(
-    tmp_path, monkeypatch, temperature
-):
+def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(tmp_path, monkeypatch):
+    temperature = 0.6
     rollouts, scored = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "k3_kl")
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
     flags = dict(total_rollouts=2, micro_batch_size=5, eval_temperature=0.3)
@@ -855,7 +767,6 @@ def test_reference_and_reward_model_stay_while_policy_and_critic_move(tmp_path, 
     ("flags", "loaded"),
     [
         (dict(), ["policy", "policy", "reward_model", "reward_model"]),  # the last is the critic
-        (dict(beta=0.0), ["policy", "reward_model", "reward_model"]),
         (dict(beta=0.0, critic_init="sft"), ["policy", "reward_model"]),
         (ONLY_A_RULE, ["policy", "policy"]),
         (ONLY_A_RULE | dict(beta=0.0, critic_init="scratch"), ["policy"]),
@@ -999,8 +910,9 @@ def test_kl_in_the_reward_or_in_the_loss(tmp_path, monkeypatch, placement):
     assert not torch.equal(late["ref_logprobs"], late["old_logprobs"])
 
 
-@pytest.mark.parametrize("whiten_advantages", [True, False])
-@pytest.mark.parametrize("whiten_rewards", [True, False])
+@pytest.mark.parametrize(
+    ("whiten_advantages", "whiten_rewards"), [(True, True), (True, False), (False, False)]
+)
 def test_whitening(tmp_path, monkeypatch, whiten_advantages, whiten_rewards):
     losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")

@@ -3,11 +3,12 @@ completion at a time, without padding.
 """
 
 import functools
-import json
-from pathlib import Path
+import math
 
+import pytest
 import torch
 from datasets import Dataset
+from runs import metrics_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,10 +18,6 @@ EOS = 2
 STILL = dict(learning_rate=1e-30)
 
 
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def dataset(tmp_path, train, test=None):
     (tmp_path / "data").mkdir(exist_ok=True)
     for split, rows in (("train", train), ("test", test or train)):
@@ -28,26 +25,8 @@ def dataset(tmp_path, train, test=None):
     return str(tmp_path / "data")
 
 
-def metrics_of(run_dir):
-    return read(run_dir / "metrics.jsonl")
-
-
 def weights_of(run_dir):
     return load_file(run_dir / "model.safetensors")
-
-
-def watch_steps(monkeypatch):
-    """Of each step, the weights with which it met its rows, and the gradient to be clipped."""
-    steps, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(parameters, max_norm):
-        parameters = list(parameters)
-        weights = [p.detach().clone() for p in parameters]
-        steps.append((weights, [p.grad.clone() for p in parameters], max_norm))
-        return clip(parameters, max_norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    return steps
 
 
 def batch_rows(step, size, count, seed):
@@ -78,3 +57,40 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     return [
         logits[len(prompt) + i - 1].log_softmax(dim=0)[token] for i, token in enumerate(completion)
     ]
+
+
+def sampled_ids(sample):
+    """The tokens of a sampled completion: its words, and the stop token where there was one."""
+    words = ids(sample["completion"])
+    assert sample["length"] - len(words) in (0, 1)
+    return words + [EOS] * (sample["length"] - len(words))
+
+
+def assert_same_training(run_dir, other_dir):
+    """The same metrics in each step, and weights that have moved alike.
+
+    Not to the bit: a sum in another order is rounded otherwise, and AdamW divides a gradient by its
+    own size, which blows up the rounding of gradients that are nearly 0. The weights are 1e-5 of
+    their way apart, or less; 1e-3 of it is allowed.
+    """
+    for row, other in zip(metrics_of(run_dir), metrics_of(other_dir), strict=True):
+        for name in (row.keys() | other.keys()) - {"time/tokens_per_second"}:
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
+    assert abs(row["reward/margin"]) > 0.004, "nothing was learned"
+    start = load_file(f"{POLICY}/model.safetensors")
+    weights, others = weights_of(run_dir), weights_of(other_dir)
+    moved = sum((weights[k] - start[k].float()).square().sum() for k in start)
+    assert sum((weights[k] - others[k]).square().sum() for k in start) < 1e-6 * moved
+
+
+def assert_step_of_adamw(step, after, max_norm, learning_rate, weight_decay):
+    """What a first step of `watch_steps` has made of the policy's weights."""
+    weights, gradient, clipped_to = step
+    norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
+    assert clipped_to == max_norm < norm
+    names = [name for name, _ in plain_model().named_parameters()]
+    for name, old, unclipped in zip(names, weights, gradient, strict=True):
+        # Both moments are the gradient's own, so the step is lr g / (|g| + 1e-8).
+        g = unclipped * max_norm / norm
+        expected = old - learning_rate * (g / (g.abs() + 1e-8) + weight_decay * old)
+        torch.testing.assert_close(after[name], expected, atol=2e-5, rtol=1e-5)

@@ -86,11 +86,19 @@ def torchrun(ranks: int, command: list[str], output: Path, before: str = "") -> 
     return [process.exitcode for process in processes]
 
 
+def read(path: Path | str) -> list[dict]:
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return read(run_dir / "metrics.jsonl")
+
+
 def read_log(path: Path) -> list[dict]:
     """The rows of a .jsonl file, without what a clock says."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
     clocks = ("seconds", "per_second")
-    return [{key: v for key, v in row.items() if not key.endswith(clocks)} for row in rows]
+    return [{key: v for key, v in row.items() if not key.endswith(clocks)} for row in read(path)]
 
 
 def contents(run_dir: Path) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""What a run calls and what comes back: the functions of its script, and the steps it takes."""
+
+import inspect
+from types import ModuleType
+
+import torch
+
+
+def spy_on(module: ModuleType, monkeypatch, name: str) -> list:
+    """(arguments, result) of each call of a function of the module."""
+    calls, original = [], getattr(module, name)
+
+    def spy(*args, **options):
+        calls.append(((*args, *options.values()), original(*args, **options)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+def spy_by_name(module: ModuleType, monkeypatch, name: str) -> list[dict]:
+    """Copies of the arguments of each call by their names, and of its "result"."""
+    calls, original = [], getattr(module, name)
+
+    def copy(x):
+        if isinstance(x, tuple):
+            return tuple(copy(part) for part in x)
+        if isinstance(x, dict):
+            return {key: copy(part) for key, part in x.items()}
+        return x.detach().clone() if torch.is_tensor(x) else x
+
+    def spy(*args, **options):
+        given = inspect.signature(original).bind(*args, **options).arguments
+        calls.append({key: copy(x) for key, x in given.items()})
+        result = original(*args, **options)
+        calls[-1]["result"] = copy(result)
+        return result
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+def watch_steps(monkeypatch) -> list[tuple]:
+    """Of each step its weights, its gradient before it is clipped, and the largest norm."""
+    steps, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def spy(parameters, max_norm):
+        parameters = list(parameters)
+        weights = [p.detach().clone() for p in parameters]
+        steps.append((weights, [p.grad.clone() for p in parameters], max_norm))
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    return steps
