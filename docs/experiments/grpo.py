@@ -1,10 +1,7 @@
-"""docs/grpo.md: the default run and variants of it, and the advantages of GRPO and GDPO."""
-
-import torch
+"""docs/grpo.md: the default run and variants of it."""
 
 from docs.experiments.lib.drawing import THIRD, Metric, draw_metrics
 from docs.experiments.lib.runs import Numbers, experiment_of_runs, variants
-from grpo import group_advantages
 
 COMMANDS = variants(
     "grpo.py",
@@ -24,7 +21,7 @@ COMMANDS = variants(
 
 def tables(numbers: Numbers) -> dict:
     columns = {"accuracy": ("eval/accuracy", 3), "tokens": ("eval/length_mean", 1)}
-    return {"grpo": numbers.table_by_label(columns), "grpo gdpo": advantages_table()}
+    return {"grpo": numbers.table_by_label(columns)}
 
 
 def draw(numbers: Numbers) -> dict:
@@ -34,31 +31,6 @@ def draw(numbers: Numbers) -> dict:
         "grpo_entropy": Metric("policy/entropy", "Entropy falls", "nats per token"),
     }
     return draw_metrics(numbers, "GRPO", figures, width=THIRD)
-
-
-def advantages_table() -> dict:
-    """Advantages of the first of two completions, by what sets it apart from the second."""
-    correct_weight, brevity_weight = 4, 1
-    cases = {  # correct or not, and characters fewer, each minus that of the second completion
-        "correct, and as long": (1, 0),
-        "equally correct, and 9 characters shorter": (0, 9),
-        "correct, and 9 characters shorter": (1, 9),
-        "correct, and 9 characters longer": (1, -9),
-    }
-    rows = []
-    for name, (correct, shorter) in cases.items():
-        correct_rewards = torch.tensor([float(correct), 0.0])
-        brevity_rewards = torch.tensor([float(shorter), 0.0])
-        weighted_sum = correct_weight * correct_rewards + brevity_weight * brevity_rewards
-        grpo_advantage = group_advantages(weighted_sum, 2)[0]
-        gdpo_advantage = (
-            correct_weight * group_advantages(correct_rewards, 2)[0]
-            + brevity_weight * group_advantages(brevity_rewards, 2)[0]
-        )
-        row = [name, f"{weighted_sum[0]:+.0f}", f"{grpo_advantage:+.2f}", f"{gdpo_advantage:+.2f}"]
-        rows.append(row)
-    columns = ["the first completion is", "weighted sum, first minus second", "GRPO", "GDPO"]
-    return {"columns": columns, "rows": rows}
 
 
 EXPERIMENTS = (experiment_of_runs("grpo", COMMANDS, tables, draw),)
