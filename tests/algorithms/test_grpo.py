@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from functools import partial
 from fractions import Fraction
 from statistics import mean, stdev
 
@@ -13,7 +14,9 @@ from transformers import LlamaForSequenceClassification as Classifier
 
 import common.logprobs
 import grpo
-from tiny.arithmetic.reward import last_number
+import spies
+from runs import metrics_of
+from spies import watch_steps
 from grpo import (
     gdpo_advantages,
     Args,
@@ -35,8 +38,7 @@ def run(tmp_path, **flags):
     return grpo.main(Args(output_dir=str(tmp_path), **{**SMALL, **flags}))
 
 
-def metrics_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+spy_on = partial(spies.spy_on, grpo)
 
 
 def spy_on_loss(monkeypatch):
@@ -52,18 +54,6 @@ def spy_on_loss(monkeypatch):
         return loss, sums
 
     monkeypatch.setattr(grpo, "grpo_loss", spy)
-    return calls
-
-
-def spy_on(monkeypatch, name):
-    """Record arguments and results of a function that grpo.py calls."""
-    calls, original = [], getattr(grpo, name)
-
-    def spy(*args, **options):
-        calls.append(((*args, *options.values()), original(*args, **options)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(grpo, name, spy)
     return calls
 
 
@@ -95,9 +85,8 @@ def test_group_advantages_are_rounded_only_at_the_end():
             assert advantages == pytest.approx(expected, rel=6e-8)  # 2 ** -24: half of the last bit
 
 
-@pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("reciprocal", [False, True])
-def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal, scale):
+def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal):
     if reciprocal:  # CUDA multiplies by 1/n, rounded, where a mean or a number n divides
 
         def times_reciprocal(x, dim, keepdim):
@@ -110,7 +99,7 @@ def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal, scale):
         monkeypatch.setattr(torch.Tensor, "__truediv__", divide)
     values = torch.tensor([0.0, 0.1, -0.7, 1 / 3, 3e-39, 123456.789, -7.77e18])
     for group_size in range(2, 257):
-        advantages = group_advantages(values.repeat_interleave(group_size), group_size, scale)
+        advantages = group_advantages(values.repeat_interleave(group_size), group_size)
         assert (advantages == 0).all(), group_size
 
 
@@ -377,36 +366,6 @@ def test_token_weights_by_hand():
 # --- the reward ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("6,6,0,8,5#5", "5", 1),
-        ("#5", "5", 1),
-        ("5#4", "5", 0),
-        ("", "5", 0),
-        ("no number", "5", 0),
-        ("so he has 1,234 apples.", "... <<2*617=1234>>1234\n#### 1,234", 1),
-        ("That is $72.00.", "#### 72", 1),
-        ("-3", "#### -3", 1),
-        ("3", "#### -3", 0),
-        ("10-3", "3", 1),  # minus here is an operator
-        ("x = -3", "-3", 1),
-        ("about +7", "7", 1),
-        ("0.5", ".5", 1),
-        ("1,234,567.80", "1234567.8", 1),
-        ("1,23", "23", 1),  # no thousands separator
-        ("12,345 and 6", 6, 1),  # answers may be numbers
-        ("-$5", "-5", 1),
-    ],
-)
-def test_last_number(completion, answer, reward):
-    assert last_number(["?"], [completion], [answer]) == [reward]
-
-
-def test_last_number_cannot_judge_an_answer_without_a_number():
-    assert last_number(["?"], ["5"], ["five"]) == [None]
-
-
 def tiny_classifier(pad_token_id):
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -492,10 +451,8 @@ def test_accuracy_counts_full_marks_before_weighting(tmp_path):
 # --- the loop -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
-    tmp_path, monkeypatch, temperature
-):
+def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(tmp_path, monkeypatch):
+    temperature = 0.6
     rollouts, calls = spy_on(monkeypatch, "generate"), spy_on_loss(monkeypatch)
     flags = dict(num_minibatches=2, prompts_per_rollout=8, micro_batch_size=8)
     run(tmp_path, temperature=temperature, **flags)
@@ -524,7 +481,6 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     [
         (dict(num_minibatches=1, beta=0.0), 1),  # new log-probs only
         (dict(num_minibatches=2, beta=0.0), 2),  # old and new
-        (dict(num_minibatches=1, update_epochs=2, beta=0.0), 3),  # old, and new twice
         (dict(num_minibatches=1, beta=0.1), 2),  # reference and new
         (dict(num_minibatches=1, beta=0.1, kl_placement="reward"), 3),  # old, reference and new
     ],
@@ -540,14 +496,6 @@ def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags
     monkeypatch.setattr(grpo, "completion_logprobs", spy)
     run(tmp_path, **flags)
     assert sum(rows) == passes * 16
-
-
-def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
-    loaded = spy_on(monkeypatch, "load_model")
-    run(tmp_path, beta=0.0)
-    assert len(loaded) == 1
-    run(tmp_path, beta=0.1)
-    assert len(loaded) == 3
 
 
 def test_the_reference_never_moves(tmp_path, monkeypatch):
@@ -591,42 +539,28 @@ def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, m
     assert calls[-1]["beta"] == 0.5
 
 
-@pytest.mark.parametrize("loss_norm", ["sequence", "token", "constant"])
-def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch, loss_norm):
-    gradients = []
-
-    def capture(parameters, max_norm):
-        gradients[-1].append([p.grad.clone() for p in parameters])
-        return torch.tensor(1.0)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
-    sampled = spy_on(monkeypatch, "generate")
+def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
+    steps, sampled = watch_steps(monkeypatch), spy_on(monkeypatch, "generate")
     for size in (16, 3):
-        gradients.append([])
         flags = dict(temperature=1.5, max_new_tokens=14, mask_truncated=True, beta=0.1)
-        run(tmp_path, micro_batch_size=size, loss_norm=loss_norm, **flags)
+        run(tmp_path, micro_batch_size=size, **flags)
     lengths = [len(completion) for completion in sampled[1][1]]
     assert len(lengths) == 16
     assert len(set(lengths)) > 2, "the test needs ragged lengths"
-    for other in gradients[1:]:
-        for a, b in zip(gradients[0][0], other[0], strict=True):
-            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
-    assert max(g.abs().max() for g in gradients[0][0]) > 1e-3
+    (_, gradient, _), (_, other, _) = steps
+    for a, b in zip(gradient, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in gradient) > 1e-3
 
 
 def test_gradients_are_those_of_one_step(tmp_path, monkeypatch):
-    gradients = []
-
-    def capture(parameters, max_norm):
-        gradients.append([p.grad.clone() for p in parameters])
-        return torch.tensor(1.0)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    steps = watch_steps(monkeypatch)
     # A learning rate too small to matter: a second pass over the same rows has the same gradient.
     run(tmp_path, update_epochs=2, temperature=1.5, learning_rate=1e-12)
-    for a, b in zip(*gradients, strict=True):
+    (_, gradient, _), (_, other, _) = steps
+    for a, b in zip(gradient, other, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
-    assert max(g.abs().max() for g in gradients[0]) > 1e-3
+    assert max(g.abs().max() for g in gradient) > 1e-3
 
 
 def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monkeypatch):

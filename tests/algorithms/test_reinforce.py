@@ -1,21 +1,23 @@
 """The mathematics of reinforce.py against enumerations, its identity with GRPO, a real run."""
 
 import itertools
-import json
 import math
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from reviews import plain_logprobs, plain_model, watch_steps
+import spies
+from reviews import plain_logprobs, plain_model
+from runs import metrics_of, read
+from spies import watch_steps
 from transformers import AutoModelForCausalLM
 
 import grpo
 import reinforce
 from reinforce import Args, baseline_advantages, policy_gradient_loss
-from tiny.arithmetic.reward import last_number
 
 SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4)
 SMALL |= dict(train_split="train[:64]", eval_split="test[:4]")
@@ -28,41 +30,15 @@ def run(tmp_path, **flags):
     return reinforce.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
 
 
-def metrics_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def spy_on(monkeypatch, name, module=reinforce):
-    """Record arguments and results of a function that the script calls."""
-    calls, original = [], getattr(module, name)
-
-    def spy(*args, **options):
-        calls.append(((*args, *options.values()), original(*args, **options)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(module, name, spy)
-    return calls
-
-
-def gradients(monkeypatch):
-    """Record the gradients of each optimiser step, before any clipping."""
-    steps, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(parameters, norm):
-        parameters = list(parameters)
-        steps.append([p.grad.clone() for p in parameters])
-        return clip(parameters, norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    return steps
+spy_on = partial(spies.spy_on, reinforce)
 
 
 # --- advantages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("k", [2, 3])
-def test_advantages_equal_plain_loops(baseline, k):
+def test_advantages_equal_plain_loops(baseline):
+    k = 3
     returns = torch.randn(4 * k, generator=torch.Generator().manual_seed(0))
     exact = [Fraction(value) for value in returns.tolist()]
     for i, found in enumerate(baseline_advantages(returns, k, baseline).tolist()):
@@ -74,11 +50,6 @@ def test_advantages_equal_plain_loops(baseline, k):
             others = [j for j in range(len(exact)) if j // k == i // k and j != i]
             b = sum(exact[j] for j in others) / len(others)
         assert found == pytest.approx(float(exact[i] - b), rel=1e-6)
-
-
-def test_a_sample_alone_has_the_mean_of_the_batch():
-    found = baseline_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 1, "batch_mean")
-    assert found.tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
 @pytest.mark.parametrize("baseline", ["batch_mean", "leave_one_out"])
@@ -189,12 +160,12 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
 
     # The prompts of a rollout may come twice in reinforce.py: each of the three once here.
     monkeypatch.setattr(torch, "randint", lambda n, *a, **k: torch.randperm(n, **k))
-    steps = gradients(monkeypatch)
+    steps = watch_steps(monkeypatch)
     for script, more in ((reinforce, ""), (grpo, as_told)):
         monkeypatch.setattr(script, "generate", completions_of(script.generate, script))
         words = f"{flags} {more} --eval-split test[:2] --output-dir {tmp_path}"
         script.main(script.parse_args(words.split()))
-    ours, theirs = steps
+    (_, ours, _), (_, theirs, _) = steps
     scale = (4 - 1) / (4 * Args.max_new_tokens)
     assert max(grad.abs().max() for grad in ours) > 0.01
     for a, b in zip(ours, theirs, strict=True):
@@ -204,42 +175,19 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
 # --- the reward -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        ("3,0,1,3,5#5", "5", 1),
-        ("3,0,1,3,5#6", "5", 0),
-        ("#", "5", 0),
-        ("", "5", 0),
-        ("It is 72.00 dollars.", "48/2 = <<48/2=24>>24\n#### 72", 1),
-        ("1234", "#### 1,234", 1),
-        ("1,234", "#### 1234", 1),
-        ("minus -3", "-3", 1),
-        ("3", "-3", 0),
-        ("1, 2 or 3", "3", 1),
-        ("10-3", "3", 1),
-        ("0.5", ".5", 1),
-        ("1,2345", "5", 0),
-    ],
-)
-def test_default_reward(completion, answer, expected):
-    assert last_number(["?"], [completion], answer=[answer]) == [expected]
-
-
 def test_the_reward_is_that_of_text_and_answer(tmp_path):
     """No special tokens in the text; the answer is that of the prompt, a held-out one."""
     (tmp_path / "rule.py").write_text(
         "def rule(prompts, completions, answer):\n    return [int(right) for right in answer]\n"
     )
     run_dir = run(tmp_path / "runs", eval_split="test[:20]", reward_fn=f"{tmp_path}/rule.py:rule")
-    with open("tiny/arithmetic/prompts/test.jsonl") as file:
-        held_out = [json.loads(line) for line in file][:20]
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    held_out = read("tiny/arithmetic/prompts/test.jsonl")[:20]
+    samples = read(run_dir / "samples.jsonl")
     assert len(samples) == 40  # of two evaluations
     for sample, row in zip(samples, 2 * held_out, strict=True):
         assert (sample["prompt"], sample["reward"]) == (row["prompt"], int(row["answer"]))
         assert "<" not in sample["completion"]
-    first, last = (json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines())
+    first, last = metrics_of(run_dir)
     assert first["eval/reward"] == sum(int(row["answer"]) for row in held_out) / 20
     assert first["eval/length_mean"] == sum(sample["length"] for sample in samples[:20]) / 20
     assert last["completions/length_mean"] == int(16 * last["completions/length_mean"]) / 16 < 24
@@ -261,12 +209,12 @@ def test_metrics_by_which_a_sick_run_is_seen(tmp_path, monkeypatch):
 # --- a run ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_micro_batch_size_does_not_change_the_gradient(baseline, tmp_path, monkeypatch):
-    steps = gradients(monkeypatch)
+def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
+    steps = watch_steps(monkeypatch)
     for size in (64, 3):
-        run(tmp_path, micro_batch_size=size, baseline=baseline)
-    for one, other in zip(*steps, strict=True):
+        run(tmp_path, micro_batch_size=size)
+    (_, gradient, _), (_, others, _) = steps
+    for one, other in zip(gradient, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -295,8 +243,7 @@ def test_what_reaches_the_gradient(tmp_path, monkeypatch):
     losses = spy_on(monkeypatch, "policy_gradient_loss")
     ratios = spy_on(monkeypatch, "rollout_logprobs")
     models = load_another_reference(monkeypatch)
-    (rows,) = (run(tmp_path, beta=0.5, baseline="batch_mean") / "metrics.jsonl",)
-    metrics = json.loads(rows.read_text().splitlines()[1])
+    metrics = metrics_of(run(tmp_path, beta=0.5, baseline="batch_mean"))[1]
     (policy_call, reference_call) = ratios
     assert policy_call[0][0] is models[0] and reference_call[0][0] is models[1]
     kl = (policy_call[1] - reference_call[1]).sum(dim=1)
@@ -358,11 +305,8 @@ def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, mon
 
 def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
     loads = spy_on(monkeypatch, "load_model")
-    row = metrics_of(run(tmp_path))[1]
+    assert "objective/kl" not in metrics_of(run(tmp_path))[1]  # it was not measured
     assert len(loads) == 1
-    assert "objective/kl" not in row  # it was not measured
-    run(tmp_path, beta=0.1)
-    assert len(loads) == 3
 
 
 def test_the_reference_never_moves(tmp_path, monkeypatch):
@@ -385,9 +329,7 @@ def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    steps = gradients(monkeypatch)
     run(tmp_path, total_rollouts=4, eval_every=2)
-    assert not torch.equal(steps[0][0], steps[1][0])
     tokenizer = grpo.AutoTokenizer.from_pretrained(Args.model)
     for _, _, *settings, _, batch_size in (arguments for arguments, _ in calls):
         assert settings == [24, 1.0, [tokenizer.eos_token_id]] and batch_size == 256

@@ -1,6 +1,5 @@
 """rm_bradley_terry.py: loss, calibration, the scores of pairs, the model it saves, and its data."""
 
-import json
 import math
 import re
 import time
@@ -11,7 +10,9 @@ import torch
 from datasets import Dataset
 from gpu_types import take_gpu_types
 from models import CHAT, tiny_config, tiny_model
+from runs import read
 from safetensors.torch import load_file
+from spies import watch_steps
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,17 +35,12 @@ from rm_bradley_terry import (
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
 SMALL = dict(train_split="train[:64]", epochs=0.001, batch_size=16, micro_batch_size=16)
 SMALL |= dict(eval_rows=4)
-ALL = pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 
 
 def run(tmp_path, **flags):
     """A real run, of one step unless told; returns its folder."""
     output_dir = f"{tmp_path}/runs/{time.time_ns()}"  # two runs may begin in one second
     return rm.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
-
-
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def held_out(count):
@@ -172,11 +168,8 @@ def test_calibration_by_hand():
 @pytest.mark.parametrize(
     ("right", "wrong", "bins", "one_bin"),
     [
-        (0.55, 0.59, 5, True),
-        (0.59, 0.61, 5, False),
         (0.6 + 1e-9, 0.7 - 1e-9, 5, True),
         (0.9 - 1e-9, 0.9 + 1e-9, 5, False),
-        (0.5 + 1e-9, 1 - 1e-9, 1, True),
         (0.75 - 1e-9, 0.75, 2, False),  # an edge belongs to the bin above
     ],
 )
@@ -188,19 +181,20 @@ def test_bins_have_equal_width(right, wrong, bins, one_bin):
     assert calibration_error(gaps, bins) == pytest.approx(expected / 2)
 
 
-@pytest.mark.parametrize(("factor", "low", "high"), [(1, 0, 0.01), (3, 0.1, 1), (1 / 3, 0.1, 1)])
-def test_calibration_error_tells_right_from_overconfident_and_timid(factor, low, high):
+def test_calibration_error_tells_right_from_overconfident_and_timid():
     torch.manual_seed(0)
     gaps = 2 * torch.randn(20_000)
     gaps = torch.where(torch.rand(20_000) < gaps.sigmoid(), gaps, -gaps)
-    assert low <= calibration_error(factor * gaps) < high
+    assert calibration_error(gaps) < 0.01
+    assert calibration_error(3 * gaps) > 0.1 and calibration_error(gaps / 3) > 0.1
 
 
 # --- the score of a row -------------------------------------------------------------------------
 
 
-@ALL
-@pytest.mark.parametrize("pad_token_id", [None, 0, 2])
+@pytest.mark.parametrize(
+    ("architecture", "pad_token_id"), [("llama", 0), ("llama", 2), ("gpt2", None)]
+)
 def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are(
     architecture, pad_token_id
 ):
@@ -220,17 +214,8 @@ def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are
             torch.testing.assert_close(scores.flip(0), expected, atol=1e-4, rtol=1e-4)
 
 
-@ALL
-def test_score_carries_a_gradient_to_every_parameter(architecture):
-    model = tiny_classifier(architecture)
-    scores_of(model, [[1, 7, 9, 2], [1, 8, 2]]).sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
-@ALL
-def test_no_rows_still_run_both_passes_and_add_nothing(architecture):
-    model = tiny_classifier(architecture)
+def test_no_rows_still_run_both_passes_and_add_nothing():
+    model = tiny_classifier("llama")
     passes = []
     model.base_model.register_forward_pre_hook(lambda *args: passes.append(1))
     scores = pair_scores(model, [])
@@ -263,11 +248,11 @@ def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
     # d = 2, where sqrt(1/3) = 0.577 and sqrt(1/2) = 0.707 are far apart.
     sizes = dict(hidden_size=2, num_attention_heads=1, num_key_value_heads=1, vocab_size=135)
     tiny_model("llama", **sizes).save_pretrained(tmp_path)
-    models = [load(tmp_path, seed) for seed in range(200)]
+    models = [load(tmp_path, seed) for seed in range(100)]
     assert all(model.score.bias is None for model in models)
     draws = torch.cat([model.score.weight.detach() for model in models])
-    assert draws.shape == (200, 2)
-    # 400 draws: the standard error of their deviation is 3.5 % of it.
+    assert draws.shape == (100, 2)
+    # 200 draws: the standard error of their deviation is 5 % of it.
     assert draws.square().mean().sqrt().item() == pytest.approx(3**-0.5, rel=0.1)
     assert draws.mean().abs() < 0.1
     assert (draws[:, 0] * draws[:, 1]).mean().abs() < 0.1
@@ -343,7 +328,7 @@ def test_padding_gets_an_id_that_ends_no_completion(
     assert tokenizer("on wednesday<eos>").input_ids == [1, 84, 130, 2]
 
 
-@pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
 def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
     run_dir = run(tmp_path, model=source, epochs=2, eval_rows=40)
@@ -492,17 +477,11 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
 
 
 def test_steps_start_without_a_gradient_and_follow_the_schedule(tmp_path, monkeypatch):
-    gradients, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def capture(parameters, max_norm):
-        parameters = list(parameters)
-        gradients.append([p.grad.clone() for p in parameters])
-        return clip(parameters, max_norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    steps = watch_steps(monkeypatch)
     # One batch is one epoch, so that all steps see the same pairs; and hardly anything changes.
     flags = dict(batch_size=4, epochs=10, learning_rate=1e-20, eval_every=4, warmup_ratio=0.25)
     run_dir = run(tmp_path, dataset=dataset(tmp_path, held_out(4)), model=REWARD_MODEL, **flags)
+    gradients = [gradient for _, gradient, _ in steps]
     assert len(gradients) == 10
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
@@ -572,7 +551,6 @@ GOOD, BAD = message("assistant", "a film"), message("assistant", "it")
     ("flags", "row"),
     [
         ({"chat": True}, {"prompt": "on wednesday", "chosen": "a film", "rejected": "it"}),
-        ({}, {"prompt": [PROMPT], "chosen": [GOOD], "rejected": [BAD]}),
         ({"chat": True}, {"prompt": [PROMPT], "chosen": [GOOD], "rejected": [BAD]}),
         ({}, {"chosen": [PROMPT, GOOD], "rejected": [PROMPT, BAD]}),  # whole conversations
         (
@@ -647,26 +625,6 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
     assert f"; longest {13 if chat else 9} tokens" in printed
 
 
-def test_content_in_parts_is_joined(tmp_path):
-    turns = dict(prompt=("user", ["on", " wednesday"]), chosen=("assistant", ["a film"]))
-    turns["rejected"] = ("assistant", ["", "it"])
-    row = {
-        side: [message(role, [{"type": "text", "text": text} for text in texts])]
-        for side, (role, texts) in turns.items()
-    }
-    (pair,) = preferences(tmp_path, [row], chat_template=CHAT)
-    prompt = ids("<bos> on wednesday <eos> . the :")
-    assert [pair.chosen_ids, pair.rejected_ids] == [
-        prompt + ids("a film <eos>"),
-        prompt + ids("it <eos>"),
-    ]
-
-
-def test_nothing_left_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="train: no pair is left"):
-        preferences(tmp_path, held_out(1), max_length=5)
-
-
 @pytest.mark.parametrize("column", ["margin", "m"])
 def test_margins_come_from_their_column(tmp_path, column):
     rows = [row | {column: value} for row, value in zip(held_out(3), (0.5, -2, 3), strict=True)]
@@ -677,8 +635,8 @@ def test_margins_come_from_their_column(tmp_path, column):
         preferences(tmp_path, rows, margin_column="gaps")
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_margins_that_are_not_finite(tmp_path, bad):
+def test_margins_that_are_not_finite(tmp_path):
+    bad = math.nan
     rows = [row | {"m": value} for row, value in zip(held_out(2), (0.5, bad), strict=True)]
     with pytest.raises(ValueError, match=f"--margin-column m: {bad} is not finite"):
         preferences(tmp_path, rows, margin_column="m")

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from transformers import (
 )
 
 import sft
+from runs import metrics_of, read
+from spies import spy_on, watch_steps
 from common.logprobs import completion_logprobs
 from common.tokens import UnusableRow, encode_pair, find_stop_ids
 from sft import Args, Demonstration, load_demonstrations, negative_log_likelihood, to_pairs
@@ -100,31 +101,16 @@ def test_only_completion_tokens_have_a_gradient():
 def test_only_completion_tokens_are_learned_unless_asked(
     train_on_prompt, expected, tmp_path, monkeypatch
 ):
-    held_out, scored, sampled_prompts = [], [], []
-    rollout_logprobs, generate = sft.rollout_logprobs, sft.generate
-
-    def spy_on_evaluation(model, sequences, *args, **options):
-        held_out.extend(sequences)
-        return rollout_logprobs(model, sequences, *args, **options)
-
-    def spy_on_sampling(model, prompts, **options):
-        sampled_prompts.extend(prompts)
-        return generate(model, prompts, **options)
-
-    def completion_logprobs(model, sequences, rows):
-        scored.extend(sequences[i] for i in rows)
-        raise KeyboardInterrupt  # one step is enough
-
     data = [Demonstration("", [1, 5, 6], [7, 2]), Demonstration("", [1], [8, 9, 9, 2])]
     monkeypatch.setattr(sft, "load_demonstrations", lambda *args: data)
-    monkeypatch.setattr(sft, "rollout_logprobs", spy_on_evaluation)
-    monkeypatch.setattr(sft, "generate", spy_on_sampling)
-    monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1)
-    assert held_out == expected
-    assert sorted(scored) == sorted(expected)
-    assert sampled_prompts == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
+    calls = {}
+    for name in ("rollout_logprobs", "generate", "completion_logprobs"):
+        calls[name] = spy_on(sft, monkeypatch, name)
+    run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1)
+    second = {name: arguments[1] for name, ((arguments, _), *_) in calls.items()}
+    assert second["rollout_logprobs"] == expected
+    assert sorted(second["completion_logprobs"]) == sorted(expected)
+    assert second["generate"] == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
 
 
 def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
@@ -147,11 +133,10 @@ def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
 @pytest.mark.parametrize("train_on_prompt", [False, True])
 def test_step_loss_is_the_token_mean_of_plain_cross_entropy(tmp_path, train_on_prompt):
     run_dir = run(tmp_path, batch_size=8, micro_batch_size=3, train_on_prompt=train_on_prompt)
-    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[1])
+    first = metrics_of(run_dir)[1]
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    text = Path("tiny/arithmetic/sft/train.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()][:64]
+    rows = read("tiny/arithmetic/sft/train.jsonl")[:64]
     total = count = 0
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
     for i in order[:8]:
@@ -167,17 +152,11 @@ def test_step_loss_is_the_token_mean_of_plain_cross_entropy(tmp_path, train_on_p
 
 
 def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
-    gradients = []
-
-    def capture(parameters, max_norm):
-        gradients.append([p.grad.clone() for p in parameters])
-        raise KeyboardInterrupt  # one step is enough
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
+    steps = watch_steps(monkeypatch)
     for size in (16, 3):
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, micro_batch_size=size)
-    for a, b in zip(*gradients, strict=True):
+        run(tmp_path, micro_batch_size=size, epochs=0.1)  # a step
+    (_, gradient, _), (_, other, _) = steps
+    for a, b in zip(gradient, other, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
@@ -309,20 +288,14 @@ def test_a_column_that_is_not_there(flag, tokenizer):
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
 def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_on_prompt):
-    sampled, generate = [], sft.generate
-    monkeypatch.setattr(
-        sft,
-        "generate",
-        lambda *args, **options: sampled.append(generate(*args, **options)) or sampled[-1],
-    )
+    sampled = spy_on(sft, monkeypatch, "generate")
     flags = dict(eval_rows=20, eval_samples=15, micro_batch_size=3, max_new_tokens=6)
     run_dir = run(tmp_path, train_on_prompt=train_on_prompt, temperature=0.5, **flags)
-    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    last = metrics_of(run_dir)[-1]
     model = AutoModelForCausalLM.from_pretrained(run_dir, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     total = count = 0
-    for line in Path("tiny/arithmetic/sft/test.jsonl").read_text().splitlines()[:20]:
-        row = json.loads(line)
+    for row in read("tiny/arithmetic/sft/test.jsonl")[:20]:
         ids = tokenizer(row["prompt"] + row["completion"] + "<eos>").input_ids
         start = 1 if train_on_prompt else len(tokenizer(row["prompt"]).input_ids)
         with torch.no_grad():
@@ -330,9 +303,10 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_o
         target = torch.tensor(ids[start:])
         total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
         count += len(target)
-    cut_off = sum(completion[-1] != 2 for completion in sampled[-1])
+    _, completions = sampled[-1]
+    cut_off = sum(completion[-1] != 2 for completion in completions)
     assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
-    assert last["eval/length_mean"] == pytest.approx(sum(map(len, sampled[-1])) / 15)
+    assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
     assert last["eval/loss"] == pytest.approx(total / count, rel=1e-4)
 
 
@@ -345,14 +319,9 @@ def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):
 
 
 def test_each_step_starts_without_a_gradient(tmp_path, monkeypatch):
-    gradients, clip = [], sft.clip_grad_norm
-
-    def capture(model, *args):
-        gradients.append([p.grad.clone() for p in model.parameters()])
-        return clip(model, *args)
-
-    monkeypatch.setattr(sft, "clip_grad_norm", capture)
+    steps = watch_steps(monkeypatch)
     # One batch is one epoch, so that both steps see the same rows; and hardly anything changes.
     run(tmp_path, train_split="train[:8]", batch_size=8, epochs=2.0, learning_rate=1e-20)
-    for first, second in zip(*gradients, strict=True):
+    (_, gradient, _), (_, other, _) = steps
+    for first, second in zip(gradient, other, strict=True):
         torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-3)

@@ -9,6 +9,7 @@ import torch
 from scripts import SPECS
 
 import grpo
+from tiny.arithmetic.reward import last_number
 
 PROMPTS = [grpo.Prompt(text, [1], {"answer": "3"}) for text in ("1+2=", "0+3=")]
 TEXTS = ["#3", "#4"]
@@ -18,6 +19,32 @@ TEXTS = ["#3", "#4"]
 def own_path(monkeypatch):
     """Loading a file adds its folder to the path."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("6,6,0,8,5#5", "5", 1),
+        ("5#4", "5", 0),
+        ("", "5", 0),
+        ("so he has 1,234 apples.", "... <<2*617=1234>>1234\n#### 1,234", 1),
+        ("That is $72.00.", "#### 72", 1),
+        ("3", "#### -3", 0),
+        ("10-3", "3", 1),  # minus here is an operator
+        ("x = -3", "-3", 1),
+        ("about +7", "7", 1),
+        ("0.5", ".5", 1),
+        ("1,234,567.80", "1234567.8", 1),
+        ("1,23", "23", 1),  # no thousands separator
+        ("1,2345", "2345", 1),
+        ("12,345 and 6", 6, 1),  # answers may be numbers
+        ("-$5", "-5", 1),
+        ("5", "five", None),  # which nothing can be compared with
+    ],
+)
+def test_last_number(completion, answer, reward):
+    """The default of grpo.py and reinforce.py."""
+    assert last_number(["?"], [completion], [answer]) == [reward]
 
 
 def reward_file(tmp_path, source, name="rules"):
