@@ -1,12 +1,7 @@
-"""docs/reinforce.md: the baselines; and the variance of the gradient under each, along training.
-
-For `variance` the policy of a moment samples many rollouts; each gives one gradient per baseline.
-With g the gradient of a rollout, the noise is E |g - E g|^2 and the signal |E g|^2, both estimated
-without bias. Their ratio says how many rollouts must be averaged until the signal stands out.
-"""
+"""docs/reinforce.md: the baselines; and the variance of the gradient under each, along training."""
 
 import tempfile
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -32,7 +27,6 @@ from docs.experiments.lib.runs import (
     train,
     variants,
 )
-from docs.experiments.lib.tables import spread
 from tiny.arithmetic.reward import last_number
 
 
@@ -64,14 +58,13 @@ NUM_ROLLOUTS = 64  # that are sampled from each policy
 MOMENTS = (0, 5, 10, 20, 40, 60)  # rollouts trained, after which the variance is measured
 
 
-def noise_and_signal(model: str, seed: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Mean reward, and of each case the noise and the signal."""
+def variances(model: str, seed: int) -> dict[str, float]:
+    """E |g - E g|^2 of the gradient g of one rollout, in each case."""
     args = reinforce.Args(model=model)
     rng = Generator().manual_seed(seed)
     policy = sampling.load_policy(model)
     train_prompts = sampling.load_prompts(args, args.train_split, policy.tokenizer)
 
-    mean_rewards = []
     gradient_sums = dict.fromkeys(CASES, 0.0)
     squared_norms = dict.fromkeys(CASES, 0.0)
     for _ in range(NUM_ROLLOUTS):
@@ -82,7 +75,6 @@ def noise_and_signal(model: str, seed: int) -> tuple[float, dict[str, float], di
         sequences, texts = sampling.sample(policy, prompt_ids, args.max_new_tokens, rng)
         answers = [prompt.columns["answer"] for prompt in prompts]
         rewards = torch.tensor(last_number([], texts, answers))
-        mean_rewards.append(rewards.mean().item())
 
         # 2. Its gradient under each baseline.
         logprobs = completion_logprobs(policy.model, sequences, range(len(sequences)))
@@ -95,12 +87,11 @@ def noise_and_signal(model: str, seed: int) -> tuple[float, dict[str, float], di
             gradient_sums[name] = gradient_sums[name] + gradient
             squared_norms[name] += gradient.square().sum().item()
 
-    noise, signal = {}, {}
+    found = {}
     for name in CASES:
         squared_mean = (gradient_sums[name] / NUM_ROLLOUTS).square().sum().item()
-        noise[name] = (squared_norms[name] - NUM_ROLLOUTS * squared_mean) / (NUM_ROLLOUTS - 1)
-        signal[name] = squared_mean - noise[name] / NUM_ROLLOUTS
-    return mean(mean_rewards), noise, signal
+        found[name] = (squared_norms[name] - NUM_ROLLOUTS * squared_mean) / (NUM_ROLLOUTS - 1)
+    return found
 
 
 def flat_gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
@@ -109,24 +100,17 @@ def flat_gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients]).double()
 
 
-def along_training(seed: int) -> dict:
-    """What is measured with one seed; of each case a number for each of MOMENTS."""
-    measured = {
-        "rewards": [],
-        "noise": {name: [] for name in CASES},
-        "signal": {name: [] for name in CASES},
-    }
+def along_training(seed: int) -> dict[str, list[float]]:
+    """By case, the variance at each of MOMENTS."""
+    measured = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
         for moment in MOMENTS:
             model = reinforce.Args.model
             if moment > 0:
                 flags = dict(total_rollouts=moment, eval_split="test[:8]", eval_every=1000)
                 model = str(train(reinforce, seed=seed, output_dir=folder, **flags).folder)
-            mean_reward, noise, signal = noise_and_signal(model, seed)
-            measured["rewards"].append(mean_reward)
-            for name in CASES:
-                measured["noise"][name].append(noise[name])
-                measured["signal"][name].append(signal[name])
+            for name, variance in variances(model, seed).items():
+                measured[name].append(variance)
     return measured
 
 
@@ -134,29 +118,8 @@ def measure_variance() -> dict:
     return {"numbers": for_each_seed(along_training)}
 
 
-def variance_tables(results: dict) -> dict:
-    """Medians, because a single improbable token can make one variance a hundred times as large."""
-    measured = results["numbers"].values()
-
-    def of_seeds(kind: str, case: str, i: int) -> list[float]:
-        """The noise or signal of each seed at moment i."""
-        return [of_seed[kind][case][i] for of_seed in measured]
-
-    rows = []
-    for i, moment in enumerate(MOMENTS):
-        mean_reward = mean(of_seed["rewards"][i] for of_seed in measured)
-        row = [str(moment), f"{mean_reward:.2f}"]
-        for case in CASES:
-            row.append(spread(of_seeds("noise", case, i), digits=2, average=median))
-        signals = [median(of_seeds("signal", case, i)) for case in CASES]
-        row.append(f"{min(signals):.2f}-{max(signals):.2f}")
-        rows.append(row)
-    columns = ["rollouts", "mean reward", *CASES, "squared mean"]
-    return {"variance": {"columns": columns, "rows": rows}}
-
-
 def draw_variance(results: dict) -> dict:
-    """The noise of each case at each moment, median and range."""
+    """The variance in each case at each moment, median and range."""
     colour = ALGORITHM_STYLES["REINFORCE"].colour
     styles = {
         "none": Style(colour, "p"),
@@ -173,12 +136,12 @@ def draw_variance(results: dict) -> dict:
     )
     for i, (case, (colour, marker, _)) in enumerate(styles.items()):
         seeds = results["numbers"].values()
-        noises = [*zip(*(of_seed["noise"][case] for of_seed in seeds), strict=True)]
+        values = [*zip(*(of_seed[case] for of_seed in seeds), strict=True)]
         places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side
-        lowest, highest = [min(noise) for noise in noises], [max(noise) for noise in noises]
-        medians = [median(noise) for noise in noises]
+        lowest, highest = [min(value) for value in values], [max(value) for value in values]
+        medians = [median(value) for value in values]
         axis.vlines(places, lowest, highest, color=colour, lw=1.2, alpha=0.6)
-        axis.plot(places, noises, ".", color=colour, ms=3, alpha=0.6)
+        axis.plot(places, values, ".", color=colour, ms=3, alpha=0.6)
         axis.plot(places, medians, color=colour, marker=marker, ls="", ms=7, label=case)
     axis.set_xticks(range(len(MOMENTS)), labels=map(str, MOMENTS))
     plain_log_scale(axis)
@@ -188,5 +151,5 @@ def draw_variance(results: dict) -> dict:
 
 EXPERIMENTS = (
     experiment_of_runs("reinforce", variants("reinforce.py", *BASELINES), tables),
-    Experiment("variance", variance_tables, measure_variance, draw_variance),
+    Experiment("variance", lambda _: {}, measure_variance, draw_variance),
 )
