@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
 
 import common.generation
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from docs.experiments.lib.measuring import SCRIPTS, quietly, random_model, two_steps
+from docs.experiments.lib.measuring import SCRIPTS, quietly, random_llama, two_steps
 
 ROOT = Path(__file__).parents[3]
 OUR_FOLDERS = (ROOT, ROOT / "common")
@@ -107,7 +106,8 @@ def counted() -> Iterator[LaunchCounter]:
 # --- generate and log-probs --------------------------------------------------------------------
 def make_model(vocabulary: int = 151_936) -> torch.nn.Module:
     """A Llama of four layers, by default with Qwen2.5's vocabulary, on the simulated device."""
-    config = LlamaConfig(
+    model = random_llama(
+        device="cpu",
         vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
@@ -117,7 +117,7 @@ def make_model(vocabulary: int = 151_936) -> torch.nn.Module:
         max_position_embeddings=4_096,
     )
     with SimulatedGPU():
-        model = random_model(config).to(SIM)
+        model.to(SIM)
         generate_ours(model, 2)  # what is tried once: the cache, and below the head
         logprobs_ours(model, [([5], [6])] * 4)
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""What several processes send to each other and hold, and how long a pass takes.
+"""What several processes send to each other, and how long a pass takes.
 
     torchrun --nproc_per_node=2 -m docs.experiments processes
 
@@ -12,66 +12,47 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
 
-from common.distributed import (
-    RANK,
-    WORLD_SIZE,
-    join_processes,
-    leave_processes,
-    shard,
-    unsharded,
-)
+from common.distributed import RANK, WORLD_SIZE, join_processes, leave_processes, shard, unsharded
 from common.logprobs import completion_logprobs
-from docs.experiments.lib.measuring import median_seconds, random_model
+from docs.experiments.lib.measuring import median_seconds, random_llama
 
-VOCABULARY, HIDDEN, LAYERS = 1_000, 512, 8
+VOCABULARY = 1_000
 ROWS, LENGTH = 16, 128  # of all processes together
 
 
 class TransferCounter(TorchDispatchMode):
-    """Adds up the bytes of the whole tensors that are gathered or scattered, and the calls."""
+    """Adds up the bytes of the whole tensors that are gathered or scattered."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathered_bytes = 0
-        self.scattered_bytes = 0
-        self.calls = 0
+    gathered_bytes = scattered_bytes = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function.name()
-        if name.startswith(("c10d::", "_c10d_functional::")):
-            if "all_gather_into_tensor" in name:
-                self.gathered_bytes += result.numel() * result.element_size()
-                self.calls += 1
-            elif "allgather_base" in name:
-                self.gathered_bytes += args[0].numel() * args[0].element_size()
-                self.calls += 1
-            elif "reduce_scatter" in name:
-                self.scattered_bytes += args[1].numel() * args[1].element_size()
-                self.calls += 1
+        if "all_gather_into_tensor" in name:
+            self.gathered_bytes += result.nbytes
+        elif "allgather_base" in name:
+            self.gathered_bytes += args[0].nbytes
+        elif "reduce_scatter" in name:
+            self.scattered_bytes += args[1].nbytes
         return result
 
 
 def main() -> None:
     device = join_processes()
-    config = LlamaConfig(
+    model = random_llama(
+        device="cpu",
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
+        hidden_size=512,
+        intermediate_size=1_536,
+        num_hidden_layers=8,
         num_attention_heads=8,
     )
-    model = shard(random_model(config), device)
+    model = shard(model, device)
     num_parameters = model.num_parameters()
-    weights = list(model.parameters())
-    if WORLD_SIZE > 1:
-        weights = [weight.to_local() for weight in weights]
-    held = sum(weight.numel() for weight in weights) / num_parameters
-    print(f"{WORLD_SIZE} x {device.type}: {num_parameters:,} parameters, {held:.0%} here")
+    print(f"{WORLD_SIZE} x {device.type}: {num_parameters:,} parameters")
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH)).tolist()
     sequences = [(row[:1], row[1:]) for row in ids]
 
@@ -99,7 +80,7 @@ def main() -> None:
         seconds = median_seconds(function, repeats=5)
         print(
             f"{name:<42}{gathered:>6.2f} gathered {scattered:>6.2f} scattered, "
-            f"bytes a parameter in {counter.calls} calls; {seconds:.3f} s"
+            f"bytes a parameter; {seconds:.3f} s"
         )
 
     measure("gathering the weights for a rollout", gather)

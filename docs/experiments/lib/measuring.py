@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    LlamaConfig,
 )
 
 SCRIPTS = ("sft", "reinforce", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "kto")
@@ -76,26 +77,38 @@ def peak() -> int:
     return resident("VmHWM")
 
 
+def extra_bytes(function: Callable[[], Any]) -> int:
+    """The most bytes in use during a call, beyond those before it."""
+    before = reset_peak()
+    function()
+    return peak() - before
+
+
 # --- models ------------------------------------------------------------------------------------
-def random_model(
-    config: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
+def random_llama(
+    dtype: torch.dtype = torch.float32, device: str = DEVICE, **sizes: Any
 ) -> torch.nn.Module:
-    """A model of a configuration, in eval mode as the scripts have it, the same in each call."""
+    """A Llama in eval mode, as the scripts have it; the same in each call."""
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).eval()
 
 
-def enlarge(source: str, folder: Path, sizes: dict[str, int]) -> str:
-    """A random model of these sizes in the place of a tiny one, with its tokenizer."""
-    config = AutoConfig.from_pretrained(source, dtype="float32", **sizes)
-    auto_class = AutoModelForCausalLM
-    if "Classification" in config.architectures[0]:
-        auto_class = AutoModelForSequenceClassification
-        config.num_labels = 1
-    auto_class.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return str(folder)
+def large_models(script: Any, folder: Path, sizes: dict[str, int]) -> dict[str, str]:
+    """Flags that put random models, made in the folder, in the place of tiny ones."""
+    flags = {}
+    for flag in ("model", "reward_model"):
+        source = getattr(script.Args, flag, None)
+        if source:
+            config = AutoConfig.from_pretrained(source, dtype="float32", **sizes)
+            auto_class = AutoModelForCausalLM
+            if "Classification" in config.architectures[0]:
+                auto_class = AutoModelForSequenceClassification
+                config.num_labels = 1
+            flags[flag] = str(folder / flag)
+            auto_class.from_config(config).save_pretrained(flags[flag])
+            AutoTokenizer.from_pretrained(source).save_pretrained(flags[flag])
+    return flags
 
 
 # --- short runs of the scripts -----------------------------------------------------------------
@@ -114,14 +127,4 @@ def two_steps(script: Any, micro_batch_size: int) -> dict[str, Any]:
         flags["total_rollouts"] = 2
     if "update_epochs" in fields:
         flags["update_epochs"] = 1
-    return flags
-
-
-def large_models(script: Any, folder: Path, sizes: dict[str, int]) -> dict[str, str]:
-    """Flags that put random models, made in the folder, in the place of tiny ones."""
-    flags = {}
-    for flag in ("model", "reward_model"):
-        source = getattr(script.Args, flag, None)
-        if source:
-            flags[flag] = enlarge(source, folder / flag, sizes)
     return flags
