@@ -75,10 +75,8 @@ def test_the_whole_experiment_on_a_few_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
     made = stories.measure()
     saved = saved_results("stories")
-    assert stories.tables(made | {"seeds": [1]}).keys() == stories.tables(saved).keys()
-    for label in commands:
-        assert len(made["numbers"][label]["friend"]) == 1
+    assert stories.tables(made).keys() == stories.tables(saved).keys()
     # `evaluate` samples the same completions as the last evaluation.
     (run,) = runs.runs_of([commands["friend"]])[commands["friend"]]
     last = run.evaluations[-1]["eval/reward"]
-    assert made["numbers"]["friend"]["friend"] == [round(last, 4)]
+    assert made["numbers"]["1"]["friend"]["a friend"] == round(last, 4)
