@@ -1,15 +1,13 @@
-"""One prompt through every script: tables that show what each loss computes from the same
-completions.
+"""docs/numbers.md: what four losses compute from the same completions of one prompt.
 
 The prompt and the checkpoints are those of tiny/reviews. There are three policies: `ref`, the
 checkpoint; `old`, which sampled the completions; `new`, one optimiser step later. `measure` asks
-the models for log-probs, rewards and values, and rounds them to `DIGITS` decimals. `tables`
-computes the rest from these rounded numbers with the scripts' own functions, so that a pocket
-calculator gives the digits of the page.
+the models for log-probs, rewards and values, rounded to `DIGITS` decimals. `tables` computes the
+rest from these rounded numbers with the scripts' own functions, so that a pocket calculator gives
+the digits of the page.
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +17,16 @@ from transformers import AutoModelForSequenceClassification
 
 import dpo
 import grpo
-import kto
 import ppo_rlhf
 from common.logprobs import Sequences, completion_logprobs
-from common.tokens import encode, encode_pair
+from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.runs import read_jsonl
 from docs.experiments.lib.tables import fixed, rounded
 from reinforce import baseline_advantages, policy_gradient_loss
-from rm_bradley_terry import bradley_terry_loss
 from tiny.reviews import gold
 
 PROMPT = "review of jaws :"
-LABELS = Path("tiny/reviews/labels/train.jsonl")
 NAMES = "1234"  # the group's completions, from the highest learned reward to the lowest
 BEST, WORST = 0, 3  # their places
 FIRST_SEED, FIRST_SIZE = 1, 8  # of the rollout that the first step trains on
@@ -41,139 +35,97 @@ DIGITS = 4  # decimals of what the models give, and of what the tables show
 show = partial(fixed, digits=DIGITS)
 
 # The scripts' flags; those that are not named keep their default.
-PPO, DPO, KTO = ppo_rlhf.Args(), dpo.Args(), kto.Args()
+PPO, DPO = ppo_rlhf.Args(), dpo.Args()
 GRPO = grpo.Args(
     model=PPO.model, reward_model=PPO.reward_model, beta=0.2, max_new_tokens=PPO.max_new_tokens
 )
 
 
 # --- what the models give ----------------------------------------------------------------------
-class Models:
-    """The checkpoints of tiny/reviews, and a policy that is trained by steps of GRPO."""
-
-    def __init__(self) -> None:
-        self.ref = sampling.load_policy(GRPO.model)
-        self.policy = sampling.load_policy(GRPO.model)
-        self.tokenizer, self.stop_ids = self.ref.tokenizer, self.ref.stop_ids
-        self.reward_fn = sampling.load_reward_model(GRPO.reward_model)
-        # The critic is the reward model, read at every token.
-        kind = AutoModelForSequenceClassification
-        self.critic = kind.from_pretrained(PPO.reward_model, dtype=torch.float32).eval()
-        weights = self.policy.model.parameters()
-        self.optimizer = AdamW(weights, lr=GRPO.learning_rate, weight_decay=0.0)
-        self.prompt = encode(self.tokenizer, PROMPT)
-
-    def sample(self, number: int, seed: int) -> Sequences:
-        """Completions of the prompt by the policy as it is now."""
-        rng = Generator().manual_seed(seed)
-        prompts = [self.prompt] * number
-        sequences, _ = sampling.sample(self.policy, prompts, GRPO.max_new_tokens, rng)
-        return sequences
-
-    def text(self, sequence: tuple) -> str:
-        return self.tokenizer.decode(sequence[1], skip_special_tokens=True)
-
-    def tokens(self, ids: list[int]) -> list[str]:
-        return self.tokenizer.convert_ids_to_tokens(ids)
-
-    def rewards(self, sequences: Sequences) -> Tensor:
-        """Scores (B,) of the reward model, centred as ppo_rlhf.py and grpo.py do."""
-        return self.reward_fn([], sequences, [])
-
-    def logprobs(self, policy: sampling.Policy, sequences: Sequences) -> list[list[float]]:
-        """Rounded, without the zeros after a completion's end."""
-        with torch.no_grad():
-            rows = completion_logprobs(policy.model, sequences, range(len(sequences)))
-        return unpadded(rows, sequences)
-
-    def logratios(self, sequences: Sequences) -> list[float]:
-        """log(pi(y|x) / pi_ref(y|x)), rounded, of the policy as it is now."""
-        rows = range(len(sequences))
-        with torch.no_grad():
-            logprobs = completion_logprobs(self.policy.model, sequences, rows)
-            ref_logprobs = completion_logprobs(self.ref.model, sequences, rows)
-        return rounded((logprobs - ref_logprobs).sum(dim=1).tolist(), DIGITS)
-
-    def train(self, sequences: Sequences) -> None:
-        """One optimiser step of GRPO on a group."""
-        rows = range(len(sequences))
-        logprobs = completion_logprobs(self.policy.model, sequences, rows)
-        with torch.no_grad():
-            ref_logprobs = completion_logprobs(self.ref.model, sequences, rows)
-        loss, _ = grpo.grpo_loss(
-            logprobs,
-            logprobs.detach(),
-            ref_logprobs,
-            grpo.group_advantages(self.rewards(sequences), len(sequences)),
-            grpo.token_weights(mask_of(sequences), GRPO.loss_norm, GRPO.max_new_tokens),
-            clip_low=GRPO.clip_coef,
-            clip_high=GRPO.clip_coef,
-            beta=GRPO.beta,
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), GRPO.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def measure() -> dict:
-    """What the checkpoints and two optimiser steps give: token ids, log-probs, rewards, values."""
+    """What the checkpoints and two optimiser steps give: log-probs, rewards and values."""
     torch.set_num_threads(1)
-    models = Models()
-    models.train(models.sample(FIRST_SIZE, FIRST_SEED))  # the checkpoint becomes `old`
-    group = models.sample(NUM_SAMPLES, SEED)
+    ref, policy = sampling.load_policy(GRPO.model), sampling.load_policy(GRPO.model)
+    optimizer = AdamW(policy.model.parameters(), lr=GRPO.learning_rate, weight_decay=0.0)
+    reward_fn = sampling.load_reward_model(GRPO.reward_model)
+    critic = AutoModelForSequenceClassification.from_pretrained(
+        PPO.reward_model, dtype=torch.float32
+    ).eval()
+
+    first = sample(policy, FIRST_SIZE, FIRST_SEED)
+    take_step(policy, ref, optimizer, first, reward_fn([], first, []))  # `ref` becomes `old`
+    group = sample(policy, NUM_SAMPLES, SEED)
     group = [sequence for sequence in group if len(sequence[1]) <= MAX_LENGTH][: len(NAMES)]
-    rewards = models.rewards(group)
+    rewards = reward_fn([], group, [])
     best_first = rewards.argsort(descending=True).tolist()
-    group = [group[i] for i in best_first]
+    group, rewards = [group[i] for i in best_first], rewards[best_first]
+
+    completions = [ids for _, ids in group]
+    texts = [ref.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
     measured = {
-        "prompt": models.tokens(models.prompt),
-        "prompt ids": models.prompt,
-        "completion": [models.text(sequence) for sequence in group],
-        "ids": [completion for _, completion in group],
-        "tokens": [models.tokens(completion) for _, completion in group],
-        "gold": [gold.score(models.text(sequence)) for sequence in group],
-        "reward": rounded(rewards[best_first].tolist(), DIGITS),
-        "ref": models.logprobs(models.ref, group),
-        "old": models.logprobs(models.policy, group),
+        "completion": texts,
+        "tokens": [ref.tokenizer.convert_ids_to_tokens(ids) for ids in completions],
+        "gold": [gold.score(text) for text in texts],
+        "reward": rounded(rewards.tolist(), DIGITS),
+        "ref": logprobs_of(ref, group),
+        "old": logprobs_of(policy, group),
     }
     with torch.no_grad():
-        inds = torch.arange(len(group))
-        _, entropy = completion_logprobs(models.policy.model, group, inds, entropy=True)
-        values = ppo_rlhf.critic_values(models.critic, models.critic.score, group, inds)
-    measured["entropy"] = unpadded(entropy, group)
+        values = ppo_rlhf.critic_values(critic, critic.score, group, torch.arange(len(group)))
     measured["values"] = unpadded(values, group)
-    models.train(group)  # `old` becomes `new`
-    measured["new"] = models.logprobs(models.policy, group)
-    measured["kto"] = measure_labelled(models, [group[BEST], group[WORST]])
+    take_step(policy, ref, optimizer, group, rewards)  # `old` becomes `new`
+    measured["new"] = logprobs_of(policy, group)
     return measured
 
 
-def measure_labelled(models: Models, ours: Sequences) -> dict:
-    """A batch for KTO: two completions of the prompt, and the first row of LABELS with each label.
+def sample(policy: sampling.Policy, number: int, seed: int) -> Sequences:
+    """Completions of the prompt."""
+    rng = Generator().manual_seed(seed)
+    prompts = [encode(policy.tokenizer, PROMPT)] * number
+    sequences, _ = sampling.sample(policy, prompts, GRPO.max_new_tokens, rng)
+    return sequences
 
-    Log-ratios of `new` to `ref`, summed over tokens: of the two rows, and of the mismatched pairs
-    of all four.
-    """
-    rows = read_jsonl(LABELS)
-    liked = next(row for row in rows if row["label"])
-    disliked = next(row for row in rows if not row["label"])
-    others = []
-    for row in (liked, disliked):
-        pair = encode_pair(models.tokenizer, row["prompt"], row["completion"], models.stop_ids)
-        others.append(pair)
-    # In this order no prompt is paired with a completion of its own.
-    sequences = [ours[0], others[0], ours[1], others[1]]
-    completions = [completion for _, completion in sequences]
-    mismatched = kto.mismatch(sequences, KTO.max_length)
-    return {
-        "prompts": [PROMPT, liked["prompt"], PROMPT, disliked["prompt"]],
-        "labels": [True, True, False, False],
-        # The row whose completion each prompt is paired with.
-        "partners": [completions.index(completion) for _, completion in mismatched],
-        "others": models.logratios(others),
-        "mismatched": models.logratios(mismatched),
-    }
+
+def take_step(
+    policy: sampling.Policy,
+    ref: sampling.Policy,
+    optimizer: AdamW,
+    sequences: Sequences,
+    rewards: Tensor,
+) -> None:
+    """One optimiser step of GRPO on a group."""
+    rows = range(len(sequences))
+    logprobs = completion_logprobs(policy.model, sequences, rows)
+    with torch.no_grad():
+        ref_logprobs = completion_logprobs(ref.model, sequences, rows)
+    mask = mask_of([ids for _, ids in sequences])
+    loss = grpo_loss(logprobs, logprobs.detach(), ref_logprobs, rewards, mask)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), GRPO.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def grpo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, mask: Tensor
+) -> Tensor:
+    loss, _ = grpo.grpo_loss(
+        logprobs,
+        old_logprobs,
+        ref_logprobs,
+        grpo.group_advantages(rewards, len(rewards)),
+        grpo.token_weights(mask, GRPO.loss_norm, GRPO.max_new_tokens),
+        clip_low=GRPO.clip_coef,
+        clip_high=GRPO.clip_coef,
+        beta=GRPO.beta,
+    )
+    return loss
+
+
+def logprobs_of(policy: sampling.Policy, sequences: Sequences) -> list[list[float]]:
+    with torch.no_grad():
+        rows = completion_logprobs(policy.model, sequences, range(len(sequences)))
+    return unpadded(rows, sequences)
 
 
 def unpadded(rows: Tensor, sequences: Sequences) -> list[list[float]]:
@@ -182,26 +134,18 @@ def unpadded(rows: Tensor, sequences: Sequences) -> list[list[float]]:
     return [rounded(row[: len(completion)].tolist(), DIGITS) for row, (_, completion) in pairs]
 
 
-def mask_of(sequences: Sequences) -> Tensor:
-    """True (B, T) at the completions' tokens."""
-    lengths = torch.tensor([len(completion) for _, completion in sequences])
-    return torch.arange(lengths.max()) < lengths[:, None]
-
-
 # --- the tables --------------------------------------------------------------------------------
 def tables(results: dict) -> dict:
     measured = results["numbers"]
     made = {
         "completions": completions_table(measured),
-        "tokens of 1": tokens_table(measured, BEST),
-        "reward model": reward_model_table(measured),
+        "tokens": tokens_table(measured),
         "REINFORCE": reinforce_table(measured),
-        "PPO on 1": ppo_table(measured, BEST),
-        "PPO whitening": whitening_table(measured),
+        "PPO": ppo_table(measured),
+        "PPO whitening": whitening(measured),
         "GRPO group": group_table(measured),
-        "GRPO on 1": grpo_table(measured, BEST),
+        "GRPO": grpo_table(measured),
         "DPO": dpo_table(measured),
-        "KTO": kto_table(measured),
     }
     return {f"one_prompt {name}": table for name, table in made.items()}
 
@@ -209,47 +153,17 @@ def tables(results: dict) -> dict:
 def completions_table(measured: dict) -> dict:
     rows = []
     for i, name in enumerate(NAMES):
-        tokens = len(measured["ids"][i])
         sums = [show(sum(measured[policy][i])) for policy in ("ref", "old", "new")]
-        entropy = show(sum(measured["entropy"][i]) / tokens)
-        row = [name, measured["completion"][i], str(tokens), *sums, entropy]
+        row = [name, measured["completion"][i], str(len(measured["tokens"][i])), *sums]
         rows.append([*row, fixed(measured["gold"][i], 1), show(measured["reward"][i])])
     log_probs = ["log π_ref", "log π_old", "log π_new"]
-    columns = ["", "completion", "tokens", *log_probs, "entropy", "gold reward", "learned reward"]
+    columns = ["", "completion", "tokens", *log_probs, "gold reward", "learned reward"]
     return {"columns": columns, "rows": rows}
 
 
-def tokens_table(measured: dict, i: int) -> dict:
-    columns = {
-        "log π_ref": measured["ref"][i],
-        "log π_old": measured["old"][i],
-        "log π_new": measured["new"][i],
-        "entropy of π_old": measured["entropy"][i],
-    }
-    return by_token(f"completion {NAMES[i]}", measured["tokens"][i], columns)
-
-
-def reward_model_table(measured: dict) -> dict:
-    rows = []
-    for chosen, rejected in ((0, 3), (2, 3), (3, 2)):
-        r_w, r_l = leaf([measured["reward"][chosen]]), leaf([measured["reward"][rejected]])
-        loss = bradley_terry_loss(r_w, r_l, torch.zeros(1), center_coef=0.0)
-        slope_w, slope_l = torch.autograd.grad(loss.sum(), (r_w, r_l))
-        gap = (r_w - r_l).detach()
-        numbers = [r_w, r_l, gap, gap.sigmoid(), loss, slope_w, slope_l]
-        label = f"{NAMES[chosen]} beats {NAMES[rejected]}"
-        rows.append([label, *(show(number.item()) for number in numbers)])
-    columns = [
-        "label",
-        "r_w",
-        "r_l",
-        "r_w - r_l",
-        "sigmoid",
-        "loss",
-        "gradient of r_w",
-        "gradient of r_l",
-    ]
-    return {"columns": columns, "rows": rows}
+def tokens_table(measured: dict) -> dict:
+    columns = {f"log π_{policy}": measured[policy][BEST] for policy in ("ref", "old", "new")}
+    return by_token(measured, columns)
 
 
 def reinforce_table(measured: dict) -> dict:
@@ -260,10 +174,10 @@ def reinforce_table(measured: dict) -> dict:
     (slopes,) = torch.autograd.grad(loss, logprobs)
     rows = []
     for i, name in enumerate(NAMES):
-        baseline = returns[i] - advantages[i]
-        numbers = [baseline.item(), advantages[i].item(), slopes[i, 0].item()]
-        texts = [show(number) for number in numbers]
-        rows.append([name, fixed(returns[i].item(), 1), *texts, direction(slopes[i, 0].item())])
+        slope = slopes[i, 0].item()
+        numbers = [returns[i] - advantages[i], advantages[i], slope]
+        cells = [fixed(returns[i].item(), 1), *(show(float(number)) for number in numbers)]
+        rows.append([name, *cells, "raised" if slope < 0 else "lowered"])
     columns = ["", "r", "b", "r - b", "gradient of each token", "its tokens are"]
     return {"columns": columns, "rows": rows}
 
@@ -271,68 +185,48 @@ def reinforce_table(measured: dict) -> dict:
 def ppo_advantages(measured: dict) -> dict[str, Tensor]:
     """What PPO computes before its loss, (4, T) each, 0 after a completion's end."""
     old, ref, values = (padded(measured[name]) for name in ("old", "ref", "values"))
-    mask = mask_of([([], ids) for ids in measured["ids"]])
+    mask = mask_of(measured["tokens"])
     scores = torch.tensor(measured["reward"], dtype=torch.float64)
-    k1 = old - ref
-    token_rewards = ppo_rlhf.shaped_rewards(scores, k1, mask, PPO.beta)
-    advantages, returns = ppo_rlhf.gae(token_rewards, values, PPO.gamma, PPO.gae_lambda)
+    token_rewards = ppo_rlhf.shaped_rewards(scores, old - ref, mask, PPO.beta)
+    # GAE with lambda = 0 is delta itself.
+    deltas, _ = ppo_rlhf.gae(token_rewards, values, PPO.gamma, 0.0)
+    advantages, _ = ppo_rlhf.gae(token_rewards, values, PPO.gamma, PPO.gae_lambda)
     return {
-        "mask": mask,
-        "k1": k1,
-        "rewards": token_rewards,
-        "values": values,
-        # GAE with lambda = 0 is delta itself.
-        "deltas": ppo_rlhf.gae(token_rewards, values, PPO.gamma, 0.0)[0],
-        "advantages": advantages,
-        "returns": returns,
-        "whitened": ppo_rlhf.whiten(advantages, mask),
+        "k1": old - ref,
+        "reward r": token_rewards,
+        "value V": values,
+        "δ": deltas,
+        "advantage A": advantages,
+        "whitened A": ppo_rlhf.whiten(advantages, mask),
     }
 
 
-def whitening_table(measured: dict) -> dict:
-    """The sums from which mean and variance of all tokens' advantages follow."""
-    parts = ppo_advantages(measured)
-    advantages, mask = parts["advantages"], parts["mask"]
-    rows = []
-    for i, name in enumerate(NAMES):
-        of_completion = advantages[i][mask[i]]
-        sums = [of_completion.sum().item(), of_completion.square().sum().item()]
-        rows.append([name, str(len(of_completion)), *(show(number) for number in sums)])
-    everything = advantages[mask]
-    sums = [everything.sum().item(), everything.square().sum().item()]
-    rows.append(["all", str(len(everything)), *(show(number) for number in sums)])
-    return {"columns": ["", "tokens", "sum of A", "sum of A²"], "rows": rows}
+def whitening(measured: dict) -> dict:
+    """A line with the mean and the standard deviation of all tokens' advantages."""
+    advantages = ppo_advantages(measured)["advantage A"][mask_of(measured["tokens"])]
+    mean, deviation = advantages.mean().item(), advantages.std(correction=0).item()
+    line = f"Whitening: over the {len(advantages)} tokens of the group A has the mean {show(mean)} "
+    return {"rows": [[f"{line}and the standard deviation {show(deviation)}."]]}
 
 
-def ppo_table(measured: dict, i: int) -> dict:
-    parts = ppo_advantages(measured)
-    mask = parts["mask"]
+def ppo_table(measured: dict) -> dict:
+    mask, columns = mask_of(measured["tokens"]), ppo_advantages(measured)
     old, new = padded(measured["old"]), leaf(padded(measured["new"]))
     loss, _ = ppo_rlhf.policy_loss(
         new,
         old,
         ref_logprobs=None,
-        advantages=parts["whitened"],
+        advantages=columns["whitened A"],
         entropy=torch.zeros_like(new),
         weights=mask / mask.sum(),
         clip_coef=PPO.clip_coef,
         beta=0.0,  # the KL is in the rewards
         ent_coef=PPO.ent_coef,
     )
-    (slopes,) = torch.autograd.grad(loss, new)
-    tokens = measured["tokens"][i]
-    columns = {
-        "k1": parts["k1"][i],
-        "reward r": parts["rewards"][i],
-        "value V": parts["values"][i],
-        "δ": parts["deltas"][i],
-        "advantage A": parts["advantages"][i],
-        "whitened A": parts["whitened"][i],
-        "ratio": (new.detach() - old).exp()[i],
-        "gradient": slopes[i],
-    }
-    columns = {name: column[: len(tokens)] for name, column in columns.items()}
-    return by_token(f"completion {NAMES[i]}", tokens, columns)
+    (columns["gradient"],) = torch.autograd.grad(loss, new)
+    columns["ratio"] = (new.detach() - old).exp()
+    order = ("k1", "reward r", "value V", "δ", "advantage A", "whitened A", "ratio", "gradient")
+    return by_token(measured, {name: columns[name][BEST] for name in order})
 
 
 def group_table(measured: dict) -> dict:
@@ -340,93 +234,35 @@ def group_table(measured: dict) -> dict:
     advantages = grpo.group_advantages(rewards, len(NAMES))
     rows = []
     for i, name in enumerate(NAMES):
-        tokens = len(measured["ids"][i])
-        numbers = [rewards[i], rewards[i] - rewards.mean(), advantages[i]]
-        texts = [show(number.item()) for number in numbers]
-        weight = show(1 / (len(NAMES) * tokens))
-        rows.append([name, *texts, str(tokens), weight, direction(-advantages[i].item())])
-    columns = ["", "r", "r - mean", "A", "tokens", "weight of a token", "its tokens are"]
-    return {"columns": columns, "rows": rows}
+        weight = 1 / (len(NAMES) * len(measured["tokens"][i]))
+        numbers = [rewards[i], rewards[i] - rewards.mean(), advantages[i], weight]
+        rows.append([name, *(show(float(number)) for number in numbers)])
+    return {"columns": ["", "r", "r - mean", "A", "weight w of a token"], "rows": rows}
 
 
-def grpo_slopes(measured: dict, policy: str) -> Tensor:
-    """The gradient (4, T) of GRPO's loss by log-probs of `old`, the first step, or of `new`."""
-    logprobs = leaf(padded(measured[policy]))
-    mask = mask_of([([], ids) for ids in measured["ids"]])
+def grpo_table(measured: dict) -> dict:
+    ref, old = padded(measured["ref"]), padded(measured["old"])
+    new = leaf(padded(measured["new"]))
     rewards = torch.tensor(measured["reward"], dtype=torch.float64)
-    loss, _ = grpo.grpo_loss(
-        logprobs,
-        padded(measured["old"]),
-        padded(measured["ref"]),
-        grpo.group_advantages(rewards, len(NAMES)),
-        grpo.token_weights(mask, GRPO.loss_norm, GRPO.max_new_tokens),
-        clip_low=GRPO.clip_coef,
-        clip_high=GRPO.clip_coef,
-        beta=GRPO.beta,
-    )
-    (slopes,) = torch.autograd.grad(loss, logprobs)
-    return slopes
-
-
-def grpo_table(measured: dict, i: int) -> dict:
-    ref, old, new = (padded(measured[policy]) for policy in ("ref", "old", "new"))
-    tokens = measured["tokens"][i]
-    columns = {
-        "gradient, first step": grpo_slopes(measured, "old")[i],
-        "ratio": (new - old).exp()[i],
-        "π_ref / π_new": (ref - new).exp()[i],
-        "k3": grpo.k3_kl(new, ref)[i],
-        "gradient, second step": grpo_slopes(measured, "new")[i],
-    }
-    columns = {name: column[: len(tokens)] for name, column in columns.items()}
-    return by_token(f"completion {NAMES[i]}", tokens, columns)
-
-
-def logratio(measured: dict, policy: str, i: int) -> float:
-    """log(pi(y|x) / pi_ref(y|x)) of completion i."""
-    return sum(measured[policy][i]) - sum(measured["ref"][i])
+    loss = grpo_loss(new, old, ref, rewards, mask_of(measured["tokens"]))
+    (slopes,) = torch.autograd.grad(loss, new)
+    ratio, inverse = (new.detach() - old).exp(), (ref - new.detach()).exp()
+    columns = {"ratio": ratio[BEST], "π_ref / π_new": inverse[BEST], "gradient": slopes[BEST]}
+    return by_token(measured, columns)
 
 
 def dpo_table(measured: dict) -> dict:
     rows = []
     for policy in ("ref", "old", "new"):
-        logratios = leaf([[logratio(measured, policy, i) for i in (BEST, WORST)]])
+        pair = [sum(measured[policy][i]) - sum(measured["ref"][i]) for i in (BEST, WORST)]
+        logratios = leaf([pair])
         loss = dpo.dpo_loss(logratios, DPO.beta)
         (slopes,) = torch.autograd.grad(loss.sum(), logratios)
-        chosen, rejected = logratios[0].tolist()
-        h = chosen - rejected
-        numbers = [chosen, rejected, h, DPO.beta * h, loss.item(), *slopes[0].tolist()]
+        h = pair[0] - pair[1]
+        numbers = [*pair, h, DPO.beta * h, loss.item(), *slopes[0].tolist()]
         rows.append([f"π_{policy}", *(show(number) for number in numbers)])
     columns = ["policy", "log-ratio of 1", "log-ratio of 4", "h", "β h", "loss"]
-    gradients = ["gradient of each token of 1", "of 4"]
-    return {"columns": [*columns, *gradients], "rows": rows}
-
-
-def kto_table(measured: dict) -> dict:
-    batch = measured["kto"]
-    names = [NAMES[BEST], "5", NAMES[WORST], "6"]
-    best, worst = (logratio(measured, "new", i) for i in (BEST, WORST))
-    liked, disliked = batch["others"]
-    logratios = leaf([best, liked, worst, disliked])
-    z0 = kto.reference_point(torch.tensor(batch["mismatched"], dtype=torch.float64))
-    losses = kto.kto_loss(
-        logratios,
-        z0,
-        torch.tensor(batch["labels"]),
-        beta=KTO.beta,
-        desirable_weight=KTO.desirable_weight,
-        undesirable_weight=KTO.undesirable_weight,
-    )
-    (slopes,) = torch.autograd.grad(losses.mean(), logratios)
-    rows = []
-    for i, name in enumerate(names):
-        label = "desirable" if batch["labels"][i] else "undesirable"
-        numbers = [logratios[i].item(), losses[i].item(), slopes[i].item()]
-        partner, mismatched = names[batch["partners"][i]], show(batch["mismatched"][i])
-        texts = [show(number) for number in numbers]
-        rows.append([name, batch["prompts"][i], label, partner, mismatched, *texts])
-    columns = ["", "prompt", "label", "mismatched with", "r of that pair", "r", "loss"]
-    return {"columns": [*columns, "gradient of each token"], "rows": rows}
+    return {"columns": [*columns, "gradient of each token of 1", "of 4"], "rows": rows}
 
 
 def leaf(numbers: Any) -> Tensor:
@@ -440,17 +276,19 @@ def padded(rows: list[list[float]]) -> Tensor:
     return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64)
 
 
-def by_token(name: str, tokens: list[str], columns: dict[str, Any]) -> dict:
-    """A table with a row for each token of a completion and a column for each quantity."""
-    names = [token.replace("<eos>", "`<eos>`") for token in tokens]
-    numbers = [[show(float(number)) for number in column] for column in columns.values()]
-    rows = [list(row) for row in zip(names, *numbers, strict=True)]
-    return {"columns": [name, *columns], "rows": rows}
+def mask_of(completions: list[list]) -> Tensor:
+    """True (B, T) at the completions' tokens."""
+    lengths = torch.tensor([len(completion) for completion in completions])
+    return torch.arange(lengths.max()) < lengths[:, None]
 
 
-def direction(slope: float) -> str:
-    """What gradient descent does to a token's log-prob that has this gradient."""
-    return "raised" if slope < 0 else "lowered"
+def by_token(measured: dict, columns: dict[str, Any]) -> dict:
+    """A table with a row for each token of the best completion."""
+    tokens = [token.replace("<eos>", "`<eos>`") for token in measured["tokens"][BEST]]
+    rows = []
+    for i, token in enumerate(tokens):
+        rows.append([token, *(show(float(numbers[i])) for numbers in columns.values())])
+    return {"columns": [f"completion {NAMES[BEST]}", *columns], "rows": rows}
 
 
 EXPERIMENTS = (Experiment("one_prompt", tables, lambda: {"numbers": measure()}),)
