@@ -44,7 +44,7 @@ ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 
 def test_sft_learns_from_one_epoch(tmp_path):
     _, first, last, _ = learn("sft.py", tmp_path, 1, "--epochs", "1")
     assert first["eval/loss"] > 2.5  # about log 18
-    assert last["eval/loss"] < 1.1
+    assert last["eval/loss"] < 1.05  # five seeds: 0.96 to 0.99
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -63,23 +63,23 @@ def test_grpo_learns_to_show_its_working(seed, tmp_path):
 def test_reinforce_learns_in_25_rollouts(tmp_path):
     _, first, last, _ = learn("reinforce.py", tmp_path, 1, "--total-rollouts", "25")
     assert first["eval/reward"] < 0.42
-    assert last["eval/reward"] >= 0.8  # 0.90 to 0.91
+    assert last["eval/reward"] >= 0.8  # five seeds: 0.82 to 0.92
 
 
 def test_ppo_learns_in_12_rollouts(tmp_path):
     rows, first, last, _ = learn("ppo_rlhf.py", tmp_path, 1, "--total-rollouts", "12")
     assert abs(first["eval/reward"]) < 0.1  # the gold reward, which training does not see
-    assert last["eval/reward"] >= 0.5
-    assert last_mean(rows, "objective/kl") < 10
-    assert last_mean(rows, "value/explained_variance") > 0.2
+    assert last["eval/reward"] >= 0.6  # five seeds: 0.69 to 0.74
+    assert last_mean(rows, "objective/kl") < 5  # 1.9 to 2.6
+    assert last_mean(rows, "value/explained_variance") > 0.15  # 0.19 to 0.30
 
 
 def test_dpo_learns_from_one_epoch(tmp_path):
     _, first, last, _ = learn("dpo.py", tmp_path, 1, "--epochs", "1")
     assert first["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["eval/pair_accuracy"] == 0.5
-    assert last["eval/pair_accuracy"] >= 0.75  # 0.80 to 0.81
-    assert last["eval/reward"] >= 0.35  # the gold reward: 0.51 to 0.52
+    assert last["eval/pair_accuracy"] >= 0.75  # five seeds: 0.79 to 0.81
+    assert last["eval/reward"] >= 0.45  # the gold reward: 0.51 to 0.55
     assert last["eval/kl"] < 10
 
 
@@ -87,8 +87,8 @@ def test_kto_learns_from_one_epoch(tmp_path):
     rows, first, last, _ = learn("kto.py", tmp_path, 1, "--epochs", "1")
     assert first["eval/margin"] == rows[1]["objective/kl"] == 0
     assert 0.53 < first["eval/loss"] < 0.63  # half the mean weight: 0.58
-    assert last["eval/margin"] > 0.3  # 0.55 to 0.58
-    assert last["eval/reward"] >= 0.45  # the gold reward: 0.63 to 0.74
+    assert last["eval/margin"] > 0.3  # five seeds: 0.38 to 0.65
+    assert last["eval/reward"] >= 0.5  # the gold reward: 0.55 to 0.74
     assert last["eval/kl"] < 8
 
 
