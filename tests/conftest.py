@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+pytest.register_assert_rewrite("reviews", "runs", "by_hand")  # or they would not say what failed
+
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
 

@@ -4,16 +4,14 @@ import itertools
 import json
 import math
 import tempfile
-import time
 from functools import partial
 from decimal import Decimal
-from types import SimpleNamespace
 
 import pytest
 import torch
 from models import CHAT, tiny_model
-from reviews import EOS, POLICY, STILL, assert_same_training, assert_step_of_adamw, batch_rows
-from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids, weights_of
+from reviews import EOS, POLICY, STILL, assert_same_training, batch_rows
+from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
 import spies
@@ -720,35 +718,6 @@ def test_args_json_holds_the_beta_that_the_loss_has_by_default(tmp_path):
     given = run(tmp_path, loss="simpo", beta=5, gamma=0.5)
     for row, other in zip(metrics_of(by_default), metrics_of(given), strict=True):
         assert row | {CLOCK: 0} == other | {CLOCK: 0}
-
-
-def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
-    # A clock that goes one second with each look at it.
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__, strftime=time.strftime)
-    monkeypatch.setattr(dpo, "time", clock)
-    flags = dict(epochs=3.5, eval_every=3, warmup_ratio=0.25)
-    before, *steps = metrics_of(run(tmp_path, **flags))
-    # 3.5 x 20 / 8 = 8.75 steps, int(0.25 x 9) = 2 of warm-up, then down to 0 over the 7 others
-    assert [step["step"] for step in steps] == list(range(1, 10))
-    assert [row["step"] for row in (before, *steps) if "eval/loss" in row] == [0, 3, 6, 9]
-    rates = [step["policy/learning_rate"] / 2e-3 for step in steps]
-    # The first rate is above 0, so only the first step is taken from the reference itself.
-    assert [step["reward/margin"] == 0 for step in steps[:3]] == [True, False, False]
-    assert rates == pytest.approx([1 / 3, 2 / 3, *(left / 7 for left in range(7, 0, -1))])
-    assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
-    rows = rows_of("train", 20)
-    for number, step in enumerate(steps):
-        picked = [rows[i] for i in batch_rows(number, 8, 20, seed=1)]
-        words = [row["prompt"] + row[k] for row in picked for k in ("chosen", "rejected")]
-        # the words of both texts, <bos> and <eos>
-        assert step["time/tokens_per_second"] == sum(len(text.split()) + 2 for text in words)
-
-
-def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    after = weights_of(run(tmp_path, weight_decay=10.0, max_grad_norm=0.25))
-    (step,) = steps
-    assert_step_of_adamw(step, after, 0.25, learning_rate=2e-3, weight_decay=10)
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------

@@ -4,15 +4,13 @@ import itertools
 import math
 import random
 import tempfile
-import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from models import CHAT, tiny_model
-from reviews import EOS, POLICY, STILL, assert_same_training, assert_step_of_adamw, batch_rows
-from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids, weights_of
+from reviews import EOS, POLICY, STILL, assert_same_training, batch_rows
+from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
 import spies
@@ -509,34 +507,6 @@ def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
     absent, present = ("undesirable", "desirable") if label else ("desirable", "undesirable")
     assert f"reward/{absent}" not in last
     assert (last[f"reward/{present}"] > 0) == label
-
-
-def test_steps_follow_the_schedule_and_are_counted(tmp_path, monkeypatch):
-    # A clock that goes one second with each look at it.
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__, strftime=time.strftime)
-    monkeypatch.setattr(kto, "time", clock)
-    loaded = spy_on(monkeypatch, "load_labelled")
-    flags = dict(epochs=3.5, eval_every=3, warmup_ratio=0.25)
-    before, *steps = metrics_of(run(tmp_path, **flags))
-    # 3.5 x 20 / 8 = 8.75 steps, int(0.25 x 9) = 2 of warm-up, then down to 0 over the 7 others
-    assert [step["step"] for step in steps] == list(range(1, 10))
-    assert [row["step"] for row in (before, *steps) if "eval/loss" in row] == [0, 3, 6, 9]
-    rates = [step["policy/learning_rate"] / 2e-3 for step in steps]
-    # The first step moves the policy, so the first loss alone is that of the reference itself.
-    assert [step["objective/loss"] == 0.5 for step in steps[:2]] == [True, False]
-    assert rates == pytest.approx([1 / 3, 2 / 3, *(left / 7 for left in range(7, 0, -1))])
-    assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
-    for number, step in enumerate(steps):
-        batch = [loaded[0][1][i] for i in batch_rows(number, 8, 20, seed=1)]
-        lengths = [2 * (len(row.prompt.ids) + len(row.completion_ids)) for row in batch]
-        assert step["time/tokens_per_second"] == sum(lengths)  # in one second
-
-
-def test_a_step_is_that_of_adamw_with_the_flags(tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    after = weights_of(run(tmp_path, weight_decay=10.0, max_grad_norm=0.05))
-    (step,) = steps
-    assert_step_of_adamw(step, after, 0.05, learning_rate=2e-3, weight_decay=10)
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------

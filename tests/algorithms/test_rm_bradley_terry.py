@@ -12,7 +12,6 @@ from gpu_types import take_gpu_types
 from models import CHAT, tiny_config, tiny_model
 from runs import read
 from safetensors.torch import load_file
-from spies import watch_steps
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -474,39 +473,6 @@ def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
     assert max(g.abs().max() for g in gradients[0]) > 1e-3
-
-
-def test_steps_start_without_a_gradient_and_follow_the_schedule(tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    # One batch is one epoch, so that all steps see the same pairs; and hardly anything changes.
-    flags = dict(batch_size=4, epochs=10, learning_rate=1e-20, eval_every=4, warmup_ratio=0.25)
-    run_dir = run(tmp_path, dataset=dataset(tmp_path, held_out(4)), model=REWARD_MODEL, **flags)
-    gradients = [gradient for _, gradient, _ in steps]
-    assert len(gradients) == 10
-    for other in gradients[1:]:
-        for a, b in zip(gradients[0], other, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
-    metrics = read(run_dir / "metrics.jsonl")
-    assert [row["step"] for row in metrics if "eval/loss" in row] == [0, 4, 8, 10]
-    # int(0.25 x 10) = 2 steps of warm-up, then down to 0 over the 8 others
-    rates = [row["reward/learning_rate"] for row in metrics[1:]]
-    expected = [1 / 3, 2 / 3, *(left / 8 for left in range(8, 0, -1))]
-    assert [rate / 1e-20 for rate in rates] == pytest.approx(expected)
-    assert [row["time/epoch"] for row in metrics[1:]] == list(range(1, 11))
-    norm = math.sqrt(sum(g.double().square().sum() for g in gradients[0]))
-    assert metrics[1]["reward/grad_norm"] == pytest.approx(norm, rel=1e-4)
-
-
-def test_weight_decay_is_that_of_adamw(tmp_path):
-    flags = dict(dataset=dataset(tmp_path, held_out(4)), model=REWARD_MODEL, batch_size=4)
-    flags |= dict(epochs=1, warmup_ratio=0, learning_rate=1e-3)
-    free, decayed = (
-        load_file(run(tmp_path, weight_decay=decay, **flags) / "model.safetensors")
-        for decay in (0.0, 10.0)
-    )
-    for name, tensor in load_file(f"{REWARD_MODEL}/model.safetensors").items():
-        expected = free[name] - 1e-3 * 10 * tensor.float()
-        torch.testing.assert_close(decayed[name], expected, atol=1e-6, rtol=1e-5)
 
 
 # --- rows to pairs ------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ completion at a time, without padding.
 """
 
 import functools
-import math
 
 import pytest
 import torch
@@ -81,16 +80,3 @@ def assert_same_training(run_dir, other_dir):
     weights, others = weights_of(run_dir), weights_of(other_dir)
     moved = sum((weights[k] - start[k].float()).square().sum() for k in start)
     assert sum((weights[k] - others[k]).square().sum() for k in start) < 1e-6 * moved
-
-
-def assert_step_of_adamw(step, after, max_norm, learning_rate, weight_decay):
-    """What a first step of `watch_steps` has made of the policy's weights."""
-    weights, gradient, clipped_to = step
-    norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
-    assert clipped_to == max_norm < norm
-    names = [name for name, _ in plain_model().named_parameters()]
-    for name, old, unclipped in zip(names, weights, gradient, strict=True):
-        # Both moments are the gradient's own, so the step is lr g / (|g| + 1e-8).
-        g = unclipped * max_norm / norm
-        expected = old - learning_rate * (g / (g.abs() + 1e-8) + weight_decay * old)
-        torch.testing.assert_close(after[name], expected, atol=2e-5, rtol=1e-5)
