@@ -1,29 +1,17 @@
 """docs/exercises.md: runs of the exercises' scripts with their bugs and without."""
 
-import shutil
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from docs.exercises.plant import EXERCISES, write_copy
-from docs.experiments.lib.drawing import (
-    HEALTHY,
-    SICK,
-    draw_band,
-    draw_evaluations,
-    panel,
-    plain_log_scale,
-)
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.runs import RUNS, SEEDS, runs_of, value
+from docs.experiments.lib.runs import RUNS, runs_of, value
 from docs.experiments.lib.tables import rounded, spread
 
 WAYS = ("healthy", "planted")
-COPIES = RUNS / "exercises"
 Rows = list[dict]  # the metrics of a run, a row for each step
 
 
-# --- what the page promises --------------------------------------------------------------------
 class Symptom(NamedTuple):
     number: int  # of the exercise
     name: str  # in the table
@@ -37,37 +25,19 @@ SYMPTOMS = (
     Symptom(1, "`eval/reward`", "eval/reward", 2),
     Symptom(2, "`policy/approx_kl`", "policy/approx_kl", 5),
     Symptom(3, "`eval/truncated_fraction`", "eval/truncated_fraction", 2),
-    Symptom(3, "`eval/length_mean`", "eval/length_mean", 1),
     Symptom(4, "largest difference of `objective/loss`", "highest difference/loss", 3),
-    Symptom(4, "last difference of `eval/loss`", "eval/difference", 3),
     Symptom(5, "highest `objective/kl`", "highest objective/kl", 1),
     Symptom(5, "highest `policy/grad_norm`", "highest policy/grad_norm", 1),
-    Symptom(6, "`value/loss`, all rollouts", "average value/loss", 2),
     Symptom(6, "`value/explained_variance`, all rollouts", "average value/explained_variance", 2),
     Symptom(6, "`reward/mean`", "reward/mean", 2),
     Symptom(7, "`reward/mean`", "reward/mean", 2),
     Symptom(7, "`policy/grad_norm`, all rollouts", "average policy/grad_norm", 1),
-    Symptom(8, "`eval/loss`", "eval/loss", 3),
     Symptom(8, "`eval/pair_accuracy`", "eval/pair_accuracy", 2),
     Symptom(9, "first `objective/loss`", "first objective/loss", 2),
     Symptom(9, "`eval/pair_accuracy`", "eval/pair_accuracy", 2),
     Symptom(10, "`eval/margin`", "eval/margin", 2),
     Symptom(10, "`eval/kl`", "eval/kl", 1),
 )
-# What the figure of each exercise draws, the label of x, and its title.
-PANELS = {
-    1: ("objective/kl", "rollout", "the KL stays 0"),
-    2: ("policy/approx_kl", "rollout", "the steps do not shrink"),
-    3: ("eval/truncated_fraction", "optimiser step", "completions never stop"),
-    4: ("difference/loss", "optimiser step", "the micro-batch size matters"),
-    5: ("objective/kl", "rollout", "the KL jumps and comes back"),
-    6: ("reward/mean", "rollout", "the policy learns less"),
-    7: ("reward/mean", "rollout", "the reward rises slowly"),
-    8: ("eval/pair_accuracy", "optimiser step", "pairs are not told apart"),
-    9: ("objective/loss", "optimiser step", "the first loss is not ln 2"),
-    10: ("eval/margin", "optimiser step", "the margin stays 0"),
-}
-LOGARITHMIC = (2, 5)
 COMMANDS = {
     f"{number}.{i}": command
     for number, exercise in EXERCISES.items()
@@ -75,81 +45,49 @@ COMMANDS = {
 }
 
 
-# --- making the runs ---------------------------------------------------------------------------
 def copy_of(number: int, way: str) -> Path:
-    """The folder of a copy, written anew where a script or a bug has changed."""
+    """The folder of a copy, written if there is none."""
     exercise = EXERCISES[number]
     name = f"{number}_{way}"
     if way == "healthy" and not exercise.setup:
         name = "healthy"  # the same for all of these
-    folder, new_folder = COPIES / name, COPIES / f"{name}.new"
-    shutil.rmtree(new_folder, ignore_errors=True)
-    write_copy(exercise, new_folder, healthy=way == "healthy")
-    if sources(folder) == sources(new_folder):
-        shutil.rmtree(new_folder)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        new_folder.rename(folder)
+    folder = RUNS / "exercises" / name
+    if not folder.exists():
+        write_copy(exercise, folder, healthy=way == "healthy")
     return folder
-
-
-def sources(folder: Path) -> dict[str, str]:
-    """The programs and settings of a copy that a run depends on."""
-    files = [*folder.glob("*.py"), *folder.glob("common/*.py"), *folder.glob("tiny/*/*/*.json")]
-    return {str(file.relative_to(folder)): file.read_text() for file in files}
 
 
 def differences(first: Rows, second: Rows) -> Rows:
     """How far the losses of two runs, which should agree, lie apart in each step."""
     rows = []
     for one, other in zip(first, second, strict=True):
-        row = {"step": one["step"]}
-        for name, metric in (
-            ("difference/loss", "objective/loss"),
-            ("eval/difference", "eval/loss"),
-        ):
-            if metric in one:
-                row[name] = abs(one[metric] - other[metric])
-        rows.append(row)
+        if "objective/loss" in one:
+            difference = abs(one["objective/loss"] - other["objective/loss"])
+            rows.append({"step": one["step"], "difference/loss": difference})
     return rows
 
 
-def all_rows() -> dict[tuple[int, str], list[Rows]]:
-    """By exercise and way, the rows of each seed; two commands give those of `differences`."""
-    rows = {}
-    for number, way in product(EXERCISES, WAYS):
-        runs = runs_of(EXERCISES[number].commands, root=copy_of(number, way))
-        if len(runs) == 1:
-            (only_command,) = runs.values()
-            rows[number, way] = [run.rows for run in only_command]
-        else:
-            first, second = runs.values()
-            pairs = zip(first, second, strict=True)
-            rows[number, way] = [differences(one.rows, other.rows) for one, other in pairs]
-    return rows
+def rows_of(number: int, way: str) -> list[Rows]:
+    """The rows of each seed; two commands give those of `differences`."""
+    runs = runs_of(EXERCISES[number].commands, root=copy_of(number, way))
+    if len(runs) == 1:
+        (only_command,) = runs.values()
+        return [run.rows for run in only_command]
+    pairs = zip(*runs.values(), strict=True)
+    return [differences(one.rows, other.rows) for one, other in pairs]
 
 
-# --- what is made of them ----------------------------------------------------------------------
 def measure() -> dict:
-    rows = all_rows()
-    numbers, curves = {}, {}
-    for symptom in SYMPTOMS:
-        of_symptom = numbers.setdefault(str(symptom.number), {}).setdefault(symptom.name, {})
+    numbers = {}
+    for number in EXERCISES:
+        numbers[str(number)] = {}
         for way in WAYS:
-            of_seeds = rows[symptom.number, way]
-            of_symptom[way] = [value(of_seed, symptom.metric) for of_seed in of_seeds]
-    for number, (metric, *_) in PANELS.items():
-        curves[str(number)] = {}
-        for way in WAYS:
-            curves[str(number)][way] = [
-                [[row["step"], row[metric]] for row in of_seed if metric in row]
-                for of_seed in rows[number, way]
-            ]
-    return {
-        "seeds": SEEDS,
-        "numbers": rounded(numbers, 8),
-        "curves": rounded(curves, 8),
-    }
+            rows = rows_of(number, way)
+            for symptom in SYMPTOMS:
+                if symptom.number == number:
+                    values = [value(of_seed, symptom.metric) for of_seed in rows]
+                    numbers[str(number)].setdefault(symptom.name, {})[way] = values
+    return {"numbers": rounded(numbers, 8)}
 
 
 def tables(results: dict) -> dict:
@@ -161,22 +99,4 @@ def tables(results: dict) -> dict:
     return {"exercises": {"columns": ["exercise", "metric", *WAYS], "rows": rows}}
 
 
-def draw(results: dict) -> dict:
-    """A figure for each exercise."""
-    axes = {}
-    for number, curves in results["curves"].items():
-        metric, xlabel, title = PANELS[int(number)]
-        ylabel = metric.replace("difference/loss", "difference of the losses")
-        axis = panel(f"{number}: {title}", xlabel, ylabel, height=2.2)
-        axes[f"exercises_{number}"] = axis
-        draw_curves = draw_evaluations if metric.startswith("eval/") else draw_band
-        for way, style in zip(WAYS, (HEALTHY, SICK), strict=True):
-            draw_curves(axis, curves[way], way, style)
-        axis.locator_params(axis="x", integer=True)
-        if int(number) in LOGARITHMIC:
-            plain_log_scale(axis)
-        axis.legend()
-    return axes
-
-
-EXPERIMENTS = (Experiment("exercises", tables, measure, draw, COMMANDS),)
+EXPERIMENTS = (Experiment("exercises", tables, measure, commands=COMMANDS),)
