@@ -146,7 +146,7 @@ EXERCISES = {
                 "        start = len(prompt)\n",
             ),
         ),
-        test="test_ppo_rlhf.py::test_a_value_depends_on_the_tokens_before_its_own_and_no_others",
+        test="test_ppo_rlhf.py::test_critic_values_are_the_head_on_the_token_before",
     ),
     7: Exercise(
         commands=("reinforce.py --total-rollouts 20 --eval-every 10",),
