@@ -529,6 +529,14 @@ def test_critic_values_do_not_depend_on_padding(prompt, completion):
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("changed", [3, 5])
+def test_a_value_depends_on_the_tokens_before_its_own_and_no_others(changed):
+    critic, row = tiny_critic(), [*ROW]
+    row[changed] = 11
+    same = torch.isclose(values_of(critic, row), values_of(critic, ROW), atol=1e-6)
+    assert same.tolist() == [t <= changed for t in range(3, 7)]
+
+
 def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_zero():
     critic = tiny_critic(score_mean=0.7)
     pairs = [(ROW[:3], ROW[3:]), (ROW[:1], ROW[1:]), (ROW, [4])]
