@@ -16,7 +16,6 @@ from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.tables import fixed
 from grpo import grpo_loss
 from ppo_rlhf import gae
-from reinforce import policy_gradient_loss
 
 # One prompt, three completions.
 PROBABILITIES, REWARDS = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
@@ -33,7 +32,8 @@ def baselines_table() -> dict:
     """Mean and variance of the estimate (r - b) grad log pi, for several b."""
     logits, logprobs = softmax_policy(PROBABILITIES)
     p, rewards = tensor(PROBABILITIES), tensor(REWARDS)
-    squared_scores = gradients(logprobs, logits).square().sum(dim=1)
+    scores = gradients(logprobs, logits)
+    squared_scores = scores.square().sum(dim=1)
     best = ((p * rewards * squared_scores).sum() / (p * squared_scores).sum()).item()
     mean_reward = (p * rewards).sum().item()
     cases = {
@@ -44,11 +44,7 @@ def baselines_table() -> dict:
     }
     rows = []
     for name, baseline in cases.items():
-        objectives = []
-        for logprob, reward in zip(logprobs, rewards, strict=True):
-            advantage = (reward - baseline).view(1)
-            objectives.append(-policy_gradient_loss(logprob.view(1, 1), advantage, 1))
-        mean, variance = mean_and_variance(p, gradients(objectives, logits))
+        mean, variance = mean_and_variance(p, (rewards - baseline)[:, None] * scores)
         rows.append([name, ", ".join(fixed(x, 2) for x in mean), fixed(variance)])
     return {"columns": ["$b$", "mean of the estimate", "variance"], "rows": rows}
 

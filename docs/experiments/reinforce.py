@@ -2,7 +2,6 @@
 
 import tempfile
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -32,8 +31,7 @@ from tiny.arithmetic.reward import last_number
 
 def tables(numbers: Numbers) -> dict:
     columns = {
-        "accuracy before": ("first eval/reward", 3),
-        "after 20 rollouts": ("eval/reward at 20", 3),
+        "accuracy after 20 rollouts": ("eval/reward at 20", 3),
         "after 60": ("eval/reward", 3),
     }
     return {"reinforce": numbers.table_by_label(columns)}
@@ -43,16 +41,11 @@ BASELINES = ("--baseline none", "--baseline batch_mean", "--baseline leave_one_o
 
 
 # --- variance ----------------------------------------------------------------------------------
-class Case(NamedTuple):
-    shift: float  # what is added to each reward, 0 or 1
-    baseline: str
-
-
-CASES = {
-    "none": Case(0, "none"),
-    "none, rewards 1 and 2": Case(1, "none"),
-    "batch mean": Case(0, "batch_mean"),
-    "leave one out": Case(0, "leave_one_out"),
+CASES = {  # what is added to each reward, and the baseline
+    "none": (0, "none"),
+    "none, rewards 1 and 2": (1, "none"),
+    "batch mean": (0, "batch_mean"),
+    "leave one out": (0, "leave_one_out"),
 }
 NUM_ROLLOUTS = 64  # that are sampled from each policy
 MOMENTS = (0, 5, 10, 20, 40, 60)  # rollouts trained, after which the variance is measured
@@ -78,10 +71,8 @@ def variances(model: str, seed: int) -> dict[str, float]:
 
         # 2. Its gradient under each baseline.
         logprobs = completion_logprobs(policy.model, sequences, range(len(sequences)))
-        for name, case in CASES.items():
-            advantages = reinforce.baseline_advantages(
-                rewards + case.shift, args.group_size, case.baseline
-            )
+        for name, (shift, baseline) in CASES.items():
+            advantages = reinforce.baseline_advantages(rewards + shift, args.group_size, baseline)
             loss = reinforce.policy_gradient_loss(logprobs, advantages, len(sequences))
             gradient = flat_gradient(loss, policy.model)
             gradient_sums[name] = gradient_sums[name] + gradient
