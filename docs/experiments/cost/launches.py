@@ -15,7 +15,7 @@ import contextlib
 import sys
 import tempfile
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -24,14 +24,19 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common.generation
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from docs.experiments.lib.measuring import SCRIPTS, quietly, random_llama, two_steps
+from docs.experiments.lib.measuring import (
+    SCRIPTS,
+    noted_steps,
+    quietly,
+    random_llama,
+    two_steps,
+)
 
 ROOT = Path(__file__).parents[3]
 OUR_FOLDERS = (ROOT, ROOT / "common")
@@ -234,17 +239,14 @@ def count_script(name: str) -> tuple[int, int, LaunchCounter]:
     flags = two_steps(script, micro_batch_size=4)
     if hasattr(script, "generate"):
         flags["max_new_tokens"] = 8
-    counts = defaultdict(list)  # by optimiser
-    with tempfile.TemporaryDirectory() as folder, counted() as counter:
-
-        def note_step(optimizer: Any, *_: Any) -> None:
-            counts[optimizer].append((counter.launches.total(), len(counter.waits)))
-
-        hook = register_optimizer_step_post_hook(note_step)
-        with patch.object(script, "join_processes", lambda: SIM):
-            quietly(script.main, script.Args(output_dir=folder, **flags))
-        hook.remove()
-    ((launches, waits), (more_launches, more_waits)), *_ = counts.values()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        counted() as counter,
+        noted_steps(lambda: (counter.launches.total(), len(counter.waits))) as notes,
+        patch.object(script, "join_processes", lambda: SIM),
+    ):
+        quietly(script.main, script.Args(output_dir=folder, **flags))
+    (launches, waits), (more_launches, more_waits) = notes
     return more_launches - launches, more_waits - waits, counter
 
 

@@ -5,13 +5,14 @@ import contextlib
 import io
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,6 +36,22 @@ def in_own_process(function: Callable, *arguments: Any) -> Any:
     """What a function returns that is called, quietly, in a new process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(quietly, function, *arguments).result()
+
+
+@contextlib.contextmanager
+def noted_steps(note: Callable[[], Any]) -> Iterator[list]:
+    """A list of what `note()` gives after each step of the first optimiser; PPO has two."""
+    optimizers, notes = [], []
+
+    def after_step(optimizer: Any, *_: Any) -> None:
+        if type(optimizer).__name__ == "AdamW":  # accelerate wraps it in an optimiser of its own
+            optimizers.append(optimizer)
+            if optimizer is optimizers[0]:
+                notes.append(note())
+
+    hook = register_optimizer_step_post_hook(after_step)
+    yield notes
+    hook.remove()
 
 
 # --- time and memory ---------------------------------------------------------------------------
