@@ -213,7 +213,8 @@ def test_what_a_template_writes_after_a_turn_is_a_stop_id(tmp_path):
     """As in a base model, whose EOS is not the end of a turn of its chat template."""
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    tokenizer.chat_template = tokenizer.chat_template.replace("<eos> nl", "<end> nl")
+    # Only the first of what follows a turn ends it.
+    tokenizer.chat_template = tokenizer.chat_template.replace("<eos> nl", "<end> <unk> nl")
     end = tokenizer.convert_tokens_to_ids("<end>")
     assert find_stop_ids(str(tmp_path), tokenizer) == sorted([2, end])
     assert find_stop_ids(str(tmp_path), chat_tokenizer()) == [2]

@@ -1,10 +1,10 @@
 """ppo_rlhf.py --critic-init policy: a value head on the policy's own backbone."""
 
-import json
-
 import pytest
 import torch
+from runs import read_log
 from safetensors.torch import load_file
+from spies import spy_on, watch_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
@@ -48,32 +48,15 @@ def test_one_step_has_the_gradient_of_one_joint_loss(tmp_path, monkeypatch):
 
     In the first step all ratios are 1 and V_t is V_old: nothing is clipped.
     """
-    seen, gradients = {}, []
-    gae, clip_grad_norm = ppo_rlhf.gae, ppo_rlhf.clip_grad_norm
-    generate = ppo_rlhf.generate
-    batches = []
-
-    def spy_on_generate(model, prompts, **options):
-        completions = generate(model, prompts, **options)
-        batches.append(list(zip(prompts, completions, strict=True)))
-        return completions
-
-    def spy_on_gae(*args, **kwargs):
-        seen["advantages"], seen["returns"] = gae(*args, **kwargs)
-        return seen["advantages"], seen["returns"]
-
-    def spy_on_clip(model, *args):
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        return clip_grad_norm(model, *args)
-
-    monkeypatch.setattr(ppo_rlhf, "generate", spy_on_generate)
-    monkeypatch.setattr(ppo_rlhf, "gae", spy_on_gae)
-    monkeypatch.setattr(ppo_rlhf, "clip_grad_norm", spy_on_clip)
+    steps = watch_steps(monkeypatch)
+    sampled, estimated = (spy_on(ppo_rlhf, monkeypatch, name) for name in ("generate", "gae"))
     run(tmp_path, total_rollouts=1, whiten_advantages=False, beta=0.0)
 
     model = AutoModelForCausalLM.from_pretrained(Args().model, dtype=torch.float32).eval()
     head = head_of(seed=1)
-    sequences = batches[1]  # the first ones are of the evaluation
+    _, (arguments, completions), _ = sampled  # evaluation, rollout, evaluation
+    sequences = list(zip(arguments[1], completions, strict=True))
+    ((_, (advantages, returns)),) = estimated
     num_tokens = sum(len(completion) for _, completion in sequences)
     for row, (prompt, completion) in enumerate(sequences):
         ids = torch.tensor([prompt + completion])
@@ -82,14 +65,13 @@ def test_one_step_has_the_gradient_of_one_joint_loss(tmp_path, monkeypatch):
         loss = 0.0
         for t in range(len(completion)):
             value = hidden[len(prompt) + t - 1] @ head.weight[0]
-            loss = loss - seen["advantages"][row, t] * logprobs[t]
-            loss = loss + SMALL["vf_coef"] * 0.5 * (value - seen["returns"][row, t]).square()
+            loss = loss - advantages[row, t] * logprobs[t]
+            loss = loss + SMALL["vf_coef"] * 0.5 * (value - returns[row, t]).square()
         (loss / num_tokens).backward()
-    of_policy, of_head = gradients
-    for name, parameter in model.named_parameters():
-        if name in of_policy:
-            torch.testing.assert_close(of_policy[name], parameter.grad, atol=2e-6, rtol=1e-3)
-    torch.testing.assert_close(of_head["weight"], head.weight.grad, atol=2e-6, rtol=1e-3)
+    (_, of_policy, _), (_, of_head, _) = steps
+    for found, parameter in zip(of_policy, model.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad, atol=2e-6, rtol=1e-3)
+    torch.testing.assert_close(of_head[0], head.weight.grad, atol=2e-6, rtol=1e-3)
 
 
 def test_the_value_loss_trains_the_policys_backbone(tmp_path):
@@ -107,15 +89,10 @@ def test_the_saved_model_is_the_policy_alone_and_the_run_resumes_to_the_same_bit
     _, info = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
-    expected, lines = load_file(whole / "model.safetensors"), (whole / "metrics.jsonl").read_text()
+    expected, rows = load_file(whole / "model.safetensors"), read_log(whole / "metrics.jsonl")
     last.unlink()  # a run that stopped after its first rollout, some time after its checkpoint
     resumed = ppo_rlhf.main(ppo_rlhf.parse_args(["--resume", str(whole)]))
     found = load_file(resumed / "model.safetensors")
     assert resumed == whole
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    for row, other in zip(
-        map(json.loads, lines.splitlines()),
-        map(json.loads, (whole / "metrics.jsonl").read_text().splitlines()),
-        strict=True,
-    ):
-        assert all(row[key] == other[key] for key in row if not key.startswith("time/"))
+    assert read_log(whole / "metrics.jsonl") == rows
