@@ -3,29 +3,29 @@
 import json
 import math
 import sys
-from functools import partial
 from fractions import Fraction
+from functools import partial
 from statistics import mean, stdev
 
 import pytest
+import spies
 import torch
+from spies import watch_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers import LlamaForSequenceClassification as Classifier
 
 import common.logprobs
 import grpo
-import spies
-from runs import metrics_of
-from spies import watch_steps
 from grpo import (
-    gdpo_advantages,
     Args,
+    gdpo_advantages,
     group_advantages,
     grpo_loss,
     k3_kl,
     model_rewards,
     token_weights,
 )
+from runs import metrics_of
 
 SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4, num_minibatches=1, eval_rows=4)
 SMALL |= dict(train_split="train[:64]", eval_split="test[:64]")

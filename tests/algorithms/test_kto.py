@@ -7,13 +7,13 @@ import tempfile
 from functools import partial
 
 import pytest
+import spies
 import torch
 from models import CHAT, tiny_model
 from reviews import EOS, POLICY, STILL, assert_same_training, batch_rows
 from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
-import spies
 from transformers import AutoTokenizer
 
 import kto

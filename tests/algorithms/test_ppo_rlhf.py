@@ -7,12 +7,11 @@ from tempfile import mkdtemp
 import numpy as np
 import pytest
 import torch
+from spies import spy_by_name
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 import ppo_rlhf
-from runs import metrics_of
-from spies import spy_by_name
 from ppo_rlhf import (
     Args,
     adapt_beta,
@@ -27,6 +26,7 @@ from ppo_rlhf import (
     value_loss,
     whiten,
 )
+from runs import metrics_of
 
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
 # so that a default may be tuned.

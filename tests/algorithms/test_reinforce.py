@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import spies
+import torch
 from reviews import plain_logprobs, plain_model
-from runs import metrics_of, read
 from spies import watch_steps
 from transformers import AutoModelForCausalLM
 
 import grpo
 import reinforce
 from reinforce import Args, baseline_advantages, policy_gradient_loss
+from runs import metrics_of, read
 
 SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4)
 SMALL |= dict(train_split="train[:64]", eval_split="test[:4]")

@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset
 from gpu_types import take_gpu_types
 from models import CHAT, tiny_config, tiny_model
-from runs import read
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -30,6 +29,7 @@ from rm_bradley_terry import (
     pair_scores,
     wins,
 )
+from runs import read
 
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
 SMALL = dict(train_split="train[:64]", epochs=0.001, batch_size=16, micro_batch_size=16)

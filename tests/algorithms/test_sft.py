@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from spies import spy_on, watch_steps
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -17,10 +18,9 @@ from transformers import (
 )
 
 import sft
-from runs import metrics_of, read
-from spies import spy_on, watch_steps
 from common.logprobs import completion_logprobs
 from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from runs import metrics_of, read
 from sft import Args, Demonstration, load_demonstrations, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"

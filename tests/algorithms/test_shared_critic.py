@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from runs import read_log
 from safetensors.torch import load_file
 from spies import spy_on, watch_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ppo_rlhf
 from common.logprobs import plain_logprobs
 from ppo_rlhf import Args, load_critic
+from runs import read_log
 
 CPU = torch.device("cpu")
 SMALL = dict(

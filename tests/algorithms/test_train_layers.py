@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from runs import read_log
 from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoTokenizer
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer
 import rm_bradley_terry as rm
 from common.distributed import transformer_layers
 from rm_bradley_terry import Args, load_classifier, pair_scores
+from runs import read_log
 
 SMALL = dict(train_split="train[:8]", epochs=1.0, batch_size=4, eval_rows=4)
 
