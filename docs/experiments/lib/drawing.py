@@ -1,20 +1,15 @@
 """How the figures of all pages look.
 
-    axis = panel("GRPO: accuracy rises above 0.9", "rollout", "held-out accuracy")
-    draw_band(axis, curves, "GRPO", ALGORITHM_STYLES["GRPO"])
-    return {"grpo_accuracy": axis}
-
 A figure has one pair of axes, and its title is what a reader should take from it. Most are 336
-pixels wide: two stand side by side on a page, on a phone one below the other, and their text has 12
-pixels in both places.
+pixels wide: two stand side by side on a page, on a phone one below the other.
 
 Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
 algorithms take the muted COLOURS. Every series also has its own marker or line style, so that a
 figure can be read without colours. Values logged in every step are lines (`draw_band`); the few
 evaluations of a run are markers without a line (`draw_evaluations`).
 
-No grey has a contrast of 4.5 : 1 both to a white page and to GitHub's dark one (#0d1117), so each
-figure has an opaque ground. All colours here have 4.5 : 1 to it and can be used for text.
+Each figure has an opaque ground, because no grey can be read on a white page and on GitHub's dark
+one. All colours here have a contrast of 4.5 : 1 to it and can be used for text.
 """
 
 import re
@@ -114,38 +109,24 @@ def plain_log_scale(axis: Any) -> None:
     axis.minorticks_off()
 
 
-class Band(NamedTuple):
-    """Of several runs: x, and the mean, the lowest and the highest y there."""
-
-    x: list[float]
-    mean: list[float]
-    lowest: list[float]
-    highest: list[float]
-
-
-def band_of(curves: Sequence[Sequence[tuple]]) -> Band:
-    """The band over curves, lists of points (x, y)."""
+def band_of(curves: Sequence[Sequence[tuple]]) -> tuple[list, list, list, list]:
+    """Of curves, lists of points (x, y): x, and the mean, the lowest and the highest y there."""
     points = [[*zip(*of_step, strict=True)] for of_step in zip(*curves, strict=True)]
-    return Band(
-        x=[mean(xs) for xs, _ in points],
-        mean=[mean(ys) for _, ys in points],
-        lowest=[min(ys) for _, ys in points],
-        highest=[max(ys) for _, ys in points],
-    )
+    means = [mean(ys) for _, ys in points]
+    lowest, highest = [min(ys) for _, ys in points], [max(ys) for _, ys in points]
+    return [mean(xs) for xs, _ in points], means, lowest, highest
 
 
-def draw_band(
-    axis: Any, curves: Sequence[Sequence[tuple]] | Band, label: str, style: Style
-) -> None:
+def draw_band(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style) -> None:
     """The mean over curves, lists of points (x, y), and a band from the lowest to the highest y.
 
     For what is logged in every step. A few markers tell the lines apart.
     """
-    band = curves if isinstance(curves, Band) else band_of(curves)
-    axis.fill_between(band.x, band.lowest, band.highest, color=style.colour, alpha=0.2, lw=0)
+    x, means, lowest, highest = band_of(curves)
+    axis.fill_between(x, lowest, highest, color=style.colour, alpha=0.2, lw=0)
     axis.plot(
-        band.x,
-        band.mean,
+        x,
+        means,
         color=style.colour,
         marker=style.marker,
         ls=style.line,
@@ -161,11 +142,11 @@ def draw_evaluations(
     """The mean of each evaluation as a marker, with a bar from the lowest to the highest y, and the
     single values of the curves as dots on it. No line: nothing was measured in between.
     """
-    band, colour = band_of(curves), style.colour
+    x, means, lowest, highest = band_of(curves)
     for curve in curves:
-        axis.plot(*zip(*curve, strict=True), color=colour, marker=".", ms=3, ls="", alpha=0.6)
-    axis.vlines(band.x, band.lowest, band.highest, color=colour, alpha=0.5, lw=1.2)
-    axis.plot(band.x, band.mean, color=colour, marker=style.marker, ms=6, ls="", label=label)
+        axis.plot(*zip(*curve, strict=True), color=style.colour, marker=".", ms=3, ls="", alpha=0.6)
+    axis.vlines(x, lowest, highest, color=style.colour, alpha=0.5, lw=1.2)
+    axis.plot(x, means, color=style.colour, marker=style.marker, ms=6, ls="", label=label)
 
 
 class Metric(NamedTuple):

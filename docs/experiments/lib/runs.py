@@ -28,12 +28,11 @@ from tiny.reviews.gold import grammatical
 RUNS = Path("runs/experiments")
 SEEDS = (1, 2, 3, 4, 5)
 JOBS = os.cpu_count() or 1  # runs side by side, of one thread each
-GOLD = "tiny/reviews/gold.py:sentiment"
 LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
 # GRPO on the reviews, with the learned reward, and evaluated by the gold reward.
 GRPO_REVIEWS = (
     "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
-    f"--reward-model tiny/reviews/reward_model --eval-reward-fn {GOLD} "
+    "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30"
 )
 
@@ -60,10 +59,6 @@ class Run:
         samples = read_jsonl(self.folder / "samples.jsonl")
         return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
 
-    def curve(self, x: str, y: str) -> list[tuple]:
-        """Points (x, y), where both metrics were logged."""
-        return [(row[x], row[y]) for row in self.rows if x in row and y in row]
-
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -74,7 +69,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 # --- making runs -------------------------------------------------------------------------------
-def run_of(command: str, seed: int, root: Path = Path()) -> Run:
+def run_of(command: str, seed: int) -> Run:
     """The run of a command with a seed, made on one thread if there is none yet.
 
     A command may name the model of another run with the same seed: `{command of that run}`. Runs
@@ -82,20 +77,19 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     error is kept with its message in error.txt if the error is that of a gradient norm.
     """
     digest = sha1(f"{command} --seed {seed}".encode()).hexdigest()[:12]
-    output_dir = root / RUNS / f"{command.partition('.py')[0]}_{digest}"
+    output_dir = RUNS / f"{command.partition('.py')[0]}_{digest}"
     for pattern in ("*/model.safetensors", "*/error.txt"):
         for file in output_dir.glob(pattern):
             return Run(file.parent)
     shutil.rmtree(output_dir, ignore_errors=True)  # a run that was interrupted
 
     def folder_of(other: re.Match) -> str:
-        return str(run_of(other[1], seed, root).folder.resolve())
+        return str(run_of(other[1], seed).folder)
 
     arguments = re.sub(r"\{(.*)\}", folder_of, command).split()
-    arguments += ["--seed", str(seed), "--output-dir", str(output_dir.resolve())]
+    arguments += ["--seed", str(seed), "--output-dir", str(output_dir)]
     process = subprocess.run(
         [sys.executable, *arguments],
-        cwd=root,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -110,15 +104,14 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     return Run(folder)
 
 
-def runs_of(commands: Iterable[str], root: Path = Path()) -> dict[str, list[Run]]:
+def runs_of(commands: Iterable[str]) -> dict[str, list[Run]]:
     """By command, its runs: one for each seed."""
     commands = dict.fromkeys(commands)
     needed_first = [other for command in commands for other in re.findall(r"\{(.*)\}", command)]
     for stage in (dict.fromkeys(needed_first), commands):
         with ThreadPoolExecutor(JOBS) as pool:
             futures = {
-                command: [pool.submit(run_of, command, seed, root) for seed in SEEDS]
-                for command in stage
+                command: [pool.submit(run_of, command, seed) for seed in SEEDS] for command in stage
             }
     return {command: [future.result() for future in futures[command]] for command in commands}
 
@@ -170,7 +163,6 @@ def kl_of_samples(run: Run) -> float:
     for sample in run.samples:
         ids = start.tokenizer(sample["completion"], add_special_tokens=False).input_ids
         ids += [start.tokenizer.eos_token_id] * (sample["length"] - len(ids))
-        assert len(ids) == sample["length"], sample
         sequences.append((encode(start.tokenizer, sample["prompt"]), ids))
     return sampling.mean_log_ratio(policy, start, sequences)
 
@@ -206,16 +198,14 @@ class Numbers:
         """Mean (lowest to highest) of the seeds."""
         return spread(self.values(label, metric), digits)
 
-    def metric_curves(
-        self, label: str, y: str, x: str = "step", evaluations: bool = False
-    ) -> list[list]:
-        """Points (x, y) for each seed, where both metrics were logged; or at evaluations only."""
-        recorded, name = self.curves.setdefault(label, {}), f"{y} over {x}"
+    def metric_curves(self, label: str, metric: str, evaluations: bool = False) -> list[list]:
+        """Points (step, metric) for each seed, where it was logged; or at evaluations only."""
+        recorded, name = self.curves.setdefault(label, {}), f"{metric} over step"
         if name not in recorded:
             recorded[name] = []
             for run in self.runs[label]:
                 rows = run.evaluations if evaluations else run.rows
-                points = [(row[x], row[y]) for row in rows if x in row and y in row]
+                points = [(row["step"], row[metric]) for row in rows if metric in row]
                 recorded[name].append(rounded(points))
         return recorded[name]
 
@@ -242,16 +232,10 @@ def experiment_of_runs(
     commands: dict[str, str],
     tables: Callable[[Numbers], dict],
     draw: Callable[[Numbers], dict[str, Any]] | None = None,
-    prepare: Callable[[], None] | None = None,
 ) -> Experiment:
-    """An experiment whose numbers are read off the runs of these commands, by label.
-
-    `prepare` writes what the runs need.
-    """
+    """An experiment whose numbers are read off the runs of these commands, by label."""
 
     def measure() -> dict:
-        if prepare:
-            prepare()
         runs = runs_of(commands.values())
         numbers = Numbers(
             commands, SEEDS, runs={label: runs[commands[label]] for label in commands}
