@@ -39,22 +39,7 @@ def run(tmp_path, **flags):
 
 
 spy_on = partial(spies.spy_on, grpo)
-
-
-def spy_on_loss(monkeypatch):
-    """Record the arguments and the results of each call of grpo_loss."""
-    calls = []
-
-    def spy(*args, **coefs):
-        loss, sums = grpo_loss(*args, **coefs)
-        names = "logprobs old ref advantages weights".split()
-        detached = [a.detach().clone() if torch.is_tensor(a) else a for a in args]
-        calls.append(dict(zip(names, detached, strict=True)) | coefs | {"sums": sums})
-        calls[-1]["loss"] = loss.item()
-        return loss, sums
-
-    monkeypatch.setattr(grpo, "grpo_loss", spy)
-    return calls
+spy_by_name = partial(spies.spy_by_name, grpo)
 
 
 # --- advantages ---------------------------------------------------------------------------------
@@ -137,19 +122,8 @@ def test_gdpo_equals_plain_loops():
 
 def test_gdpo_in_a_run(tmp_path, monkeypatch):
     """Rewards and weights arrive by name, and what comes back is what is trained on."""
-    gdpo, trained = [], []
-
-    def spy(rewards, weights, *rest):
-        gdpo.append((rewards, weights, gdpo_advantages(rewards, weights, *rest)))
-        return gdpo[-1][-1]
-
-    def spy_on_loss(logprobs, old, ref, advantages, *rest, **coefs):
-        assert coefs["level"] == "sequence"  # GSPO in the same run
-        trained.extend(advantages.tolist())
-        return grpo_loss(logprobs, old, ref, advantages, *rest, **coefs)
-
-    monkeypatch.setattr(grpo, "gdpo_advantages", spy)
-    monkeypatch.setattr(grpo, "grpo_loss", spy_on_loss)
+    gdpo = spy_on(monkeypatch, "gdpo_advantages")
+    losses = spy_by_name(monkeypatch, "grpo_loss")
     (tmp_path / "brevity_of_gdpo.py").write_text(
         "def brevity(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n"
     )
@@ -159,10 +133,12 @@ def test_gdpo_in_a_run(tmp_path, monkeypatch):
     rules |= dict(reward_weights=[1.0, 0.5], multi_objective_aggregation="normalize_then_sum")
     monkeypatch.setattr(sys, "path", [*sys.path])
     grpo.main(grpo.Args(output_dir=str(tmp_path / "runs"), **flags, **rules))
-    (((right, brevity), weights, advantages),) = gdpo
+    ((((right, brevity), weights, _), advantages),) = gdpo
     assert weights.tolist() == [1.0, 0.5]
     assert set(right.tolist()) == {0, 1} and brevity.max() < 0
-    assert sorted(trained) == pytest.approx(sorted(advantages.tolist()))
+    trained = torch.cat([call["advantages"] for call in losses])
+    assert sorted(trained.tolist()) == pytest.approx(sorted(advantages.tolist()))
+    assert {call["level"] for call in losses} == {"sequence"}  # GSPO in the same run
 
 
 # --- one ratio for a completion: GSPO ------------------------------------------------------------
@@ -453,15 +429,17 @@ def test_accuracy_counts_full_marks_before_weighting(tmp_path):
 
 def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(tmp_path, monkeypatch):
     temperature = 0.6
-    rollouts, calls = spy_on(monkeypatch, "generate"), spy_on_loss(monkeypatch)
+    rollouts, calls = spy_on(monkeypatch, "generate"), spy_by_name(monkeypatch, "grpo_loss")
     flags = dict(num_minibatches=2, prompts_per_rollout=8, micro_batch_size=8)
     run(tmp_path, temperature=temperature, **flags)
     assert len(calls) == 4  # two micro-batches in each of two minibatches
     for number, call in enumerate(calls):
-        same = torch.equal(call["logprobs"], call["old"])
+        same = torch.equal(call["logprobs"], call["old_logprobs"])
         assert same == (number < 2), "exactly 1 before the first step, and never again"
-    assert calls[0]["sums"]["policy/approx_kl"] == 0
-    assert all((call["old"] < 0).any() for call in calls)
+    assert calls[0]["result"][1]["policy/approx_kl"] == 0
+    assert all((call["old_logprobs"] < 0).any() for call in calls)
+    # The reference is still the same model.
+    assert all(torch.equal(call["ref_logprobs"], call["old_logprobs"]) for call in calls)
 
     # All old log-probs, by a plain forward pass of the untouched policy.
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
@@ -472,7 +450,7 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(tmp
         scores = (policy(ids).logits[0] / temperature).log_softmax(-1)[:-1]
         scores = scores.gather(1, ids[0, 1:, None]).squeeze(1)
         expected += scores[-len(completion) :].tolist()
-    found = [x for call in calls for x in call["old"][call["weights"] > 0].tolist()]
+    found = [x for call in calls for x in call["old_logprobs"][call["weights"] > 0].tolist()]
     assert sorted(found) == pytest.approx(sorted(expected), abs=1e-4)
 
 
@@ -486,16 +464,10 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(tmp
     ],
 )
 def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
-    rows, original = [], common.logprobs.completion_logprobs
-
-    def spy(model, pairs, picked, *settings, **named_settings):
-        rows.append(len(picked))
-        return original(model, pairs, picked, *settings, **named_settings)
-
-    monkeypatch.setattr(common.logprobs, "completion_logprobs", spy)
-    monkeypatch.setattr(grpo, "completion_logprobs", spy)
+    calls = spies.spy_on(common.logprobs, monkeypatch, "completion_logprobs")
+    monkeypatch.setattr(grpo, "completion_logprobs", common.logprobs.completion_logprobs)
     run(tmp_path, **flags)
-    assert sum(rows) == passes * 16
+    assert sum(len(rows) for (_, _, rows, *_), _ in calls) == passes * 16
 
 
 def test_the_reference_never_moves(tmp_path, monkeypatch):
@@ -510,7 +482,7 @@ def test_the_reference_never_moves(tmp_path, monkeypatch):
 
 
 def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, monkeypatch):
-    calls, sampled = spy_on_loss(monkeypatch), spy_on(monkeypatch, "generate")
+    calls, sampled = spy_by_name(monkeypatch, "grpo_loss"), spy_on(monkeypatch, "generate")
     scored, ranked = (
         spy_on(monkeypatch, "rollout_logprobs"),
         spy_on(monkeypatch, "group_advantages"),
@@ -564,7 +536,7 @@ def test_gradients_are_those_of_one_step(tmp_path, monkeypatch):
 
 
 def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monkeypatch):
-    calls = spy_on_loss(monkeypatch)
+    calls = spy_by_name(monkeypatch, "grpo_loss")
     flags = dict(max_new_tokens=6, micro_batch_size=16)  # enough for `#5`, not for the working
     _, last = metrics_of(run(tmp_path, mask_truncated=True, **flags))
     (call,) = calls
@@ -580,13 +552,14 @@ def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monk
 
 
 def test_default_clipping_is_symmetric_and_clip_higher_is_read(tmp_path, monkeypatch):
-    calls = spy_on_loss(monkeypatch)
+    calls = spy_by_name(monkeypatch, "grpo_loss")
     run(tmp_path)
     flags = dict(num_minibatches=2)  # with a single step all ratios are 1, and nothing is clipped
     run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, scale_rewards=False, **flags)
     assert (calls[0]["clip_low"], calls[0]["clip_high"]) == (0.2, 0.2)
     assert (calls[1]["clip_low"], calls[1]["clip_high"]) == (0.1, 0.28)
-    assert calls[1]["advantages"].abs().max() <= 1  # rewards are 0 and 1, not divided
+    quarters = 4 * calls[1]["advantages"]  # four rewards of 0 and 1 less their mean, not divided
+    assert quarters.any() and torch.equal(quarters, quarters.round())
 
 
 def test_a_prompt_as_long_as_allowed_is_kept():
@@ -631,14 +604,11 @@ def test_what_was_logged_and_saved(tmp_path):
 
 def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_path, monkeypatch):
     sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
-    losses, scored = spy_on_loss(monkeypatch), spy_on(monkeypatch, "completion_logprobs")
-    norms, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(*arguments):
-        norms.append(clip(*arguments))
-        return norms[-1]
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    losses, scored = (
+        spy_by_name(monkeypatch, "grpo_loss"),
+        spy_on(monkeypatch, "completion_logprobs"),
+    )
+    clipped = spies.spy_on(torch.nn.utils, monkeypatch, "clip_grad_norm_")
     # Two passes of two steps of three micro-batches; what is cut off counts in the metrics.
     flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, max_new_tokens=8)
     flags |= dict(prompts_per_rollout=7, beta=0.1, mask_truncated=True, temperature=1.3)
@@ -661,16 +631,19 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
 
     # A mean over optimiser steps, one over completions, and means over tokens, of both passes.
     assert len(losses) == 2 * 2 * 3
-    assert row["objective/loss"] == pytest.approx(sum(c["loss"] for c in losses) / 4, rel=1e-4)
-    assert row["policy/grad_norm"] == pytest.approx(sum(norms).item() / 4) and len(norms) == 4
-    u = [(c["ref"] - c["logprobs"]).double() for c in losses]
+    assert row["objective/loss"] == pytest.approx(
+        sum(c["result"][0].item() for c in losses) / 4, rel=1e-4
+    )
+    norms = [norm.item() for _, norm in clipped]
+    assert row["policy/grad_norm"] == pytest.approx(sum(norms) / 4) and len(norms) == 4
+    u = [(c["ref_logprobs"] - c["logprobs"]).double() for c in losses]
     kl = sum((x.exp() - x - 1).sum().item() for x in u)
     assert row["objective/kl"] == pytest.approx(kl / (2 * 28), rel=1e-3) and kl > 1e-3
     # Of these only tokens that are in the loss.
     loss_tokens = sum((call["weights"] > 0).sum().item() for call in losses)
     assert 0 < loss_tokens < 2 * sum(lengths)
     for name in ("approx_kl", "clip_fraction_low", "clip_fraction_high"):
-        total = sum(call["sums"][f"policy/{name}"].item() for call in losses)
+        total = sum(call["result"][1][f"policy/{name}"].item() for call in losses)
         assert row[f"policy/{name}"] == pytest.approx(total / loss_tokens, rel=1e-4)
     entropy = sum(entropies.sum().item() for _, (_, entropies) in scored)
     assert row["policy/entropy"] == pytest.approx(entropy / (2 * sum(lengths)), rel=1e-4)

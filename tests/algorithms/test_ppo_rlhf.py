@@ -7,7 +7,7 @@ from tempfile import mkdtemp
 import numpy as np
 import pytest
 import torch
-from spies import spy_by_name
+import spies
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
@@ -61,7 +61,7 @@ def last_checkpoint(run_dir):
     return torch.load(max(run_dir.glob("checkpoint_*.pt")), weights_only=True)
 
 
-spy_on = partial(spy_by_name, ppo_rlhf)
+spy_on = partial(spies.spy_by_name, ppo_rlhf)
 
 
 def spy_on_loss(monkeypatch):
@@ -997,13 +997,7 @@ def test_the_learning_rates_rise_for_a_part_of_the_rollouts_and_fall_to_zero(tmp
 def test_what_was_logged(tmp_path, monkeypatch):
     losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
-    norms, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(*arguments):
-        norms.append(clip(*arguments))
-        return norms[-1]
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    clipped = spies.spy_on(torch.nn.utils, monkeypatch, "clip_grad_norm_")
     flags = dict(total_rollouts=2, eval_every=1, micro_batch_size=4)
     rows = metrics_of(run(tmp_path, **flags))
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -1020,9 +1014,10 @@ def test_what_was_logged(tmp_path, monkeypatch):
         for name in calls[0]["result"][1]:
             total = sum(c["result"][1][name].item() for c in calls)
             assert row[name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
+    norms = [norm.item() for _, norm in clipped]
     assert len(norms) == 2 * 4 * 2  # of policy and critic in turn, in each of four steps
-    assert row["policy/grad_norm"] == pytest.approx(sum(norms[0:8:2]).item() / 4)
-    assert row["value/grad_norm"] == pytest.approx(sum(norms[1:8:2]).item() / 4)
+    assert row["policy/grad_norm"] == pytest.approx(sum(norms[0:8:2]) / 4)
+    assert row["value/grad_norm"] == pytest.approx(sum(norms[1:8:2]) / 4)
     total = sum(p["result"][0] + 0.5 * v["result"][0] for p, v in zip(losses, values, strict=True))
     assert row["objective/loss"] == pytest.approx(total.item() / 4, rel=1e-5)  # a minibatch
 
