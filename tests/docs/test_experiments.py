@@ -108,10 +108,9 @@ if "--error" in flags:
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
-    """The current folder, with a script that is quickly done."""
+def root(tmp_path):
+    """A folder with a script that is quickly done."""
     (tmp_path / "quick.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -120,27 +119,27 @@ def flags_of(run):
 
 
 def test_a_run_is_made_once_for_a_command_and_a_seed(root):
-    run = run_of("quick.py --a 1", 1)
+    run = run_of("quick.py --a 1", 1, root)
     assert flags_of(run)["--a"] == "1" and flags_of(run)["--seed"] == "1"
     (root / "quick.py").unlink()
-    assert run_of("quick.py --a 1", 1).folder == run.folder
+    assert run_of("quick.py --a 1", 1, root).folder == run.folder
     for command, seed in (("quick.py --a 1", 2), ("quick.py --a 2", 1)):
         with pytest.raises(RuntimeError, match="No such file"):
-            run_of(command, seed)
+            run_of(command, seed, root)
 
 
 def test_an_interrupted_run_is_made_again(root):
-    run = run_of("quick.py", 1)
+    run = run_of("quick.py", 1, root)
     (run.folder / "model.safetensors").unlink()
     (run.folder / "left").touch()
-    again = run_of("quick.py", 1)
+    again = run_of("quick.py", 1, root)
     assert (again.folder / "model.safetensors").exists() and not (again.folder / "left").exists()
 
 
 def test_a_command_names_the_model_of_another_run_with_its_seed(root, monkeypatch):
     monkeypatch.setattr(runs, "SEEDS", (1, 2))
     first, second = "quick.py --a 1", "quick.py --model {quick.py --a 1}"
-    made = runs_of([second, first])
+    made = runs_of([second, first], root)
     assert [*made] == [second, first]
     for one, other in zip(made[first], made[second], strict=True):
         assert flags_of(other)["--model"] == str(one.folder)
@@ -148,10 +147,10 @@ def test_a_command_names_the_model_of_another_run_with_its_seed(root, monkeypatc
 
 
 def test_a_run_may_stop_with_a_gradient_norm_and_nothing_else(root):
-    run = run_of("quick.py --error gradient_norm_nan", 1)
+    run = run_of("quick.py --error gradient_norm_nan", 1, root)
     assert (run.folder / "error.txt").read_text() == "gradient norm nan"
     with pytest.raises(RuntimeError, match="out of paper"):
-        run_of("quick.py --error out_of_paper", 1)
+        run_of("quick.py --error out_of_paper", 1, root)
 
 
 def test_value():
@@ -168,6 +167,7 @@ def test_value():
 
 def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, monkeypatch):
     monkeypatch.setattr(runs, "SEEDS", (1, 2))
+    monkeypatch.chdir(root)
 
     def make_tables(numbers):
         return {"quick": numbers.table_by_label({"loss": ("x/loss", 1), "r": ("eval/reward", 2)})}

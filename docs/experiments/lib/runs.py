@@ -69,7 +69,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 # --- making runs -------------------------------------------------------------------------------
-def run_of(command: str, seed: int) -> Run:
+def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     """The run of a command with a seed, made on one thread if there is none yet.
 
     A command may name the model of another run with the same seed: `{command of that run}`. Runs
@@ -77,19 +77,20 @@ def run_of(command: str, seed: int) -> Run:
     error is kept with its message in error.txt if the error is that of a gradient norm.
     """
     digest = sha1(f"{command} --seed {seed}".encode()).hexdigest()[:12]
-    output_dir = RUNS / f"{command.partition('.py')[0]}_{digest}"
+    output_dir = root / RUNS / f"{command.partition('.py')[0]}_{digest}"
     for pattern in ("*/model.safetensors", "*/error.txt"):
         for file in output_dir.glob(pattern):
             return Run(file.parent)
     shutil.rmtree(output_dir, ignore_errors=True)  # a run that was interrupted
 
     def folder_of(other: re.Match) -> str:
-        return str(run_of(other[1], seed).folder)
+        return str(run_of(other[1], seed, root).folder.resolve())
 
     arguments = re.sub(r"\{(.*)\}", folder_of, command).split()
-    arguments += ["--seed", str(seed), "--output-dir", str(output_dir)]
+    arguments += ["--seed", str(seed), "--output-dir", str(output_dir.resolve())]
     process = subprocess.run(
         [sys.executable, *arguments],
+        cwd=root,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -104,14 +105,15 @@ def run_of(command: str, seed: int) -> Run:
     return Run(folder)
 
 
-def runs_of(commands: Iterable[str]) -> dict[str, list[Run]]:
+def runs_of(commands: Iterable[str], root: Path = Path()) -> dict[str, list[Run]]:
     """By command, its runs: one for each seed."""
     commands = dict.fromkeys(commands)
     needed_first = [other for command in commands for other in re.findall(r"\{(.*)\}", command)]
     for stage in (dict.fromkeys(needed_first), commands):
         with ThreadPoolExecutor(JOBS) as pool:
             futures = {
-                command: [pool.submit(run_of, command, seed) for seed in SEEDS] for command in stage
+                command: [pool.submit(run_of, command, seed, root) for seed in SEEDS]
+                for command in stage
             }
     return {command: [future.result() for future in futures[command]] for command in commands}
 
