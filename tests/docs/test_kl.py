@@ -124,36 +124,6 @@ def test_the_variances_of_the_gradients():
         close(table[name][5:6], [sum(w * x for w, x in zip(drawn, off, strict=True))], 2)
 
 
-def test_the_kl_that_a_token_leads_to():
-    """Two tokens. The models agree on the first, and on the second after `a`."""
-    first, far = (0.5, 0.5), kl(FAR, REF)
-
-    def whole(logits):
-        return softmax(logits)[1] * far
-
-    exact = gradient(whole, first)
-    # Every completion with its chance, through the scripts' functions.
-    second = [(1.0, 0.0), *((p, math.log(p / q)) for p, q in zip(FAR, REF, strict=True))]
-    chances = tensor([0.5, *(0.5 * p for p, _ in second[1:])])
-    log_ratio = tensor([[0.0, x] for _, x in second])
-    mask, no_score = torch.ones(5, 2, dtype=torch.bool), torch.zeros(5).double()
-    rewards = ppo_rlhf.shaped_rewards(no_score, log_ratio, mask, 1.0)
-    advantages, _ = ppo_rlhf.gae(rewards, torch.zeros_like(rewards), 1.0, 1.0)
-    logits = torch.zeros(2).double().requires_grad_()
-    logprobs = logits.log_softmax(dim=0)[[0, 1, 1, 1, 1]]
-    (grad,) = torch.autograd.grad((chances * -advantages[:, 0] * logprobs).sum(), logits)
-    assert grad.tolist() == pytest.approx(exact)
-    # As a loss, each token by itself: the first log-ratio is 0 and so are its gradients.
-    for estimate in (
-        lambda x: ppo_rlhf.k2_kl(x, x.detach(), x.detach()),
-        lambda x: grpo.k3_kl(x, x.detach()),
-        lambda x: x - x.detach(),
-    ):
-        logprobs = logits.log_softmax(dim=0)[[0, 1, 1, 1, 1]]
-        (grad,) = torch.autograd.grad((chances * estimate(logprobs)).sum(), logits)
-        assert grad.tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
-
-
 def test_beta_in_the_loss_and_in_the_reward():
     rewards = (1.0, 0.0, 0.0, 1.0)
     std = math.sqrt(sum((r - 0.5) ** 2 for r in rewards) / 3)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from by_hand import close, gradient, rows_of, softmax, tensor
+from by_hand import close, rows_of, tensor
 
 import dpo
 import grpo
@@ -41,13 +41,6 @@ def test_the_baselines_table():
     for name, b in exact.items():
         close(table[name][1:2], [P[j] * (R[j] - 0.9) for j in range(3)], 2)
         close(table[name][2:], [variance(b)], 3)
-    # The parabola: lowest at b*, as at 0 again at twice that, and without a baseline in between.
-    assert variance(best) < min(variance(best - 0.01), variance(best + 0.01))
-    assert variance(2 * best) == pytest.approx(variance(0))
-    assert variance(2 * best - 0.01) < variance(0) < variance(2 * best + 0.01)
-    # Adding 1 to each reward is b - 1.
-    shifted = sum(P[o] * (R[o] + 1) ** 2 * squares[o] for o in range(3)) - signal
-    assert shifted == pytest.approx(variance(-1))
     # The scripts' own baselines are those of the page, with 4 samples of one prompt.
     for name, expected in {"leave_one_out": 2 / 3, "batch_mean": 1 / 2}.items():
         found = reinforce.baseline_advantages(torch.tensor([1.0, 0, 0, 1]), 4, name)
@@ -68,12 +61,6 @@ def test_the_two_views():
             sums[first] += chance * bandit
     for first, (_, right) in TREE.items():  # the mean of the bandit's is the token's
         assert sums[first] == pytest.approx(right - start)
-    # The expected gradient by the first token's logits is the same in both views.
-    exact = gradient(
-        lambda x: sum(p * r for p, (_, r) in zip(softmax(x), TREE.values(), strict=True)),
-        (0.6, 0.4),
-    )
-    assert exact[1] == pytest.approx(0.4 * (TREE["b"][1] - start))
 
 
 def n_step(rewards, values, gamma, t, n):
