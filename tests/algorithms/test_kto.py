@@ -1,6 +1,5 @@
 """kto.py: the value function, its reference point, labelled completions and a real run."""
 
-import itertools
 import math
 import random
 import tempfile
@@ -268,44 +267,6 @@ def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room(
     assert mismatch(sequences, 6) == [([1], [2]), ([1, 3, 3, 3, 4], [5])]
 
 
-def test_the_reference_point_of_a_tiny_policy_by_enumeration():
-    """Policy and reference say a token by the last one, from tables of probabilities written here:
-    z0 as a product of fractions, of the pairs (x_1, y_2), (x_2, y_3), (x_3, y_1).
-    """
-    policy, reference = tiny_model("llama"), tiny_model("llama", seed=1)
-    tables = []
-    for model in (policy, reference):
-        # No attention, no MLP: a logit is a function of the last token alone.
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.data.zero_()
-            layer.mlp.down_proj.weight.data.zero_()
-        with torch.no_grad():
-            hidden = model.model.norm(model.get_input_embeddings().weight)
-            tables.append(model.lm_head(hidden).double().softmax(dim=1).tolist())
-    rows = [([4, 1], [5, 2]), ([1, 7], [9, 8, 2]), ([7, 3], [4, 2])]
-    by_pair = []
-    for prompt, completion in (([4, 1], [9, 8, 2]), ([1, 7], [4, 2]), ([7, 3], [5, 2])):
-        ratio, last = 1.0, prompt[-1]
-        for token in completion:
-            ratio *= tables[0][last][token] / tables[1][last][token]
-            last = token
-        by_pair.append(math.log(ratio))
-    args = Args(micro_batch_size=2)
-    logratios = sum_logratios(args, policy, reference, mismatch(rows, 128))
-    assert logratios.tolist() == pytest.approx(by_pair, rel=1e-4)
-    expected = sum(by_pair) / 3
-    # The two models swapped, all log-ratios change their sign: one of the two means is clamped.
-    swapped = sum_logratios(args, reference, policy, mismatch(rows, 128))
-    assert abs(expected) > 0.1
-    z0s = [reference_point(values) for values in (logratios, swapped)]
-    assert [z0.item() for z0 in z0s] == pytest.approx([max(0, expected), max(0, -expected)])
-    assert not any(z0.requires_grad for z0 in z0s)
-    # Not what it is for the rows themselves, nor for a shift the other way.
-    others = [sum_logratios(args, policy, reference, rows)]
-    others.append(sum_logratios(args, policy, reference, mismatch(rows[::-1], 128)))
-    assert all(abs(values.mean() - expected) > 0.1 for values in others)
-
-
 # --- the log-probabilities ----------------------------------------------------------------------
 
 # Prompts and completions of many lengths, so that every row but the longest is padded.
@@ -551,16 +512,3 @@ def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(tmp_pa
     assert_same_training(*runs)
     points = [row["objective/kl"] for row in metrics_of(runs[0])[1:]]
     assert len(points) == 4 and max(points) > 0.1, "the reference point must have left 0"
-
-
-def test_completions_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
-    calls = spy_on(monkeypatch, "completion_logprobs")
-    run(tmp_path, batch_size=20, epochs=1, micro_batch_size=4)
-    lengths = []  # of each micro-batch
-    for (_, sequences, inds), _ in calls:
-        lengths.append([len(sequences[i][0]) + len(sequences[i][1]) for i in inds])
-    lengths, reference = lengths[::2], lengths[1::2]
-    assert lengths == reference
-    assert [len(micro_batch) for micro_batch in lengths] == [4] * 5
-    assert all(min(a) >= max(b) for a, b in itertools.pairwise(lengths))
-    assert max(lengths[0]) > min(lengths[-1])

@@ -173,22 +173,6 @@ def test_a_head_with_a_bias(monkeypatch):
     assert expected["lm_head.bias"].abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    "architecture, plain_setting",
-    [
-        ("gemma2", {"final_logit_softcapping": None}),
-        ("granite", {"logits_scaling": 1.0}),
-        ("cohere", {"logit_scale": 1.0}),
-    ],
-)
-def test_settings_of_the_head_matter_here(architecture, plain_setting):
-    """So that the tests above would see it if `output_head` left them out."""
-    pairs = make_pairs()
-    with_it, _ = plain(model_of(architecture), pairs)
-    without_it, _ = plain(model_of(architecture, **plain_setting), pairs)
-    assert (with_it - without_it).abs().max() > 0.5
-
-
 @pytest.mark.parametrize(("biased", "cap"), [(False, None), (True, 2.0)])
 def test_derivatives_equal_finite_differences(biased, cap, monkeypatch):
     """Of every input of `ChunkedLogprobs`, in float64, over chunks and parts of one or two rows."""
