@@ -8,13 +8,13 @@ import torch
 
 
 def soon_after_a_checkpoint():
-    """When one was written or read, the kernel is told to end the process within 0.15 s."""
+    """When one was written or read, the kernel is told to end the process within 0.1 s."""
 
     def armed(function):
         def call(*args, **options):
             result = function(*args, **options)
             if "checkpoint_" in str(args[-1]):
-                signal.setitimer(signal.ITIMER_PROF, random.uniform(0.001, 0.15))
+                signal.setitimer(signal.ITIMER_PROF, random.uniform(0.001, 0.1))
             return result
 
         return call
