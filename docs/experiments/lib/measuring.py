@@ -3,6 +3,7 @@ memory, models with random weights, and short runs of the scripts."""
 
 import contextlib
 import io
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -71,10 +72,8 @@ def median_seconds(function: Callable[[], Any], repeats: int) -> float:
 
 def resident(name: str) -> int:
     """Bytes: VmRSS is resident now, VmHWM the most since the last `reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("the memory of a process is read from /proc, which only Linux has")
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) * 1024
 
 
 def reset_peak() -> int:
