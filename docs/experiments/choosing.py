@@ -2,7 +2,6 @@
 at the size of Qwen2.5-0.5B.
 """
 
-import json
 import os
 import tempfile
 from importlib import import_module
@@ -13,115 +12,14 @@ import torch
 
 import common.logprobs
 from common.tokens import pad_rows
-from docs.experiments.cost.memory_model import (
-    CONSTANTS,
-    DEFAULTS,
-    GB,
-    PARTS,
-    memory,
-    peak,
-    shape,
-)
+from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, GB, PARTS, memory, peak
 from docs.experiments.lib import measuring
 from docs.experiments.lib.drawing import GREY, TEXT, panel
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import train
 
-# --- the peaks that are measured, each in a process of its own ---------------------------------
-
-
-def algorithm_of(script_name: str) -> str:
-    """What a script runs by default: the first word of its name."""
-    return script_name.partition("_")[0]
-
-
-class MicroBatchRecorder:
-    """Notes the micro-batches that a script trains on: rows, tokens of each, whether AdamW has
-    moments by then, and whether there are gradients."""
-
-    def __init__(self, script: Any) -> None:
-        self.clear()
-        adamw_step = torch.optim.AdamW.step
-
-        def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
-            ids, mask = pad_rows(rows, device, left)
-            if torch.is_grad_enabled():
-                self.micro_batches.append([*ids.shape, self.has_moments, self.has_gradients])
-                self.has_gradients = True
-            return ids, mask
-
-        def noted_step(optimizer: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
-            self.has_moments, self.has_gradients = True, False
-            return adamw_step(optimizer, *args, **kwargs)
-
-        torch.optim.AdamW.step = noted_step
-        common.logprobs.pad_rows = noted_pad_rows
-        if hasattr(script, "pad_rows"):
-            script.pad_rows = noted_pad_rows
-
-    def clear(self) -> None:
-        self.micro_batches = []
-        self.has_moments = self.has_gradients = False
-
-
-def measure_script(name: str, sizes: dict[str, int], more_flags: dict[str, Any]) -> dict:
-    """Peak of two optimiser steps with random models of these sizes, and their micro-batches."""
-    script = import_module(name)
-    recorder = MicroBatchRecorder(script)
-    flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
-    with tempfile.TemporaryDirectory() as folder:
-        large_models = measuring.large_models(script, Path(folder), sizes)
-        train(script, output_dir=f"{folder}/first", **flags)  # what is made once
-        recorder.clear()
-        before = measuring.reset_peak()
-        train(script, output_dir=f"{folder}/second", **flags | large_models)
-        measured = measuring.peak() - before
-        config = json.loads((Path(large_models["model"]) / "config.json").read_text())
-    # The largest micro-batch.
-    rows, length, _, _ = max(recorder.micro_batches, key=lambda batch: batch[0] * batch[1])
-    model = shape(
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        query=config["head_dim"] * config["num_attention_heads"],
-        kv=config["head_dim"] * config["num_key_value_heads"],
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        tied=config["tie_word_embeddings"],
-    )
-    algorithm = CONSTANTS["algorithms"][algorithm_of(name)]
-    work = {"micro_batch": rows // algorithm["rows"], "prompt": length, "completion": 0}
-    if algorithm["samples"]:
-        group_size = flags.get("group_size", getattr(script.Args, "group_size", 1))
-        work |= {"rollout": flags["prompts_per_rollout"] * group_size, "group": group_size}
-    return {
-        "run": f"`{name}.py`",
-        "model": model,
-        "algorithm": algorithm_of(name),
-        "work": work,
-        "seen": recorder.micro_batches,
-        "peak": measured,
-    }
-
-
-def expected(case: dict) -> float:
-    """Bytes of what there was when the micro-batches came: in a step's first there are no
-    gradients yet, in the first step no moments of AdamW."""
-    model, precision = case["model"], CONSTANTS["precisions"]["float32"]
-    work = DEFAULTS | case["work"]
-    algorithm = CONSTANTS["algorithms"][case["algorithm"]]
-    totals_as_they_came = []
-    for rows, length, has_moments, has_gradients in case["seen"]:
-        batch_work = work | {"micro_batch": rows, "prompt": length}
-        batch_parts = memory(model, algorithm | {"rows": 1}, precision, **batch_work)["update"]
-        if not has_moments:
-            batch_parts["adamw"] = 0.0
-        if not has_gradients:
-            batch_parts["gradients"] = 0.0
-        totals_as_they_came.append(sum(batch_parts.values()))
-    return max(totals_as_they_came)
-
-
-# --- the tables --------------------------------------------------------------------------------
+MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
+BFLOAT16, FLOAT32 = CONSTANTS["precisions"]["mixed"], CONSTANTS["precisions"]["float32"]
 COLUMNS = {  # models, and their headings
     "Qwen2.5-0.5B": "0.5B",
     "Qwen2.5-1.5B": "1.5B",
@@ -131,60 +29,43 @@ COLUMNS = {  # models, and their headings
     "Qwen2.5-32B": "32B",
     "Llama-3.1-70B": "70B",
 }
+BARS = {  # algorithms in the figure, and their labels
+    "sft": "SFT",
+    "dpo": "DPO, IPO",
+    "grpo_no_kl": "GRPO without a KL",
+    "grpo": "GRPO, GSPO, GDPO",
+    "grpo_rm": "GRPO with a reward model",
+    "ppo": "PPO",
+}
 
 
-def peaks_in_gb(gpus: int) -> dict[str, list[float]]:
-    """By algorithm, for each model of `COLUMNS`."""
-    peaks = {}
-    for key, algorithm in CONSTANTS["algorithms"].items():
-        peaks[key] = []
-        for name in COLUMNS:
-            model, precision = CONSTANTS["models"][name], CONSTANTS["precisions"]["mixed"]
-            size = peak(model, algorithm, precision, **DEFAULTS | {"gpus": gpus})
-            peaks[key].append(size / GB)
-    return peaks
-
-
-def peaks_table(peaks: dict[str, list[float]]) -> dict:
-    """The algorithms that need the same share a row."""
+def peaks_table(gpus: int) -> dict:
+    """Peaks in GB; the algorithms that need the same share a row."""
     names_by_cells = {}
-    for key, sizes_in_gb in peaks.items():
-        cells = tuple(f"{size:,.0f}" if size >= 10 else f"{size:.1f}" for size in sizes_in_gb)
-        names_by_cells.setdefault(cells, []).append(CONSTANTS["algorithms"][key]["name"])
+    for algorithm in ALGORITHMS.values():
+        cells = []
+        for name in COLUMNS:
+            size = peak(MODELS[name], algorithm, BFLOAT16, **DEFAULTS | {"gpus": gpus}) / GB
+            cells.append(f"{size:,.0f}" if size >= 10 else f"{size:.1f}")
+        names_by_cells.setdefault(tuple(cells), []).append(algorithm["name"])
     rows = [["; ".join(names), *cells] for cells, names in names_by_cells.items()]
     return {"columns": ["algorithm", *COLUMNS.values()], "rows": rows}
 
 
 def tables(_: dict) -> dict:
-    return {
-        "choosing one": peaks_table(peaks_in_gb(gpus=1)),
-        "choosing eight": peaks_table(peaks_in_gb(gpus=8)),
-    }
-
-
-def bars() -> dict[str, dict[str, float]]:
-    """What the figure draws: the parts in GB of a 7B model on one GPU, at the moment that needs
-    most, by the algorithm's label."""
-    labels = {
-        "sft": "SFT",
-        "dpo": "DPO, IPO",
-        "grpo_no_kl": "GRPO without a KL",
-        "grpo": "GRPO, GSPO, GDPO",
-        "grpo_rm": "GRPO with a reward model",
-        "ppo": "PPO",
-    }
-    model, precision = CONSTANTS["models"]["Qwen2.5-7B"], CONSTANTS["precisions"]["mixed"]
-    bars = {}
-    for name, label in labels.items():
-        moments = memory(model, CONSTANTS["algorithms"][name], precision, **DEFAULTS)
-        highest = max(moments.values(), key=lambda parts: sum(parts.values()))
-        bars[label] = {PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size}
-    return bars
+    return {"choosing one": peaks_table(gpus=1), "choosing eight": peaks_table(gpus=8)}
 
 
 def draw(_: dict) -> dict:
-    """Stacked bars, each part with its own tint, hatching and label."""
-    parts_by_label = bars()
+    """The parts of a 7B model on one GPU at the moment that needs most, as stacked bars, each part
+    with its own tint, hatching and label."""
+    parts_by_label = {}
+    for name, label in BARS.items():
+        moments = memory(MODELS["Qwen2.5-7B"], ALGORITHMS[name], BFLOAT16, **DEFAULTS)
+        highest = max(moments.values(), key=lambda parts: sum(parts.values()))
+        parts_by_label[label] = {
+            PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size
+        }
     styles = {  # tint, hatching, and what is written into the part
         "policy": ("#9ecbf5", "", "policy"),
         "reference": ("#f5c9a3", "//", "ref"),
@@ -244,21 +125,70 @@ REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
 }
 
 
-def measure_real_size() -> dict:
-    """Two optimiser steps of two micro-batches of one row (or pair), in float32 on a CPU.
+def noted_micro_batches(script: Any) -> list[tuple]:
+    """A list of the micro-batches that a script trains on from now on: rows, tokens of each,
+    whether AdamW has moments by then, and whether there are gradients."""
+    seen, has = [], {"moments": False, "gradients": False}
+    adamw_step = torch.optim.AdamW.step
 
-    What is predicted is for the lengths that the micro-batches had. Needs 16 GB of memory.
-    """
+    def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
+        ids, mask = pad_rows(rows, device, left)
+        if torch.is_grad_enabled():
+            seen.append((*ids.shape, has["moments"], has["gradients"]))
+            has["gradients"] = True
+        return ids, mask
+
+    def noted_step(optimizer: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        has.update(moments=True, gradients=False)
+        return adamw_step(optimizer, *args, **kwargs)
+
+    torch.optim.AdamW.step = noted_step
+    common.logprobs.pad_rows = noted_pad_rows
+    if hasattr(script, "pad_rows"):
+        script.pad_rows = noted_pad_rows
+    return seen
+
+
+def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[list[tuple], int]:
+    """Two optimiser steps with random models of the size of Qwen2.5-0.5B: their micro-batches, and
+    the peak."""
+    script = import_module(name)
+    flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
+    with tempfile.TemporaryDirectory() as folder:
+        large_models = measuring.large_models(script, Path(folder), QWEN)
+        train(script, output_dir=f"{folder}/first", **flags)  # what is made once
+        micro_batches = noted_micro_batches(script)
+        before = measuring.reset_peak()
+        train(script, output_dir=f"{folder}/second", **flags | large_models)
+        return micro_batches, measuring.peak() - before
+
+
+def predicted_peak(algorithm: str, micro_batches: list[tuple]) -> float:
+    """Bytes of what there was when the micro-batches came: in a step's first there are no
+    gradients yet, in the first step no moments of AdamW."""
+    totals = []
+    for rows, length, has_moments, has_gradients in micro_batches:
+        work = DEFAULTS | {"micro_batch": rows, "prompt": length, "completion": 0}
+        one_row = ALGORITHMS[algorithm] | {"rows": 1}
+        parts = memory(MODELS["Qwen2.5-0.5B"], one_row, FLOAT32, **work)["update"]
+        if not has_moments:
+            parts["adamw"] = 0.0
+        if not has_gradients:
+            parts["gradients"] = 0.0
+        totals.append(sum(parts.values()))
+    return max(totals)
+
+
+def measure_real_size() -> dict:
+    """Two micro-batches of one row (or pair) per step, in float32 on a CPU. Needs 16 GB."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     numbers = {}
     for algorithm, (script, flags) in REAL_RUNS.items():
-        case = measuring.in_own_process(measure_script, script, QWEN, flags)
-        predicted = expected(case | {"algorithm": algorithm})
-        length = max(length for _, length, _, _ in case["seen"])
+        micro_batches, measured = measuring.in_own_process(measure_script, script, flags)
         numbers[algorithm] = {
-            "length": length,
-            "predicted": predicted,
-            "measured": case["peak"],
+            "length": max(length for _, length, _, _ in micro_batches),
+            "predicted": predicted_peak(algorithm, micro_batches),
+            "measured": measured,
         }
     return {"numbers": numbers}
 
