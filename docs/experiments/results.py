@@ -1,6 +1,5 @@
 """docs/results.md: gold reward against KL by algorithm, and all algorithms in one table."""
 
-from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
@@ -9,48 +8,32 @@ from docs.experiments.lib.experiment import saved_results
 from docs.experiments.lib.runs import GRPO_REVIEWS, LAST_NUMBER, Numbers, experiment_of_runs
 from docs.experiments.lib.tables import spread
 
-
-class Family(NamedTuple):
-    """An algorithm that is run with several beta."""
-
-    command: str  # with {} for the beta
-    betas: Sequence[float]
-
-
-FAMILIES = {
-    "PPO, KL in the reward": Family("ppo_rlhf.py --beta {}", (1e-9, 0.05, 0.1, 0.2, 0.5)),
-    "PPO, KL in the loss": Family("ppo_rlhf.py --kl-placement loss --beta {}", (0.2, 0.5, 1)),
-    "GRPO, KL in the reward": Family(
-        f"{GRPO_REVIEWS} --beta {{}} --kl-placement reward", (0.1, 0.2, 0.5)
+FAMILIES = {  # an algorithm's command, and its values of beta
+    "PPO, KL in the reward": ("ppo_rlhf.py --beta {}", (1e-9, 0.05, 0.1, 0.2, 0.5)),
+    "PPO, KL in the loss": ("ppo_rlhf.py --kl-placement loss --beta {}", (0.2, 0.5, 1)),
+    "GRPO, KL in the reward": (
+        f"{GRPO_REVIEWS} --beta {{}} --kl-placement reward",
+        (0.1, 0.2, 0.5),
     ),
-    "GRPO, KL in the loss": Family(f"{GRPO_REVIEWS} --beta {{}}", (0.1, 0.2, 0.5, 1)),
-    "DPO": Family("dpo.py --beta {}", (0.1, 0.3, 1)),
+    "GRPO, KL in the loss": (f"{GRPO_REVIEWS} --beta {{}}", (0.1, 0.2, 0.5, 1)),
+    "DPO": ("dpo.py --beta {}", (0.1, 0.3, 1)),
 }
-
-
-def frontier_commands() -> dict[str, str]:
-    commands = {}
-    for name, family in FAMILIES.items():
-        for beta in family.betas:
-            commands[f"{name}, beta {beta}"] = family.command.format(beta)
-    return commands
-
-
-def shown(beta: float) -> str:
-    """1e-9 where Python writes 1e-09."""
-    return str(beta).replace("e-0", "e-")
+FRONTIER = {
+    f"{name}, beta {beta}": command.format(beta)
+    for name, (command, betas) in FAMILIES.items()
+    for beta in betas
+}
 
 
 def frontier_tables(numbers: Numbers) -> dict:
     rows = []
-    for name, family in FAMILIES.items():
-        for beta in family.betas:
-            label = f"{name}, beta {beta}"
-            row = [name, shown(beta)]
-            row.append(numbers.spread(label, "eval/reward", 2))
-            row.append(numbers.spread(label, "KL of samples", 1))
-            row.append(numbers.spread(label, "grammatical", 2))
-            rows.append(row)
+    for label in FRONTIER:
+        name, _, beta = label.rpartition(", beta ")
+        row = [name, beta.replace("e-0", "e-")]
+        row.append(numbers.spread(label, "eval/reward", 2))
+        row.append(numbers.spread(label, "KL of samples", 1))
+        row.append(numbers.spread(label, "grammatical", 2))
+        rows.append(row)
     columns = ["algorithm", "`--beta`", "gold", "KL, nats per completion", "grammatical"]
     return {"frontier": {"columns": columns, "rows": rows}}
 
@@ -60,14 +43,14 @@ def draw_frontier(numbers: Numbers) -> dict:
     xlabel, ylabel = "KL to the starting policy, nats per completion", "gold reward, held out"
     axis = panel(title, xlabel, ylabel, WIDE, 4, xscale="log", ylim=(0.25, 0.95))
     axis.set(xlim=(0.28, 80))
-    for name, family in FAMILIES.items():
+    for name, (_, betas) in FAMILIES.items():
         algorithm, _, placement = name.partition(", ")
         colour, marker, line = ALGORITHM_STYLES[algorithm]
         fill = colour
         if placement == "KL in the loss":
             fill, line = GROUND, "--"
         points = []
-        for beta in family.betas:
+        for beta in betas:
             kls = numbers.values(f"{name}, beta {beta}", "KL of samples")
             golds = numbers.values(f"{name}, beta {beta}", "eval/reward")
             points.append((mean(kls), mean(golds)))
@@ -99,29 +82,27 @@ class Row(NamedTuple):
 
     algorithm: str
     reviews: tuple[str, str] | None  # gold reward
-    kl: tuple[str, str] | None
+    has_kl: bool
     sums: tuple[str, str] | None  # accuracy
     learns_from: str
 
 
+BOTH, SAMPLES = "reward model; rule", "pairs; correct and wrong samples"
 PPO = ("frontier", "PPO, KL in the reward, beta 0.2")
-GRPO = ("frontier", "GRPO, KL in the loss, beta 0.2")
-GRPO_SHAPED = ("frontier", "GRPO, KL in the reward, beta 0.2")
-DPO = ("frontier", "DPO, beta 0.3")
+REINFORCE = ("reinforce", "`--baseline leave_one_out`")
+GRPO_LOSS = ("frontier", "GRPO, KL in the loss, beta 0.2")
+GRPO_REWARD = ("frontier", "GRPO, KL in the reward, beta 0.2")
 SIMPO = ("simpo_and_orpo", "`--loss simpo --beta 5 --gamma 0.5`")
 ORPO = ("simpo_and_orpo", "`--loss orpo --beta 5`")
-KTO = ("kto", "(default)")
-REINFORCE = ("reinforce", "`--baseline leave_one_out`")
-BOTH, SAMPLES = "reward model; rule", "pairs; correct and wrong samples"
 OVERVIEW = (
-    Row("[PPO](ppo_rlhf.md)", PPO, PPO, ("overview", "PPO"), BOTH),
-    Row("[REINFORCE](reinforce.md), leave one out", None, None, REINFORCE, "rule"),
-    Row("[GRPO](grpo.md), KL in the loss", GRPO, GRPO, ("grpo", "(default)"), BOTH),
-    Row("GRPO, KL in the reward", GRPO_SHAPED, GRPO_SHAPED, None, "reward model"),
-    Row("[DPO](dpo.md)", DPO, DPO, ("overview", "DPO"), SAMPLES),
-    Row("[SimPO](dpo_variants.md)", SIMPO, None, None, "pairs"),
-    Row("[ORPO](dpo_variants.md)", ORPO, None, ("orpo", "ORPO, beta 0.5"), SAMPLES),
-    Row("[KTO](kto.md)", KTO, KTO, None, "labelled completions"),
+    Row("[PPO](ppo_rlhf.md)", PPO, True, ("overview", "PPO"), BOTH),
+    Row("[REINFORCE](reinforce.md), leave one out", None, False, REINFORCE, "rule"),
+    Row("[GRPO](grpo.md), KL in the loss", GRPO_LOSS, True, ("grpo", "(default)"), BOTH),
+    Row("GRPO, KL in the reward", GRPO_REWARD, True, None, "reward model"),
+    Row("[DPO](dpo.md)", ("frontier", "DPO, beta 0.3"), True, ("overview", "DPO"), SAMPLES),
+    Row("[SimPO](dpo_variants.md)", SIMPO, False, None, "pairs"),
+    Row("[ORPO](dpo_variants.md)", ORPO, False, ("orpo", "ORPO, beta 0.5"), SAMPLES),
+    Row("[KTO](kto.md)", ("kto", "(default)"), True, None, "labelled completions"),
 )
 
 
@@ -130,23 +111,23 @@ def overview_tables(own: Numbers) -> dict:
     for label in SUMS:
         own.values(label, "eval/accuracy")
 
-    def cell(source: tuple[str, str] | None, digits: int, *metrics: str) -> str:
-        if source is None:
-            return ""
+    def numbers_of(source: tuple[str, str]) -> dict:
         experiment, label = source
-        if experiment == "overview":
-            numbers = own.numbers[label]
-        else:
-            numbers = saved_results(experiment)["numbers"][label]
-        (values,) = [numbers[metric] for metric in metrics if metric in numbers][:1]
-        return spread(values, digits)
+        numbers = own.numbers if experiment == "overview" else saved_results(experiment)["numbers"]
+        return numbers[label]
 
     rows = []
     for row in OVERVIEW:
-        gold = cell(row.reviews, 2, "eval/reward")
-        kl = cell(row.kl, 1, "KL of samples")
-        accuracy = cell(row.sums, 3, "eval/accuracy", "eval/reward")  # reinforce.py logs a reward
-        if row.algorithm.startswith("[ORPO]"):
+        gold = kl = accuracy = ""
+        if row.reviews:
+            gold = spread(numbers_of(row.reviews)["eval/reward"], 2)
+        if row.has_kl:
+            kl = spread(numbers_of(row.reviews)["KL of samples"], 1)
+        if row.sums:
+            # reinforce.py logs a reward.
+            metric = "eval/reward" if row.sums == REINFORCE else "eval/accuracy"
+            accuracy = spread(numbers_of(row.sums)[metric], 3)
+        if row.reviews == ORPO:
             accuracy += ", from an untrained model"
         rows.append([row.algorithm, gold, kl, accuracy, row.learns_from])
     columns = ["", "review task: gold reward", "KL, nats per completion"]
@@ -155,6 +136,6 @@ def overview_tables(own: Numbers) -> dict:
 
 
 EXPERIMENTS = (
-    experiment_of_runs("frontier", frontier_commands(), frontier_tables, draw_frontier),
+    experiment_of_runs("frontier", FRONTIER, frontier_tables, draw_frontier),
     experiment_of_runs("overview", SUMS, overview_tables),
 )
