@@ -441,6 +441,10 @@ def test_prompts_and_columns_of_a_pair(tmp_path, chat):
         chosen_ids=ids("a film <eos>"),
         rejected_ids=ids("it <eos>"),
     )
+    if chat:  # messages stay as they are
+        turns = zip("xyz", ("user", "assistant", "assistant"), strict=True)
+        row |= {key: [message(role, row[key])] for key, role in turns}
+        assert preferences(tmp_path, [row], **flags) == [pair]
 
 
 def conversations(beginning, chosen, rejected):

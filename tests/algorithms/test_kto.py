@@ -240,6 +240,10 @@ def test_prompts_and_columns_of_a_row(tmp_path, chat, label):
     )
     assert labelled_row.completion_ids == ids("a film <eos>")
     assert labelled_row.label is True  # also of a 1, which torch.where would refuse
+    if chat:  # messages stay as they are
+        row |= {"x": [message("user", row["x"])], "y": [message("assistant", row["y"])]}
+        (same,) = labelled(tmp_path, [row], chat=chat, chat_template=CHAT, **flags)
+        assert same == labelled_row
 
 
 @pytest.mark.parametrize("label", [2, 0.5, None, "true"])

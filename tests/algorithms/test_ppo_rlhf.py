@@ -19,7 +19,6 @@ from ppo_rlhf import (
     explained_variance,
     gae,
     k2_kl,
-    k3_kl,
     load_critic,
     policy_loss,
     shaped_rewards,
@@ -250,28 +249,6 @@ def three_policies():
 
 def exact_kl(logp, ref):
     return (logp.exp() * (logp - ref)).sum()
-
-
-def test_k1_has_the_value_of_the_kl_and_as_a_loss_no_gradient():
-    logits, logp, _, ref = three_policies()
-    p = logp.detach().exp()
-    mask, no_score = torch.ones(7, 1, dtype=torch.bool), torch.zeros(7)
-    # One row for each token that may be drawn; the reward is -k1 with beta 1.
-    expectation = (p * -shaped_rewards(no_score, logp - ref, mask, 1.0)).sum()
-    torch.testing.assert_close(expectation, exact_kl(logp, ref))
-    expectation.backward()
-    torch.testing.assert_close(logits.grad, torch.zeros_like(logits))
-
-
-def test_k3_has_the_value_of_the_kl_and_as_a_loss_the_gradient_of_the_other_direction():
-    logits, logp, _, ref = three_policies()
-    p, per_token = logp.detach().exp(), k3_kl(logp, ref)
-    assert (per_token > 0).all()
-    assert (k3_kl(ref, ref) == 0).all()
-    torch.testing.assert_close((p * per_token).sum(), exact_kl(logp, ref))
-    (p * per_token).sum().backward()
-    # d KL(pi_ref || pi) / d logits
-    torch.testing.assert_close(logits.grad, p - ref.exp())
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
