@@ -12,7 +12,6 @@ from torch import Generator
 
 import grpo
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import HEALTHY, SICK, draw_band, draw_evaluations, panel
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
     for_each_seed,
@@ -49,7 +48,6 @@ COMMANDS = {
     "happy words, beta 0": f"{GRPO}:happy_words --beta 0 {JUDGE}",
     "happy words, beta 0.2": f"{GRPO}:happy_words --beta 0.2 {JUDGE}",
 }
-HACKED, HELD = [*COMMANDS][2:]
 
 
 # --- the data ----------------------------------------------------------------------------------
@@ -120,16 +118,11 @@ def measure_seed(seed: int) -> dict[str, Any]:
 
 def measure() -> dict:
     write_data(STORIES, DATA)
-    runs = runs_of(COMMANDS.values())
-    curves = {}
-    for label in (HACKED, HELD):
-        curves[label] = {}
-        for metric in ("rewards/happy_words", "eval/reward"):
-            curves[label][metric] = [run.curve("step", metric) for run in runs[COMMANDS[label]]]
-    return {"numbers": rounded(for_each_seed(measure_seed)), "curves": rounded(curves)}
+    runs_of(COMMANDS.values())
+    return {"numbers": rounded(for_each_seed(measure_seed))}
 
 
-# --- tables and figures ------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------------
 def tables(results: dict) -> dict:
     digits = {
         "a friend": 2,
@@ -154,18 +147,6 @@ def tables(results: dict) -> dict:
 def in_a_cell(text: str) -> str:
     """A text on one line, as code, so that Markdown leaves it alone."""
     return "`" + " ".join(text.replace("`", "'").replace("|", "/").split()) + "`"
-
-
-def draw(results: dict) -> dict:
-    """The reward and the second judge over the rollouts."""
-    happy = panel("The rule is hacked", "rollout", "happy words per story")
-    distinct = panel("Text repeats itself", "rollout", "distinct pairs, held out", ylim=(0, 1.03))
-    for label, beta, style in ((HACKED, "beta 0", SICK), (HELD, "beta 0.2", HEALTHY)):
-        curves = results["curves"][label]
-        draw_band(happy, curves["rewards/happy_words"], beta, style)
-        draw_evaluations(distinct, curves["eval/reward"], beta, style)
-    happy.legend()
-    return {"stories_happy": happy, "stories_distinct": distinct}
 
 
 # --- learning rates, for docs/choosing.md ------------------------------------------------------
@@ -197,6 +178,6 @@ def rate_tables(results: dict) -> dict:
 
 
 EXPERIMENTS = (
-    Experiment("stories", tables, measure, draw, COMMANDS),
+    Experiment("stories", tables, measure, commands=COMMANDS),
     Experiment("stories_rates", rate_tables, measure_rates, commands=RATES),
 )
