@@ -289,11 +289,12 @@ def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, mon
     run(tmp_path, total_rollouts=2)
     policy = plain_model(Args.model)
     rollouts = sampled[1:3]  # evaluation, rollouts, evaluation
-    for (weights, gradient, _), (arguments, completions), (_, advantage) in zip(
+    for (weights, gradient, clipped_to), (arguments, completions), (_, advantage) in zip(
         steps, rollouts, advantages, strict=True
     ):
         for parameter, weight in zip(policy.parameters(), weights, strict=True):
             parameter.data.copy_(weight)
+        assert clipped_to == math.inf
         policy.zero_grad()
         for i, pair in enumerate(zip(arguments[1], completions, strict=True)):
             (-advantage[i] * sum(plain_logprobs(policy, *pair)) / 16).backward()
