@@ -59,10 +59,6 @@ class Run:
         samples = read_jsonl(self.folder / "samples.jsonl")
         return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
 
-    def curve(self, x: str, y: str) -> list[tuple]:
-        """Points (x, y), where both metrics were logged."""
-        return [(row[x], row[y]) for row in self.rows if x in row and y in row]
-
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
