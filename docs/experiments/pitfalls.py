@@ -14,20 +14,10 @@ class Symptom(NamedTuple):
 
 
 SYMPTOMS = {
-    "hacking": Symptom(
-        "ppo_rlhf.py --eval-every 2 --beta 1e-9",
-        "ppo_rlhf.py --eval-every 2",
-        {"reward/mean": 2, "eval/reward": 2, "objective/kl": 1},
-    ),
     "entropy": Symptom(
         f"{GRPO_REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
         f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward",
         {"policy/entropy": 2, "reward/mean": 2, "eval/reward": 2},
-    ),
-    "length": Symptom(
-        "dpo.py --beta 0.1",
-        "dpo.py --loss ipo --beta 1",
-        {"eval/length_mean": 1, "eval/pair_accuracy": 2, "eval/reward": 2},
     ),
     "kl": Symptom(
         f"{GRPO_REVIEWS} --beta 0.0001 --learning-rate 2e-3",
