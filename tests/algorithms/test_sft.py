@@ -304,7 +304,8 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_o
         target = torch.tensor(ids[start:])
         total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
         count += len(target)
-    _, completions = sampled[-1]
+    (_, _, _, temperature, *_), completions = sampled[-1]
+    assert temperature == 0.5
     cut_off = sum(completion[-1] != 2 for completion in completions)
     assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
     assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
