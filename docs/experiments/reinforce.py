@@ -125,7 +125,7 @@ def draw_variance(results: dict) -> dict:
         WIDE,
         height=3.6,
     )
-    for i, (case, (colour, marker, _)) in enumerate(styles.items()):
+    for i, (case, (colour, marker)) in enumerate(styles.items()):
         seeds = results["numbers"].values()
         values = [*zip(*(of_seed[case] for of_seed in seeds), strict=True)]
         places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side

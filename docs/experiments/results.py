@@ -45,8 +45,8 @@ def draw_frontier(numbers: Numbers) -> dict:
     axis.set(xlim=(0.28, 80))
     for name, (_, betas) in FAMILIES.items():
         algorithm, _, placement = name.partition(", ")
-        colour, marker, line = ALGORITHM_STYLES[algorithm]
-        fill = colour
+        colour, marker = ALGORITHM_STYLES[algorithm]
+        fill, line = colour, "-"
         if placement == "KL in the loss":
             fill, line = GROUND, "--"
         points = []

@@ -4,9 +4,9 @@ A figure has one pair of axes, and its title is what a reader should take from i
 pixels wide: two stand side by side on a page, on a phone one below the other.
 
 Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
-algorithms take the muted COLOURS. Every series also has its own marker or line style, so that a
-figure can be read without colours. Values logged in every step are lines (`draw_band`); the few
-evaluations of a run are markers without a line (`draw_evaluations`).
+algorithms take the muted COLOURS. Every series also has its own marker, so that a figure can be
+read without colours. Values logged in every step are lines (`draw_band`); the few evaluations of a
+run are markers without a line (`draw_evaluations`).
 
 Each figure has an opaque ground, because no grey can be read on a white page and on GitHub's dark
 one. All colours here have a contrast of 4.5 : 1 to it and can be used for text.
@@ -29,11 +29,10 @@ THIRD, HALF, WIDE = 2.25, 3.5, 5  # inches: 216, 336 and 480 pixels
 
 
 class Style(NamedTuple):
-    """How a series is drawn; colour, marker and line as matplotlib names them."""
+    """How a series is drawn; colour and marker as matplotlib names them."""
 
     colour: str
     marker: str = ""
-    line: str = "-"
 
 
 GROUND = "#ffffff"
@@ -127,7 +126,6 @@ def draw_band(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: S
         means,
         color=style.colour,
         marker=style.marker,
-        ls=style.line,
         label=label,
         ms=5,
         markevery=(0.05, 0.18),  # the first marker, and their distance; 1: the axes' diagonal
