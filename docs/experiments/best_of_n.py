@@ -23,7 +23,7 @@ from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.runs import for_each_seed, train, write_jsonl
 from docs.experiments.lib.tables import rounded, spread
 from tiny.arithmetic.reward import last_number
-from tiny.reviews.gold import grammatical, sentiment
+from tiny.reviews.gold import sentiment
 
 SUMS = grpo.Args()
 REVIEWS = grpo.Args(
@@ -88,12 +88,12 @@ def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     sequences, texts = sample(REVIEWS, policy, repeated, seed)
     reward_fn = sampling.load_reward_model(REVIEWS.reward_model)
     learned = reward_fn(repeated, sequences, texts).tolist()
-    gold, grammar = sentiment([], texts), grammatical([], texts)
+    gold = sentiment([], texts)
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
     measured = {}
     for n in SIZES:
         measured[str(n)] = {"bound of the KL": kl_bound(n)}
-        for name, values in (("learned", learned), ("gold", gold), ("grammatical", grammar)):
+        for name, values in (("learned", learned), ("gold", gold)):
             best = [expected_best(learned[group], values[group], n) for group in groups]
             measured[str(n)][name] = mean(best)
     return measured
@@ -205,7 +205,6 @@ def evaluate(
     return {
         "learned": mean_reward,
         "gold": mean(sentiment([], texts)),
-        "grammatical": mean(grammatical([], texts)),
         "KL": sampling.mean_log_ratio(policy, start_policy, sequences),
     }
 
@@ -237,7 +236,7 @@ def tables(results: dict) -> dict:
             rows.append(row)
         return rows
 
-    best_digits = {"bound of the KL": 2, "learned": 2, "gold": 3, "grammatical": 2}
+    best_digits = {"bound of the KL": 2, "learned": 2, "gold": 3}
     best_rows = rows_of("best of n", map(str, SIZES), best_digits)
 
     sum_rows = rows_of("training", SUM_PLANS, {"kept": 0, "steps": 0, "accuracy": 3})
@@ -247,15 +246,14 @@ def tables(results: dict) -> dict:
         ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", str(steps), spread(accuracies, 3)]
     )
 
-    digits = {"learned": 2, "gold": 2, "grammatical": 2, "KL": 1}
+    digits = {"learned": 2, "gold": 2, "KL": 1}
     review_rows = rows_of("training", REVIEW_PLANS, {"kept": 0, "steps": 0} | digits)
     steps = PPO.total_rollouts * PPO.update_epochs * PPO.num_minibatches
     learned = saved_results("reward_hacking")["numbers"]["0.2"]["reward/mean"]
     ppo = saved_results("frontier")["numbers"]["PPO, KL in the reward, beta 0.2"]
     ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", str(steps)]
-    for values in (learned, ppo["eval/reward"], ppo["grammatical"]):
-        ppo_row.append(spread(values, 2))
-    review_rows.append([*ppo_row, spread(ppo["KL of samples"], 1)])
+    ppo_row += [spread(learned, 2), spread(ppo["eval/reward"], 2), spread(ppo["KL of samples"], 1)]
+    review_rows.append(ppo_row)
     columns = ["", "trained on", "optimiser steps"]
     return {
         "best_of_n": {"columns": ["n", *best_digits], "rows": best_rows},
