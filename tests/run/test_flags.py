@@ -88,7 +88,7 @@ def test_flags_that_contradict_each_other(name, flags, message, capsys):
     assert message in refused(name, typed, capsys).replace("│ ", "")
 
 
-@pytest.mark.parametrize("name", ["ppo_rlhf", "dpo"])
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_a_resumed_run_has_its_own_flags_and_no_others(name, tmp_path):
     script, short = SPECS[name].module, SPECS[name].short_flags
     args = script.parse_args(words(short | {"seed": 7}))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.house
+house = pytest.mark.house
 SCRIPTS = sorted(Path(__file__).parents[2].glob("*.py"))
 COMMON = sorted(Path(__file__).parents[2].glob("common/*.py"))
 EACH = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -34,7 +34,7 @@ def function(path, name):
 
 
 def test_one_name_one_source():
-    """Tests of these functions need one script only."""
+    """So the tests of these functions need one script only."""
     sources = defaultdict(dict)
     for path in SCRIPTS:
         for name, source in definitions(path):
@@ -47,6 +47,7 @@ def test_one_name_one_source():
             assert other == source, f"{name} differs between {first} and {script}"
 
 
+@house
 def test_what_the_banner_says_is_the_same_in_every_script():
     tails = {path.name: path.read_text().partition(BANNER)[2] for path in SCRIPTS}
     assert all(tails.values())
@@ -54,6 +55,7 @@ def test_what_the_banner_says_is_the_same_in_every_script():
     assert all(tail == first for tail in others)
 
 
+@house
 def test_scripts_import_no_script_and_nothing_but_common():
     scripts = {path.stem for path in SCRIPTS}
     for path in [*SCRIPTS, *COMMON]:
@@ -67,6 +69,7 @@ def test_scripts_import_no_script_and_nothing_but_common():
             assert not roots & {*scripts, "tiny", "tests", "docs"}, f"{path} imports {names}"
 
 
+@house
 @EACH
 def test_every_flag_is_read_by_its_script(path):
     """As `args.flag`, and not only where it is checked."""
@@ -80,6 +83,7 @@ def test_every_flag_is_read_by_its_script(path):
     assert flags <= read, f"{path}: {flags - read} are not read"
 
 
+@house
 def test_the_algorithm_comes_first():
     for path in SCRIPTS:
         lines = path.read_text().splitlines()
@@ -90,6 +94,7 @@ def test_the_algorithm_comes_first():
         assert at == sorted(at), f"{path}: {order} is the order"
 
 
+@house
 @EACH
 def test_the_loop_shows_the_backward_pass_and_the_step(path):
     (loop,) = [n for n in function(path, "main").body if isinstance(n, ast.For)][-1:]
@@ -100,6 +105,7 @@ def test_the_loop_shows_the_backward_pass_and_the_step(path):
     assert "clip_grad_norm" in {getattr(call, "id", "") for call in calls}
 
 
+@house
 @EACH
 def test_no_call_in_main_unpacks_a_bundle_of_arguments(path):
     for call in [n for n in ast.walk(function(path, "main")) if isinstance(n, ast.Call)]:
@@ -111,6 +117,7 @@ def test_no_call_in_main_unpacks_a_bundle_of_arguments(path):
         assert not bundles, f"{path}: {bundles}"
 
 
+@house
 @EACH
 def test_the_mathematics_take_tensors_and_numbers_by_name(path):
     source = path.read_text()
