@@ -1,6 +1,5 @@
 """docs/rm_bradley_terry.md: the default run, and runs that train the last layers only."""
 
-from math import exp, log1p
 from pathlib import Path
 from statistics import mean
 
@@ -19,23 +18,16 @@ def tables(numbers: Numbers) -> dict:
 
 
 def draw(numbers: Numbers) -> dict:
-    """Beside the judge itself, whose preferences are drawn with sigmoid(4 (difference of gold))."""
+    """Beside the judge who labelled the pairs."""
     pairs = read_jsonl(Path("tiny/reviews/preferences/test.jsonl"))
-    margins = [4 * (gold.score(pair["chosen"]) - gold.score(pair["rejected"])) for pair in pairs]
-    best_accuracy = mean(margin > 0 for margin in margins)
-    best_loss = mean(log1p(exp(-margin)) for margin in margins)
-    figures = {
-        "rm_bradley_terry_accuracy": Metric(
-            "eval/pair_accuracy",
-            "It nears the judge's own accuracy",
-            "held-out pair accuracy",
-            (0.4, 1),
-            best_accuracy,
-        ),
-        "rm_bradley_terry_loss": Metric(
-            "eval/loss", "and the judge's own loss", "held-out loss, nats", (0, None), best_loss
-        ),
-    }
+    accuracy = Metric(
+        "eval/pair_accuracy",
+        "It nears the judge's own accuracy",
+        "held-out pair accuracy",
+        limits=(0.4, 1),
+        best=mean(gold.score(pair["chosen"]) > gold.score(pair["rejected"]) for pair in pairs),
+    )
+    figures = {"rm_bradley_terry_accuracy": accuracy}
     return draw_metrics(numbers, "reward model", figures, "optimiser step")
 
 
