@@ -726,6 +726,14 @@ def test_each_pass_trains_on_every_completion_once(tmp_path, monkeypatch):
     assert once[:6] != twice[:6], "each pass has an order of its own"
 
 
+def test_each_epoch_of_prompts_has_an_order_of_its_own(tmp_path, monkeypatch):
+    rollouts = spy_on(monkeypatch, "generate")
+    flags = dict(total_rollouts=4, prompts_per_rollout=5, train_split="train[:10]")
+    run(tmp_path, max_new_tokens=2, eval_every=9, **flags, **ONE_STEP)
+    prompts = [prompt for call in rollouts[1:-1] for prompt in call["prompts"]]
+    assert sorted(prompts[:10]) == sorted(prompts[10:]) and prompts[:10] != prompts[10:]
+
+
 def test_reference_and_reward_model_stay_while_policy_and_critic_move(tmp_path, monkeypatch):
     loaded, critics = spy_on(monkeypatch, "load_model"), spy_on(monkeypatch, "load_critic")
     run_dir = run(tmp_path, total_rollouts=2)

@@ -345,10 +345,13 @@ def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch
 def test_chat_messages(tmp_path):
     args = Args(chat=True, eval_split="test[:2]")
     tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}#{% endif %}"
+    )
     prompts = reinforce.load_prompts(args, "test[:2]", tokenizer)
     assert prompts[0].text == [{"role": "user", "content": "2+6+0+8+0="}]
-    assert tokenizer.decode(prompts[0].ids) == "2+6+0+8+0="
+    assert tokenizer.decode(prompts[0].ids) == "2+6+0+8+0=#"
 
 
 def test_leave_one_out_of_one(tmp_path):

@@ -225,8 +225,10 @@ def test_no_rows_still_run_both_passes_and_add_nothing():
 
 
 def test_scores_are_float32_under_autocast(monkeypatch):
+    """Also on several GPUs, where FSDP casts the layers."""
     take_gpu_types(monkeypatch)
     model = tiny_classifier("llama")
+    model.model.bfloat16()
     hidden, types = [], []
     model.score.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     up = model.model.layers[0].mlp.up_proj

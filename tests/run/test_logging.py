@@ -100,6 +100,7 @@ def test_what_a_run_leaves_and_prints(name, track, tracked, tmp_path, monkeypatc
     else:
         samples = read_log(run_dir / "samples.jsonl")
         assert [sample["step"] for sample in samples] == [0] * 5 + [3] * 5 + [4] * 5
+        assert not any("<" in sample["completion"] for sample in samples)  # nor <eos>
         if "rule" in str(flags):
             assert {sample["reward"] for sample in samples} == {1.3}
     kind.from_pretrained(run_dir)
