@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 import common.generation
 from common.generation import generate
 from common.logprobs import completion_logprobs
+from docs.experiments.cost.speed import Work, train_ours, train_trl
 from docs.experiments.lib.measuring import (
     SCRIPTS,
     noted_steps,
@@ -250,6 +251,41 @@ def count_script(name: str) -> tuple[int, int, LaunchCounter]:
     return more_launches - launches, more_waits - waits, counter
 
 
+# --- whole steps beside TRL, which does not know the simulated device --------------------------
+ROWS = dict(batch_size=16, micro_batch_size=4)
+SAMPLES = dict(prompts_per_rollout=4, group_size=8, num_minibatches=1, max_new_tokens=8)
+WORKS = (
+    Work("SFT, 16 rows in micro-batches of 4", "sft", 16, ROWS),
+    Work("reward model, 16 pairs in micro-batches of 4", "rm_bradley_terry", 16, ROWS),
+    Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, ROWS),
+    Work("GRPO, 4 prompts x 8 samples", "grpo", 4, SAMPLES | {"micro_batch_size": 8}),
+)
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations that are no views, on any device."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if not function.is_view and function.overloadpacket.__name__ not in NO_KERNEL:
+            self.total += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count_step(train: Callable, work: Work) -> int:
+    """Operations from one optimiser step to the next, on the CPU, AdamW's included."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        OperationCounter() as counter,
+        noted_steps(lambda: counter.total) as totals,
+    ):
+        quietly(train, work, 3 * work.rows_per_step, folder)
+    return totals[-1] - totals[-2]
+
+
 def main() -> None:
     model = make_model()
     print("| a token of | launches | waits |\n|---|---|---|")
@@ -274,3 +310,8 @@ def main() -> None:
     for name in SCRIPTS:
         launches, waits, _ = count_script(name)
         print(f"| `{name}.py` | {launches:,} | {waits} |", flush=True)
+
+    print("\n| step, on the CPU | ours | TRL |\n|---|---|---|")
+    for work in WORKS:
+        ours, theirs = (count_step(train, work) for train in (train_ours, train_trl))
+        print(f"| {work.title} | {ours:,} | {theirs:,} |", flush=True)
