@@ -31,7 +31,8 @@ def main(names: tyro.conf.Positional[tuple[str, ...]], redraw: bool = False) -> 
     """
     unknown = {*names} - {*EXPERIMENTS}
     if unknown or not (names or redraw):
-        sys.exit(f"experiments: {', '.join(EXPERIMENTS)}\nprograms: {', '.join(PROGRAMS)}")
+        known = f"experiments: {', '.join(EXPERIMENTS)}\nprograms: {', '.join(PROGRAMS)}"
+        sys.exit(f"unknown: {', '.join(unknown)}\n{known}" if unknown else known)
     for name in names or EXPERIMENTS:
         print(name, flush=True)
         experiment = EXPERIMENTS[name]

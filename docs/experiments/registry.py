@@ -1,45 +1,32 @@
 """The experiments: every page's, by name."""
 
-from docs.experiments import (
-    best_of_n,
-    choosing,
-    dpo,
-    exercises,
-    grpo,
-    kl,
-    kto,
-    one_prompt,
-    pitfalls,
-    policy_gradient,
-    ppo_rlhf,
-    reinforce,
-    results,
-    rewards,
-    rm_bradley_terry,
-    sft,
-    stories,
-)
+from importlib import import_module
 
+# The files of this folder, in the order of the pages.
 PAGES = (
-    policy_gradient,
-    kl,
-    one_prompt,
-    sft,
-    rm_bradley_terry,
-    reinforce,
-    ppo_rlhf,
-    grpo,
-    dpo,
-    kto,
-    rewards,
-    results,
-    best_of_n,
-    choosing,
-    stories,
-    pitfalls,
-    exercises,
+    "policy_gradient",
+    "kl",
+    "one_prompt",
+    "sft",
+    "rm_bradley_terry",
+    "reinforce",
+    "ppo_rlhf",
+    "grpo",
+    "dpo",
+    "kto",
+    "rewards",
+    "results",
+    "best_of_n",
+    "choosing",
+    "stories",
+    "pitfalls",
+    "exercises",
 )
-EXPERIMENTS = {experiment.name: experiment for page in PAGES for experiment in page.EXPERIMENTS}
+EXPERIMENTS = {
+    experiment.name: experiment
+    for page in PAGES
+    for experiment in import_module(f"docs.experiments.{page}").EXPERIMENTS
+}
 
 
 def all_tables() -> dict[str, dict]:

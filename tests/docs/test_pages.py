@@ -49,6 +49,21 @@ def all_flags():
 FLAGS = all_flags()
 
 
+@pytest.mark.parametrize("script", sorted(Path().glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_is_named_wherever_all_are(script):
+    name = script.stem
+    assert name in SCRIPTS, "tests/support/scripts.py"
+    assert Path(f"tests/algorithms/test_{name}.py").exists()
+    assert Path(f"docs/{name}.md").exists()
+    for file, text in (
+        ("README.md", f"[`{name}.py`]({name}.py)"),
+        ("docs/index.md", f"({name}.md)"),
+        ("mkdocs.yml", f"{name}.md"),
+        ("tests/learning/test_learning.py", f'"{name}.py"'),
+    ):
+        assert text in Path(file).read_text(), f"{file} does not name {text}"
+
+
 @cache
 def anchors(page):
     """Of the headings of a page, as GitHub makes them."""
