@@ -142,7 +142,7 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
     flags = "--total-rollouts 1 --prompts-per-rollout 3 --group-size 4 --train-split train[:3]"
     flags += " --micro-batch-size 5"
     page = Path("docs/reinforce.md").read_text()
-    as_told = page.partition("gradient of `python grpo.py ")[2].partition("`")[0]
+    as_told = page.partition("`python grpo.py ")[2].partition("`")[0]
     assert as_told == "--num-minibatches 1 --no-scale-rewards --beta 0 --loss-norm constant"
     prompts = {}
 
