@@ -18,6 +18,7 @@ import grpo
 import ppo_rlhf
 import sft
 from docs.experiments.lib import sampling
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, draw_evaluations, panel
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.runs import for_each_seed, train, write_jsonl
 from docs.experiments.lib.tables import rounded, spread
@@ -261,4 +262,37 @@ def tables(results: dict) -> dict:
     }
 
 
-EXPERIMENTS = (Experiment("best_of_n", tables, measure),)
+def draw(results: dict) -> dict:
+    """Gold reward on the reviews against the KL."""
+    title = "Best of n is not hacked: it stays near"
+    axis = panel(title, "KL to the start, nats", "gold reward", height=3.2)
+    style = ALGORITHM_STYLES["PPO"]
+    ppo = []
+    for label, numbers in saved_results("frontier")["numbers"].items():
+        if label.startswith("PPO, KL in the reward"):
+            kls, golds = numbers["KL of samples"], numbers["eval/reward"]
+            ppo.append([*zip(kls, golds, strict=True)])
+            beta = label.rpartition(" ")[2].replace("e-0", "e-")
+            axis.annotate(
+                beta,
+                (mean(kls), mean(golds)),
+                xytext={"0.5": (0, -15), "0.05": (-28, 3)}.get(beta, (7, -2)),
+                textcoords="offset points",
+                color=style.colour,
+            )
+    draw_evaluations(axis, [*zip(*ppo, strict=True)], "PPO, with its beta", style)
+    best = []
+    for of_seed in results["numbers"].values():
+        # n = 1 has a KL of 0, which a logarithmic scale cannot show.
+        sizes = [of_seed["best of n"][str(n)] for n in SIZES[1:]]
+        best.append([(of_size["bound of the KL"], of_size["gold"]) for of_size in sizes])
+    label = f"best of n, n = {SIZES[1]} to {SIZES[-1]}"
+    draw_evaluations(axis, best, label, ALGORITHM_STYLES["best of n"])
+    axis.set(xscale="log")
+    axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    axis.minorticks_off()
+    axis.legend(loc="lower left")
+    return {"best_of_n_gold": axis}
+
+
+EXPERIMENTS = (Experiment("best_of_n", tables, measure, draw),)

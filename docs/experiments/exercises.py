@@ -4,8 +4,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from docs.exercises.plant import EXERCISES, write_copy
+from docs.experiments.lib.drawing import (
+    HEALTHY,
+    SICK,
+    draw_band,
+    draw_evaluations,
+    panel,
+    plain_log_scale,
+)
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.runs import RUNS, runs_of, value
+from docs.experiments.lib.runs import RUNS, curve, runs_of, value
 from docs.experiments.lib.tables import rounded, spread
 
 WAYS = ("healthy", "planted")
@@ -38,6 +46,19 @@ SYMPTOMS = (
     Symptom(10, "`eval/margin`", "eval/margin", 2),
     Symptom(10, "`eval/kl`", "eval/kl", 1),
 )
+# What the figure of each exercise draws, the label of x, and its title.
+PANELS = {
+    1: ("objective/kl", "rollout", "the KL stays 0"),
+    2: ("policy/approx_kl", "rollout", "the steps do not shrink"),
+    3: ("eval/truncated_fraction", "optimiser step", "completions never stop"),
+    4: ("difference/loss", "optimiser step", "the micro-batch size matters"),
+    5: ("objective/kl", "rollout", "the KL jumps and comes back"),
+    6: ("reward/mean", "rollout", "the policy learns less"),
+    7: ("reward/mean", "rollout", "the reward rises slowly"),
+    8: ("eval/pair_accuracy", "optimiser step", "pairs are not told apart"),
+    9: ("objective/loss", "optimiser step", "the first loss is not ln 2"),
+    10: ("eval/margin", "optimiser step", "the margin stays 0"),
+}
 COMMANDS = {
     f"{number}.{i}": command
     for number, exercise in EXERCISES.items()
@@ -78,16 +99,18 @@ def rows_of(number: int, way: str) -> list[Rows]:
 
 
 def measure() -> dict:
-    numbers = {}
+    numbers, curves = {}, {}
     for number in EXERCISES:
-        numbers[str(number)] = {}
+        numbers[str(number)], curves[str(number)] = {}, {}
         for way in WAYS:
             rows = rows_of(number, way)
+            metric = PANELS[number][0]
+            curves[str(number)][way] = [curve(of_seed, metric) for of_seed in rows]
             for symptom in SYMPTOMS:
                 if symptom.number == number:
                     values = [value(of_seed, symptom.metric) for of_seed in rows]
                     numbers[str(number)].setdefault(symptom.name, {})[way] = values
-    return {"numbers": rounded(numbers, 8)}
+    return {"numbers": rounded(numbers, 8), "curves": rounded(curves, 8)}
 
 
 def tables(results: dict) -> dict:
@@ -99,4 +122,21 @@ def tables(results: dict) -> dict:
     return {"exercises": {"columns": ["exercise", "metric", *WAYS], "rows": rows}}
 
 
-EXPERIMENTS = (Experiment("exercises", tables, measure, commands=COMMANDS),)
+def draw(results: dict) -> dict:
+    """A figure for each exercise."""
+    axes = {}
+    for number, (metric, xlabel, title) in PANELS.items():
+        ylabel = metric.replace("difference/loss", "difference of the losses")
+        axis = panel(f"{number}: {title}", xlabel, ylabel, height=2.5)
+        draw_curves = draw_evaluations if metric.startswith("eval/") else draw_band
+        for way, style in zip(WAYS, (HEALTHY, SICK), strict=True):
+            draw_curves(axis, results["curves"][str(number)][way], way, style)
+        axis.locator_params(axis="x", integer=True)
+        if number in (2, 5):
+            plain_log_scale(axis)
+        axis.figure.legend(loc="outside lower center", ncols=2)
+        axes[f"exercises_{number}"] = axis
+    return axes
+
+
+EXPERIMENTS = (Experiment("exercises", tables, measure, draw, COMMANDS),)

@@ -12,8 +12,18 @@ from torch import Generator
 
 import grpo
 from docs.experiments.lib import sampling
+from docs.experiments.lib.drawing import (
+    ALGORITHM_STYLES,
+    HEALTHY,
+    SICK,
+    THIRD,
+    draw_band,
+    draw_evaluations,
+    panel,
+)
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
+    curve,
     for_each_seed,
     read_jsonl,
     run_of,
@@ -47,6 +57,12 @@ COMMANDS = {
     "friend": f"{GRPO}:friend",
     "happy words, beta 0": f"{GRPO}:happy_words --beta 0 {JUDGE}",
     "happy words, beta 0.2": f"{GRPO}:happy_words --beta 0.2 {JUDGE}",
+}
+HACKED, HELD = [*COMMANDS][2:]
+CURVES = {
+    "rewards/friend": ("friend",),
+    "rewards/happy_words": (HACKED, HELD),
+    "eval/reward": (HACKED, HELD),  # distinct pairs
 }
 
 
@@ -118,11 +134,16 @@ def measure_seed(seed: int) -> dict[str, Any]:
 
 def measure() -> dict:
     write_data(STORIES, DATA)
-    runs_of(COMMANDS.values())
-    return {"numbers": rounded(for_each_seed(measure_seed))}
+    runs = runs_of(COMMANDS.values())
+    curves = {}
+    for metric, labels in CURVES.items():
+        curves[metric] = {}
+        for label in labels:
+            curves[metric][label] = [curve(run.rows, metric) for run in runs[COMMANDS[label]]]
+    return {"numbers": rounded(for_each_seed(measure_seed)), "curves": rounded(curves)}
 
 
-# --- tables ------------------------------------------------------------------------------------
+# --- tables and figures --------------------------------------------------------------------------
 def tables(results: dict) -> dict:
     digits = {
         "a friend": 2,
@@ -147,6 +168,22 @@ def tables(results: dict) -> dict:
 def in_a_cell(text: str) -> str:
     """A text on one line, as code, so that Markdown leaves it alone."""
     return "`" + " ".join(text.replace("`", "'").replace("|", "/").split()) + "`"
+
+
+def draw(results: dict) -> dict:
+    """The rewards and the second judge over the rollouts."""
+    curves = results["curves"]
+    friend = panel("Rule 1 is learned", "rollout", "fraction with a friend", THIRD, ylim=(0, 1.03))
+    happy = panel("Rule 2 is hacked", "rollout", "happy words per story", THIRD)
+    distinct = panel(
+        "Text repeats itself", "rollout", "distinct pairs, held out", THIRD, ylim=(0, 1.03)
+    )
+    draw_band(friend, curves["rewards/friend"]["friend"], "friend", ALGORITHM_STYLES["GRPO"])
+    for label, beta, style in ((HACKED, "beta 0", SICK), (HELD, "beta 0.2", HEALTHY)):
+        draw_band(happy, curves["rewards/happy_words"][label], beta, style)
+        draw_evaluations(distinct, curves["eval/reward"][label], beta, style)
+    happy.legend()
+    return {"stories_friend": friend, "stories_happy": happy, "stories_distinct": distinct}
 
 
 # --- learning rates, for docs/choosing.md ------------------------------------------------------
@@ -178,6 +215,6 @@ def rate_tables(results: dict) -> dict:
 
 
 EXPERIMENTS = (
-    Experiment("stories", tables, measure, commands=COMMANDS),
+    Experiment("stories", tables, measure, draw, COMMANDS),
     Experiment("stories_rates", rate_tables, measure_rates, commands=RATES),
 )

@@ -144,4 +144,5 @@ def test_the_page_has_a_section_for_each_bug_and_shows_no_number_before_the_last
     for number in EXERCISES:
         assert f"\n## {number}. " in page
         assert f"\n| {number} | " in numbers
-    assert "<!-- table" not in page
+        assert f"figures/exercises_{number}.svg" in numbers
+    assert "<!-- table" not in page and ".svg" not in page

@@ -50,6 +50,8 @@ ALGORITHM_STYLES = {
     "DPO": Style("#1a7a3a", "D"),
     "KTO": Style("#00727c", "X"),
 }
+# Runs with a symptom and without one, whatever their algorithm.
+HEALTHY, SICK = Style(COLOURS[0], "o"), Style(COLOURS[1], "x")
 
 matplotlib.rcParams.update(
     {

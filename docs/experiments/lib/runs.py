@@ -152,6 +152,11 @@ def value(rows: list[dict], metric: str) -> float:
     return mean(values[-5:])
 
 
+def curve(rows: list[dict], metric: str) -> list[tuple]:
+    """Points (step, metric), where it was logged."""
+    return [(row["step"], row[metric]) for row in rows if metric in row]
+
+
 def grammar(run: Run) -> float:
     """The fraction of the sampled sentences that are grammatical."""
     return mean(grammatical([], [sample["completion"] for sample in run.samples]))
@@ -207,8 +212,7 @@ class Numbers:
             recorded[name] = []
             for run in self.runs[label]:
                 rows = run.evaluations if evaluations else run.rows
-                points = [(row["step"], row[metric]) for row in rows if metric in row]
-                recorded[name].append(rounded(points))
+                recorded[name].append(rounded(curve(rows, metric)))
         return recorded[name]
 
     def typical_sample(self, label: str) -> dict:
