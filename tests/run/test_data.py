@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from scripts import SPECS
+from scripts import SPECS, WITH_ROLLOUTS, with_flag
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -100,7 +100,7 @@ def test_more_tokens_than_positions(name, tmp_path):
     fails(name, tmp_path, ValueError, "has fewer positions than", **flags)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("name", sorted({*with_flag("max_new_tokens")} - {*WITH_ROLLOUTS}))
 def test_more_sampled_tokens_than_positions(name, tmp_path):
     fails(name, tmp_path, ValueError, "has fewer positions than", max_new_tokens=126)
 
@@ -150,7 +150,7 @@ def test_rows_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path,
     assert re.match(r"train: 2 .*dropped \{", printed)
     assert re.search(r"'longer than --max-[a-z-]+': 1[,}]", printed)
     assert re.search(r"empty[a-z ]*': 2[,}]", printed)
-    longest += name in ("rm_bradley_terry", "dpo")  # the rejected one has a digit more
+    longest += name in with_flag("rejected_column")  # the rejected one has a digit more
     assert printed.endswith(f"; longest {longest} tokens")
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import wandb
 from runs import read_log, words
-from scripts import SPECS
+from scripts import SPECS, WITH_ROLLOUTS
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -177,7 +177,7 @@ def test_what_a_healthy_run_never_shows_is_warned_of(metric, value, message):
     assert message in str(warning.message)
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo"])
+@pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_a_run_warns_once(name, tmp_path, monkeypatch):
     """Of completions of one token, with equal rewards, in each of seven rollouts."""
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import contents, start, words
-from scripts import SPECS
+from scripts import SPECS, WITH_ROLLOUTS
 
 import grpo
 import sft
@@ -151,7 +151,7 @@ def test_the_same_args_make_two_runs(tmp_path):
     assert len([*tmp_path.iterdir()]) == 2
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].kind == "rollouts"])
+@pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_path, monkeypatch):
     """They depend on the seed and the step alone, so that a resume draws them again."""
     script, drawn = SPECS[name].module, []

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 import torch
-from scripts import SPECS
+from scripts import SPECS, with_flag
 
 import grpo
 from tiny.arithmetic.reward import last_number
@@ -144,7 +144,7 @@ def rule(prompts, completions, **columns):
 """
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "dpo", "kto"])
+@pytest.mark.parametrize("name", sorted({*with_flag("reward_fn"), *with_flag("eval_reward_fn")}))
 def test_an_error_in_a_reward_file_shows_its_own_line(name, tmp_path):
     """And no folder is made. The file is loaded before any model."""
     script, flags = SPECS[name].module, SPECS[name].short_flags

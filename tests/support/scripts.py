@@ -80,6 +80,12 @@ SPECS = {
     ),
 }
 SCRIPTS = {name: spec.module for name, spec in SPECS.items()}
+WITH_ROLLOUTS = [name for name, spec in SPECS.items() if spec.kind == "rollouts"]
+
+
+def with_flag(flag: str) -> list[str]:
+    """The scripts that have it."""
+    return [name for name in SCRIPTS if flag in SCRIPTS[name].Args.__dataclass_fields__]
 
 
 def short_flags(name: str, **flags: Any) -> dict[str, Any]:
