@@ -76,6 +76,7 @@ def test_the_whole_experiment_on_a_few_steps(tmp_path, monkeypatch):
     made = stories.measure()
     saved = saved_results("stories")
     assert stories.tables(made).keys() == stories.tables(saved).keys()
+    assert stories.draw(made).keys() == stories.draw(saved).keys()
     # `evaluate` samples the same completions as the last evaluation.
     (run,) = runs.runs_of([commands["friend"]])[commands["friend"]]
     last = run.evaluations[-1]["eval/reward"]
