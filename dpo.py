@@ -233,9 +233,9 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         sums = defaultdict(float)
         for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-            logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            with torch.no_grad():
+            with torch.no_grad():  # before the policy's pass, whose activations are kept
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
+            logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
             index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
             losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[index])
             loss = losses.sum() / len(pairs)

@@ -209,9 +209,9 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
-            logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)  # (b,)
-            with torch.no_grad():
-                ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)
+            with torch.no_grad():  # before the policy's pass, whose activations are kept
+                ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
+            logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
             index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
             losses = kto_loss(

@@ -13,6 +13,8 @@ import pytest
 import torch
 from scripts import SCRIPTS, short_flags
 
+from common import logprobs
+
 SHORT = dict(train_split="train[:2]", eval_split="test[:2]", epochs=1.0, batch_size=2)
 SHORT |= dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, max_new_tokens=4)
 
@@ -82,3 +84,27 @@ def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(name, tmp_path, monke
     (run_dir,) = tmp_path.iterdir()
     script.main(script.parse_args(["--resume", str(run_dir)]))
     assert len(loaded) > 10 and kept == [0]
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_nothing_runs_between_a_forward_pass_that_is_trained_and_its_backward_pass(
+    name, tmp_path, monkeypatch
+):
+    """The reference in between would add its memory to that of the policy's activations."""
+    events = []
+    hidden_states, backward = logprobs.hidden_states.__wrapped__, torch.Tensor.backward
+
+    def spy(model, *arguments):
+        events.append(torch.is_grad_enabled())
+        return hidden_states(model, *arguments)
+
+    def spy_on_backward(loss, *arguments):
+        events.append("backward")
+        backward(loss, *arguments)
+
+    monkeypatch.setattr(logprobs.hidden_states, "__wrapped__", spy)
+    monkeypatch.setattr(torch.Tensor, "backward", spy_on_backward)
+    run(name, tmp_path, **short_flags(name, **SHORT | {"micro_batch_size": 1}))
+    trained = [i for i, event in enumerate(events) if event is True]
+    assert len(trained) == 2
+    assert all(events[i + 1] == "backward" for i in trained)
