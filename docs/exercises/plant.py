@@ -179,10 +179,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "dpo.py",
-                "            with torch.no_grad():\n"
                 "                ref_logprobs = pair_logprobs(ref_model, sequences, inds) if",
-                "            rows, _ = inds.sort()\n"
-                "            with torch.no_grad():\n"
+                "                rows, _ = inds.sort()\n"
                 "                ref_logprobs = pair_logprobs(ref_model, sequences, rows) if",
             ),
         ),
