@@ -7,7 +7,7 @@ last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
 and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-Deviations from the paper: pairs, not rankings of K completions; 3 epochs [1]; no dropout; a linear
+Deviations from the paper: pairs, not rankings of K completions; 3 epochs, not 1; no dropout; linear
 decay; the scores are not shifted, but the mean score of held-out preferred completions is saved as
 `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT: the demonstrations' mean).
 
