@@ -6,7 +6,7 @@ task, 3,840 as PPO on the reviews.
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -19,10 +19,9 @@ import ppo_rlhf
 import sft
 from docs.experiments.lib import sampling
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, draw_evaluations, panel
-from docs.experiments.lib.experiment import Experiment, saved_results
-from docs.experiments.lib.runs import for_each_seed, train, write_jsonl
-from docs.experiments.lib.tables import rounded, spread
-from tiny.arithmetic.reward import last_number
+from docs.experiments.lib.experiment import saved_results
+from docs.experiments.lib.runs import Numbers, experiment_of_runs, train, write_jsonl
+from docs.experiments.lib.tables import spread
 from tiny.reviews.gold import sentiment
 
 SUMS = grpo.Args()
@@ -131,13 +130,8 @@ def load_reward(task: grpo.Args) -> Callable:
     """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
     if task.reward_model:
         return sampling.load_reward_model(task.reward_model)
-
-    def is_correct(prompts: list[grpo.Prompt], _: list, texts: list[str]) -> Tensor:
-        return torch.tensor(
-            last_number([], texts, [prompt.columns["answer"] for prompt in prompts])
-        )
-
-    return is_correct
+    (rule,) = grpo.load_reward_fns(task.reward_fn).values()
+    return rule
 
 
 def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
@@ -210,69 +204,55 @@ def evaluate(
 
 
 # --- results -----------------------------------------------------------------------------------
-def measure_seed(seed: int) -> dict:
-    measured = {"best of n": best_of_reviews(seed), "training": {}}
+def measure_seed(seed: int) -> dict[str, dict[str, float]]:
+    measured = best_of_reviews(seed)
     for label, plan in (SUM_PLANS | REVIEW_PLANS).items():
         with tempfile.TemporaryDirectory() as folder:
-            measured["training"][label] = rejection_sampling(plan, seed, Path(folder))
+            measured[label] = rejection_sampling(plan, seed, Path(folder))
     return measured
 
 
-def measure() -> dict:
-    return {"numbers": rounded(for_each_seed(measure_seed))}
+def num_steps(args: Any) -> str:
+    """Optimiser steps of a run of grpo.py or ppo_rlhf.py."""
+    return str(args.total_rollouts * args.update_epochs * args.num_minibatches)
 
 
-def tables(results: dict) -> dict:
-    """Tables of what is measured with each seed, beside GRPO's and PPO's results."""
-    measured = results["numbers"].values()
+def tables(numbers: Numbers) -> dict:
+    """Best of n; and rejection sampling beside GRPO's and PPO's results."""
+    best = {"bound of the KL": ("bound of the KL", 2), "learned": ("learned", 2)}
+    best["gold"] = ("gold", 3)
 
-    def rows_of(kind: str, labels: Iterable[str], digits: dict[str, int]) -> list[list[str]]:
-        rows = []
-        for label in labels:
-            row = [label]
-            for quantity in digits:
-                values = [of_seed[kind][label][quantity] for of_seed in measured]
-                row.append(spread(values, digits[quantity]))
-            rows.append(row)
-        return rows
-
-    best_digits = {"bound of the KL": 2, "learned": 2, "gold": 3}
-    best_rows = rows_of("best of n", map(str, SIZES), best_digits)
-
-    sum_rows = rows_of("training", SUM_PLANS, {"kept": 0, "steps": 0, "accuracy": 3})
-    steps = SUMS.total_rollouts * SUMS.update_epochs * SUMS.num_minibatches
+    trained = {"trained on": ("kept", 0), "optimiser steps": ("steps", 0)}
+    sums = numbers.table(trained | {"accuracy": ("accuracy", 3)}, "", SUM_PLANS)
     accuracies = saved_results("grpo")["numbers"]["(default)"]["eval/accuracy"]
-    sum_rows.append(
-        ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", str(steps), spread(accuracies, 3)]
-    )
+    grpo_row = ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", num_steps(SUMS)]
+    sums["rows"].append([*grpo_row, spread(accuracies, 3)])
 
-    digits = {"learned": 2, "gold": 2, "KL": 1}
-    review_rows = rows_of("training", REVIEW_PLANS, {"kept": 0, "steps": 0} | digits)
-    steps = PPO.total_rollouts * PPO.update_epochs * PPO.num_minibatches
+    judged = {"learned": ("learned", 2), "gold": ("gold", 2), "KL": ("KL", 1)}
+    reviews = numbers.table(trained | judged, "", REVIEW_PLANS)
     learned = saved_results("reward_hacking")["numbers"]["0.2"]["reward/mean"]
     ppo = saved_results("frontier")["numbers"]["PPO, KL in the reward, beta 0.2"]
-    ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", str(steps)]
+    ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", num_steps(PPO)]
     ppo_row += [spread(learned, 2), spread(ppo["eval/reward"], 2), spread(ppo["KL of samples"], 1)]
-    review_rows.append(ppo_row)
-    columns = ["", "trained on", "optimiser steps"]
+    reviews["rows"].append(ppo_row)
     return {
-        "best_of_n": {"columns": ["n", *best_digits], "rows": best_rows},
-        "best_of_n rejection sums": {"columns": [*columns, "accuracy"], "rows": sum_rows},
-        "best_of_n rejection reviews": {"columns": [*columns, *digits], "rows": review_rows},
+        "best_of_n": numbers.table(best, "n", map(str, SIZES)),
+        "best_of_n rejection sums": sums,
+        "best_of_n rejection reviews": reviews,
     }
 
 
-def draw(results: dict) -> dict:
+def draw(numbers: Numbers) -> dict:
     """Gold reward on the reviews against the KL."""
     title = "Best of n is not hacked: it stays near"
     axis = panel(title, "KL to the start, nats", "gold reward", height=3.2)
     style = ALGORITHM_STYLES["PPO"]
     ppo = []
-    for label, numbers in saved_results("frontier")["numbers"].items():
+    for label, of_run in saved_results("frontier")["numbers"].items():
         if label.startswith("PPO, KL in the reward"):
-            kls, golds = numbers["KL of samples"], numbers["eval/reward"]
+            kls, golds = of_run["KL of samples"], of_run["eval/reward"]
             ppo.append([*zip(kls, golds, strict=True)])
-            beta = label.rpartition(" ")[2].replace("e-0", "e-")
+            beta = label.rpartition(" ")[2]
             axis.annotate(
                 beta,
                 (mean(kls), mean(golds)),
@@ -281,13 +261,12 @@ def draw(results: dict) -> dict:
                 color=style.colour,
             )
     draw_evaluations(axis, [*zip(*ppo, strict=True)], "PPO, with its beta", style)
-    best = []
-    for of_seed in results["numbers"].values():
-        # n = 1 has a KL of 0, which a logarithmic scale cannot show.
-        sizes = [of_seed["best of n"][str(n)] for n in SIZES[1:]]
-        best.append([(of_size["bound of the KL"], of_size["gold"]) for of_size in sizes])
+    best = []  # a list of points for each n; n = 1 has a KL of 0, which log scales cannot show
+    for n in SIZES[1:]:
+        golds = numbers.values(str(n), "gold")
+        best.append([(kl_bound(n), gold) for gold in golds])
     label = f"best of n, n = {SIZES[1]} to {SIZES[-1]}"
-    draw_evaluations(axis, best, label, ALGORITHM_STYLES["best of n"])
+    draw_evaluations(axis, [*zip(*best, strict=True)], label, ALGORITHM_STYLES["best of n"])
     axis.set(xscale="log")
     axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
     axis.minorticks_off()
@@ -295,4 +274,4 @@ def draw(results: dict) -> dict:
     return {"best_of_n_gold": axis}
 
 
-EXPERIMENTS = (Experiment("best_of_n", tables, measure, draw),)
+EXPERIMENTS = (experiment_of_runs("best_of_n", {}, tables, draw, measure_seed),)

@@ -4,7 +4,7 @@ current policy has written and that the reward model labels.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -16,18 +16,16 @@ import dpo
 from common.tokens import encode, encode_pair
 from docs.experiments.lib import sampling
 from docs.experiments.lib.drawing import THIRD, Metric, draw_metrics
-from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
     LAST_NUMBER,
+    REVIEW_COLUMNS,
     Numbers,
     experiment_of_runs,
-    for_each_seed,
     read_jsonl,
     train,
     variants,
     write_jsonl,
 )
-from docs.experiments.lib.tables import rounded, spread
 from tiny.reviews import gold
 
 # Preference pairs of the sums.
@@ -47,13 +45,7 @@ def draw(numbers: Numbers) -> dict:
 
 
 def tables(numbers: Numbers) -> dict:
-    columns = {
-        "gold": ("eval/reward", 2),
-        "KL": ("KL of samples", 1),
-        "grammatical": ("grammatical", 2),
-        "tokens": ("eval/length_mean", 1),
-    }
-    return {"dpo": numbers.table_by_label(columns)}
+    return {"dpo": numbers.table(REVIEW_COLUMNS)}
 
 
 # --- simpo_and_orpo, orpo ----------------------------------------------------------------------
@@ -83,11 +75,11 @@ def simpo_and_orpo_tables(numbers: Numbers) -> dict:
         "pair accuracy": ("eval/pair_accuracy", 3),
         "tokens": ("eval/length_mean", 1),
     }
-    return {"simpo_and_orpo": numbers.table_by_label(columns)}
+    return {"simpo_and_orpo": numbers.table(columns)}
 
 
 def orpo_tables(numbers: Numbers) -> dict:
-    return {"orpo": numbers.table_by_label({"accuracy": ("eval/accuracy", 3)}, "trained by")}
+    return {"orpo": numbers.table({"accuracy": ("eval/accuracy", 3)}, "trained by")}
 
 
 # --- iterative_dpo -----------------------------------------------------------------------------
@@ -100,23 +92,19 @@ GROUP_SIZE = 4  # completions per prompt, of which the best and the worst become
 
 
 class Rounds(NamedTuple):
-    """Rounds of DPO from the starting policy, and the labels of their rows in the table."""
+    """Rounds of DPO from the starting policy."""
 
-    pairs_per_round: int | None  # None: the pairs of `OFFLINE_PAIRS`
-    labels: Sequence[str]  # one for each round
+    number: int
+    num_pairs: int | None  # in each round; None: the pairs of `OFFLINE_PAIRS`
     beta: float | None = None  # dpo.py's default, 0.3
 
 
 # 188 or 189 optimiser steps in all, whatever the number of rounds.
 ROUNDS = {
-    "offline": Rounds(None, ["the offline pairs"]),
-    "one round": Rounds(2_000, ["one round of 2,000 pairs"]),
-    "three rounds": Rounds(
-        667, ["three rounds of 667 pairs: after one", "after two", "after three"]
-    ),
-    "three rounds, beta 0.9": Rounds(
-        667, ["the same with `--beta 0.9`: after one", "after two", "after three"], beta=0.9
-    ),
+    "the offline pairs": Rounds(1, None),
+    "2,000 pairs": Rounds(1, 2_000),
+    "667 pairs per round": Rounds(3, 667),
+    "667 pairs per round, `--beta 0.9`": Rounds(3, 667, beta=0.9),
 }
 
 
@@ -163,12 +151,12 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
     """The model's folder after each round of dpo.py; other flags have their defaults."""
     model, models = POLICY, []
     rng = Generator().manual_seed(seed)
-    for i in range(len(rounds.labels)):
+    for i in range(rounds.number):
         dataset = Path(OFFLINE_PAIRS)
-        if rounds.pairs_per_round is not None:
+        if rounds.num_pairs is not None:
             dataset = folder / f"pairs {i}"
             dataset.mkdir()
-            pairs = sample_pairs(model, reward_fn, rounds.pairs_per_round, rng)
+            pairs = sample_pairs(model, reward_fn, rounds.num_pairs, rng)
             write_jsonl(dataset / "train.jsonl", pairs)
             shutil.copy(TEST_PAIRS, dataset)
         run = train(
@@ -203,37 +191,32 @@ def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
     }
 
 
-def measure_seed(seed: int) -> dict[str, list[dict[str, float]]]:
+def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     """`evaluate` after each round."""
     reward_fn = sampling.load_reward_model(REWARD_MODEL)
     measured = {}
     for name, rounds in ROUNDS.items():
         with tempfile.TemporaryDirectory() as folder:
             models = train_rounds(rounds, reward_fn, seed, Path(folder))
-            measured[name] = [evaluate(model, reward_fn, seed) for model in models]
+            for i, model in enumerate(models, start=1):
+                label = name if rounds.number == 1 else f"{name}, after round {i}"
+                measured[label] = evaluate(model, reward_fn, seed)
     return measured
 
 
-def measure_iterative() -> dict:
-    return {"numbers": rounded(for_each_seed(measure_seed))}
-
-
-def iterative_tables(results: dict) -> dict:
-    digits = {"gold": 2, "learned": 1, "KL": 1, "grammatical": 2}
-    rows = []
-    for name, rounds in ROUNDS.items():
-        for i, label in enumerate(rounds.labels):
-            row = [label]
-            for metric in digits:
-                values = [of_seed[name][i][metric] for of_seed in results["numbers"].values()]
-                row.append(spread(values, digits[metric]))
-            rows.append(row)
-    return {"iterative_dpo": {"columns": ["trained on", *digits], "rows": rows}}
+def iterative_tables(numbers: Numbers) -> dict:
+    columns = {
+        "gold": ("gold", 2),
+        "learned": ("learned", 1),
+        "KL": ("KL", 1),
+        "grammatical": ("grammatical", 2),
+    }
+    return {"iterative_dpo": numbers.table(columns, "trained on")}
 
 
 EXPERIMENTS = (
     experiment_of_runs("dpo", COMMANDS, tables, draw),
     experiment_of_runs("simpo_and_orpo", SIMPO_AND_ORPO, simpo_and_orpo_tables),
     experiment_of_runs("orpo", ORPO, orpo_tables),
-    Experiment("iterative_dpo", iterative_tables, measure_iterative),
+    experiment_of_runs("iterative_dpo", {}, iterative_tables, measure_seed=measure_seed),
 )

@@ -12,12 +12,9 @@ from docs.experiments.lib.drawing import (
     panel,
     plain_log_scale,
 )
-from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.runs import RUNS, curve, runs_of, value
-from docs.experiments.lib.tables import rounded, spread
+from docs.experiments.lib.runs import RUNS, Numbers, Run, experiment_of_runs, runs_of
 
 WAYS = ("healthy", "planted")
-Rows = list[dict]  # the metrics of a run, a row for each step
 
 
 class Symptom(NamedTuple):
@@ -59,11 +56,6 @@ PANELS = {
     9: ("objective/loss", "optimiser step", "the first loss is not ln 2"),
     10: ("eval/margin", "optimiser step", "the margin stays 0"),
 }
-COMMANDS = {
-    f"{number}.{i}": command
-    for number, exercise in EXERCISES.items()
-    for i, command in enumerate(exercise.commands, start=1)
-}
 
 
 def copy_of(number: int, way: str) -> Path:
@@ -78,51 +70,38 @@ def copy_of(number: int, way: str) -> Path:
     return folder
 
 
-def differences(first: Rows, second: Rows) -> Rows:
-    """How far the losses of two runs, which should agree, lie apart in each step."""
-    rows = []
-    for one, other in zip(first, second, strict=True):
+def differences(first: Run, second: Run) -> Run:
+    """A run whose rows are how far the losses of two runs, which should agree, differ."""
+    run = Run(first.folder)
+    run.rows = []
+    for one, other in zip(first.rows, second.rows, strict=True):
         if "objective/loss" in one:
             difference = abs(one["objective/loss"] - other["objective/loss"])
-            rows.append({"step": one["step"], "difference/loss": difference})
-    return rows
+            run.rows.append({"step": one["step"], "difference/loss": difference})
+    return run
 
 
-def rows_of(number: int, way: str) -> list[Rows]:
-    """The rows of each seed; two commands give those of `differences`."""
-    runs = runs_of(EXERCISES[number].commands, root=copy_of(number, way))
-    if len(runs) == 1:
-        (only_command,) = runs.values()
-        return [run.rows for run in only_command]
-    pairs = zip(*runs.values(), strict=True)
-    return [differences(one.rows, other.rows) for one, other in pairs]
-
-
-def measure() -> dict:
-    numbers, curves = {}, {}
-    for number in EXERCISES:
-        numbers[str(number)], curves[str(number)] = {}, {}
+def find_runs(_: dict[str, str]) -> dict[str, list[Run]]:
+    """A run for each seed, by exercise and way; of two commands that of `differences`."""
+    found = {}
+    for number, exercise in EXERCISES.items():
         for way in WAYS:
-            rows = rows_of(number, way)
-            metric = PANELS[number][0]
-            curves[str(number)][way] = [curve(of_seed, metric) for of_seed in rows]
-            for symptom in SYMPTOMS:
-                if symptom.number == number:
-                    values = [value(of_seed, symptom.metric) for of_seed in rows]
-                    numbers[str(number)].setdefault(symptom.name, {})[way] = values
-    return {"numbers": rounded(numbers, 8), "curves": rounded(curves, 8)}
+            runs = [*runs_of(exercise.commands, root=copy_of(number, way)).values()]
+            if len(runs) == 2:
+                runs = [[differences(*of_seed) for of_seed in zip(*runs, strict=True)]]
+            (found[f"{number}, {way}"],) = runs
+    return found
 
 
-def tables(results: dict) -> dict:
+def tables(numbers: Numbers) -> dict:
     rows = []
-    for symptom in SYMPTOMS:
-        of_symptom = results["numbers"][str(symptom.number)][symptom.name]
-        cells = [spread(of_symptom[way], symptom.digits) for way in WAYS]
-        rows.append([str(symptom.number), symptom.name, *cells])
+    for number, name, metric, digits in SYMPTOMS:
+        cells = [numbers.spreads(f"{number}, {way}", {metric: digits})[0] for way in WAYS]
+        rows.append([str(number), name, *cells])
     return {"exercises": {"columns": ["exercise", "metric", *WAYS], "rows": rows}}
 
 
-def draw(results: dict) -> dict:
+def draw(numbers: Numbers) -> dict:
     """A figure for each exercise."""
     axes = {}
     for number, (metric, xlabel, title) in PANELS.items():
@@ -130,7 +109,7 @@ def draw(results: dict) -> dict:
         axis = panel(f"{number}: {title}", xlabel, ylabel, height=2.5)
         draw_curves = draw_evaluations if metric.startswith("eval/") else draw_band
         for way, style in zip(WAYS, (HEALTHY, SICK), strict=True):
-            draw_curves(axis, results["curves"][str(number)][way], way, style)
+            draw_curves(axis, numbers.metric_curves(f"{number}, {way}", metric), way, style)
         axis.locator_params(axis="x", integer=True)
         if number in (2, 5):
             plain_log_scale(axis)
@@ -139,4 +118,4 @@ def draw(results: dict) -> dict:
     return axes
 
 
-EXPERIMENTS = (Experiment("exercises", tables, measure, draw, COMMANDS),)
+EXPERIMENTS = (experiment_of_runs("exercises", {}, tables, draw, find_runs=find_runs),)

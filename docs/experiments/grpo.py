@@ -21,7 +21,7 @@ COMMANDS = variants(
 
 def tables(numbers: Numbers) -> dict:
     columns = {"accuracy": ("eval/accuracy", 3), "tokens": ("eval/length_mean", 1)}
-    return {"grpo": numbers.table_by_label(columns)}
+    return {"grpo": numbers.table(columns)}
 
 
 def draw(numbers: Numbers) -> dict:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from docs.experiments.lib.drawing import COLOURS, GREY, panel
+from docs.experiments.lib.drawing import GREY, RED, TEXT, panel
 from docs.experiments.lib.enumeration import (
     gradients,
     mean_and_deviation,
@@ -99,8 +99,8 @@ def draw(_: dict) -> dict:
     policies = [one_mode(centre) for centre in PLACES]
     seeking = min(policies, key=lambda policy: full_kl(policy, TWO_MODES))
     covering = min(policies, key=lambda policy: full_kl(TWO_MODES, policy))
-    axis.plot(PLACES, seeking, "o-", color=COLOURS[0], label=f"lowest {FORWARD}")
-    axis.plot(PLACES, covering, "s--", color=COLOURS[1], label=f"lowest {REVERSE}")
+    axis.plot(PLACES, seeking, "o-", color=TEXT, label=f"lowest {FORWARD}")
+    axis.plot(PLACES, covering, "s--", color=RED, label=f"lowest {REVERSE}")
     axis.set(ylim=(0, 1), xticks=PLACES)
     axis.legend(loc="upper right")
     return {"kl": axis}

@@ -22,7 +22,7 @@ from common.logprobs import Sequences, completion_logprobs
 from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.tables import fixed, rounded
+from docs.experiments.lib.tables import fixed
 from reinforce import baseline_advantages, policy_gradient_loss
 from tiny.reviews import gold
 
@@ -66,7 +66,7 @@ def measure() -> dict:
         "completion": texts,
         "tokens": [ref.tokenizer.convert_ids_to_tokens(ids) for ids in completions],
         "gold": [gold.score(text) for text in texts],
-        "reward": rounded(rewards.tolist(), DIGITS),
+        "reward": to_digits(rewards),
         "ref": logprobs_of(ref, group),
         "old": logprobs_of(policy, group),
     }
@@ -131,7 +131,11 @@ def logprobs_of(policy: sampling.Policy, sequences: Sequences) -> list[list[floa
 def unpadded(rows: Tensor, sequences: Sequences) -> list[list[float]]:
     """The first |y| numbers of each row (B, T), rounded."""
     pairs = zip(rows, sequences, strict=True)
-    return [rounded(row[: len(completion)].tolist(), DIGITS) for row, (_, completion) in pairs]
+    return [to_digits(row[: len(completion)]) for row, (_, completion) in pairs]
+
+
+def to_digits(numbers: Tensor) -> list[float]:
+    return [round(number, DIGITS) for number in numbers.tolist()]
 
 
 # --- the tables --------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.runs import GRPO_REVIEWS, runs_of, value
-from docs.experiments.lib.tables import rounded, spread
+from docs.experiments.lib.runs import GRPO_REVIEWS, Numbers, experiment_of_runs
 
 
 class Symptom(NamedTuple):
@@ -47,28 +45,14 @@ COMMANDS = {
 }
 
 
-def measure() -> dict:
-    runs = runs_of(COMMANDS.values())
-    numbers = {}
-    for label, command in COMMANDS.items():
-        metrics = SYMPTOMS[label.partition(",")[0]].metrics
-        numbers[label] = {
-            metric: [value(run.rows, metric) for run in runs[command]] for metric in metrics
-        }
-    return {"numbers": rounded(numbers, 6)}
-
-
-def tables(results: dict) -> dict:
+def tables(numbers: Numbers) -> dict:
     made = {}
     for name, symptom in SYMPTOMS.items():
-        rows = []
-        for way in ("sick", "healthy"):
-            numbers = results["numbers"][f"{name}, {way}"]
-            cells = [spread(numbers[metric], digits) for metric, digits in symptom.metrics.items()]
-            rows.append([way, *cells])
+        ways = ("sick", "healthy")
+        rows = [[way, *numbers.spreads(f"{name}, {way}", symptom.metrics)] for way in ways]
         headings = [f"`{metric}`" for metric in symptom.metrics]
         made[f"pitfalls {name}"] = {"columns": ["", *headings], "rows": rows}
     return made
 
 
-EXPERIMENTS = (Experiment("pitfalls", tables, measure, commands=COMMANDS),)
+EXPERIMENTS = (experiment_of_runs("pitfalls", COMMANDS, tables),)

@@ -4,7 +4,7 @@ scripts' own functions.
 
 import torch
 
-from docs.experiments.lib.drawing import COLOURS, WIDE, panel
+from docs.experiments.lib.drawing import RED, TEXT, WIDE, panel
 from docs.experiments.lib.enumeration import (
     gradients,
     mean_and_deviation,
@@ -23,7 +23,7 @@ PROBABILITIES, REWARDS = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 # whose reward is 1.
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 START_VALUE = 0.4  # V(s_1) of the tree: the probability of a correct second token
-CLIP = 0.2  # eps of PPO
+CLIP = 0.2  # epsilon
 WRONG_VALUE = 0.5  # a critic's V after either first token
 LAMBDAS = (0.0, 0.5, 0.95, 1.0)  # of GAE
 
@@ -130,7 +130,7 @@ def draw(_: dict) -> dict:
     title = f"No gradient above {1 + CLIP:g} for A = +1, below {1 - CLIP:g} for A = -1"
     axis = panel(title, "ratio rho = π / π_old", "objective", WIDE)
     ratios = [0.4 + 0.01 * i for i in range(121)]
-    for advantage, line, colour in ((1, "-", COLOURS[0]), (-1, "--", COLOURS[1])):
+    for advantage, line, colour in ((1, "-", TEXT), (-1, "--", RED)):
         objectives = [clipped(ratio, advantage)[0] for ratio in ratios]
         axis.plot(ratios, objectives, line, color=colour, label=f"A = {advantage:+d}")
     axis.legend()

@@ -1,6 +1,6 @@
 """docs/ppo_rlhf.md: the default run, variants of it, and a learned reward that is exploited."""
 
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, COLOURS, Style, draw_band, panel
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, RED, Style, draw_band, panel
 from docs.experiments.lib.runs import Numbers, experiment_of_runs, variants
 
 COMMANDS = variants(
@@ -23,7 +23,7 @@ def tables(numbers: Numbers) -> dict:
         "KL": ("KL of samples", 1),
         "explained variance": ("value/explained_variance", 2),
     }
-    return {"ppo_rlhf": numbers.table_by_label(columns)}
+    return {"ppo_rlhf": numbers.table(columns)}
 
 
 # --- reward_hacking ----------------------------------------------------------------------------
@@ -41,10 +41,10 @@ def hacking_tables(numbers: Numbers) -> dict:
         "gold": ("eval/reward", 2),
         "KL": ("objective/kl", 1),
     }
-    table = numbers.table_by_label(columns, heading="`--beta`")
+    table = numbers.table(columns, heading="`--beta`")
     samples = []
     for beta in HACKING:
-        sample = numbers.typical_sample(beta)
+        sample = numbers.values(beta, "typical sample")[0]
         samples.append([f"`--beta {beta}`, gold {sample['reward']:.2f}: `{sample['completion']}`"])
     return {"reward_hacking": table, "reward_hacking samples": {"rows": samples}}
 
@@ -60,7 +60,7 @@ def draw_hacking(numbers: Numbers) -> dict:
         learned = numbers.metric_curves(beta, "reward/mean", evaluations=True)
         gold = numbers.metric_curves(beta, "eval/reward", evaluations=True)
         draw_band(axis, learned, "learned reward", ALGORITHM_STYLES["reward model"])
-        draw_band(axis, gold, "gold reward", Style(COLOURS[1], "D"))
+        draw_band(axis, gold, "gold reward", Style(RED, "D"))
         axis.legend(loc="center right")
     return axes
 

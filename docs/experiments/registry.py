@@ -1,30 +1,13 @@
 """The experiments: every page's, by name."""
 
 from importlib import import_module
+from pathlib import Path
 
-# The files of this folder, in the order of the pages.
-PAGES = (
-    "policy_gradient",
-    "kl",
-    "one_prompt",
-    "sft",
-    "rm_bradley_terry",
-    "reinforce",
-    "ppo_rlhf",
-    "grpo",
-    "dpo",
-    "kto",
-    "rewards",
-    "results",
-    "best_of_n",
-    "choosing",
-    "stories",
-    "pitfalls",
-    "exercises",
-)
+PAGES = sorted(file.stem for file in Path(__file__).parent.glob("[a-z]*.py"))
 EXPERIMENTS = {
     experiment.name: experiment
     for page in PAGES
+    if page != "registry"
     for experiment in import_module(f"docs.experiments.{page}").EXPERIMENTS
 }
 

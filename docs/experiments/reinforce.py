@@ -11,21 +11,14 @@ from common.logprobs import completion_logprobs
 from docs.experiments.lib import sampling
 from docs.experiments.lib.drawing import (
     ALGORITHM_STYLES,
-    COLOURS,
+    TEXT,
     GREY,
     WIDE,
     Style,
     panel,
     plain_log_scale,
 )
-from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.runs import (
-    Numbers,
-    experiment_of_runs,
-    for_each_seed,
-    train,
-    variants,
-)
+from docs.experiments.lib.runs import Numbers, experiment_of_runs, train, variants
 from tiny.arithmetic.reward import last_number
 
 
@@ -34,7 +27,7 @@ def tables(numbers: Numbers) -> dict:
         "accuracy after 20 rollouts": ("eval/reward at 20", 3),
         "after 60": ("eval/reward", 3),
     }
-    return {"reinforce": numbers.table_by_label(columns)}
+    return {"reinforce": numbers.table(columns)}
 
 
 BASELINES = ("--baseline none", "--baseline batch_mean", "--baseline leave_one_out")
@@ -91,9 +84,9 @@ def flat_gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients]).double()
 
 
-def along_training(seed: int) -> dict[str, list[float]]:
+def along_training(seed: int) -> dict[str, dict[str, float]]:
     """By case, the variance at each of MOMENTS."""
-    measured = {name: [] for name in CASES}
+    measured = {name: {} for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
         for moment in MOMENTS:
             model = reinforce.Args.model
@@ -101,21 +94,17 @@ def along_training(seed: int) -> dict[str, list[float]]:
                 flags = dict(total_rollouts=moment, eval_split="test[:8]", eval_every=1000)
                 model = str(train(reinforce, seed=seed, output_dir=folder, **flags).folder)
             for name, variance in variances(model, seed).items():
-                measured[name].append(variance)
+                measured[name][f"after {moment} rollouts"] = variance
     return measured
 
 
-def measure_variance() -> dict:
-    return {"numbers": for_each_seed(along_training)}
-
-
-def draw_variance(results: dict) -> dict:
+def draw_variance(numbers: Numbers) -> dict:
     """The variance in each case at each moment, median and range."""
     colour = ALGORITHM_STYLES["REINFORCE"].colour
     styles = {
         "none": Style(colour, "p"),
         "none, rewards 1 and 2": Style(colour, "x"),
-        "batch mean": Style(COLOURS[0], "o"),
+        "batch mean": Style(TEXT, "o"),
         "leave one out": Style(GREY, "s"),
     }
     axis = panel(
@@ -126,8 +115,7 @@ def draw_variance(results: dict) -> dict:
         height=3.6,
     )
     for i, (case, (colour, marker)) in enumerate(styles.items()):
-        seeds = results["numbers"].values()
-        values = [*zip(*(of_seed[case] for of_seed in seeds), strict=True)]
+        values = [numbers.values(case, f"after {moment} rollouts") for moment in MOMENTS]
         places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side
         lowest, highest = [min(value) for value in values], [max(value) for value in values]
         medians = [median(value) for value in values]
@@ -142,5 +130,5 @@ def draw_variance(results: dict) -> dict:
 
 EXPERIMENTS = (
     experiment_of_runs("reinforce", variants("reinforce.py", *BASELINES), tables),
-    Experiment("variance", lambda _: {}, measure_variance, draw_variance),
+    experiment_of_runs("variance", {}, lambda _: {}, draw_variance, along_training),
 )

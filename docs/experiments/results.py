@@ -9,14 +9,14 @@ from docs.experiments.lib.runs import GRPO_REVIEWS, LAST_NUMBER, Numbers, experi
 from docs.experiments.lib.tables import spread
 
 FAMILIES = {  # an algorithm's command, and its values of beta
-    "PPO, KL in the reward": ("ppo_rlhf.py --beta {}", (1e-9, 0.05, 0.1, 0.2, 0.5)),
-    "PPO, KL in the loss": ("ppo_rlhf.py --kl-placement loss --beta {}", (0.2, 0.5, 1)),
+    "PPO, KL in the reward": ("ppo_rlhf.py --beta {}", ("1e-9", "0.05", "0.1", "0.2", "0.5")),
+    "PPO, KL in the loss": ("ppo_rlhf.py --kl-placement loss --beta {}", ("0.2", "0.5", "1")),
     "GRPO, KL in the reward": (
         f"{GRPO_REVIEWS} --beta {{}} --kl-placement reward",
-        (0.1, 0.2, 0.5),
+        ("0.1", "0.2", "0.5"),
     ),
-    "GRPO, KL in the loss": (f"{GRPO_REVIEWS} --beta {{}}", (0.1, 0.2, 0.5, 1)),
-    "DPO": ("dpo.py --beta {}", (0.1, 0.3, 1)),
+    "GRPO, KL in the loss": (f"{GRPO_REVIEWS} --beta {{}}", ("0.1", "0.2", "0.5", "1")),
+    "DPO": ("dpo.py --beta {}", ("0.1", "0.3", "1")),
 }
 FRONTIER = {
     f"{name}, beta {beta}": command.format(beta)
@@ -26,14 +26,11 @@ FRONTIER = {
 
 
 def frontier_tables(numbers: Numbers) -> dict:
+    digits = {"eval/reward": 2, "KL of samples": 1, "grammatical": 2}
     rows = []
-    for label in FRONTIER:
-        name, _, beta = label.rpartition(", beta ")
-        row = [name, beta.replace("e-0", "e-")]
-        row.append(numbers.spread(label, "eval/reward", 2))
-        row.append(numbers.spread(label, "KL of samples", 1))
-        row.append(numbers.spread(label, "grammatical", 2))
-        rows.append(row)
+    for name, (_, betas) in FAMILIES.items():
+        for beta in betas:
+            rows.append([name, beta, *numbers.spreads(f"{name}, beta {beta}", digits)])
     columns = ["algorithm", "`--beta`", "gold", "KL, nats per completion", "grammatical"]
     return {"frontier": {"columns": columns, "rows": rows}}
 
@@ -57,7 +54,7 @@ def draw_frontier(numbers: Numbers) -> dict:
             axis.plot(kls, golds, color=colour, marker=".", ms=3.5, ls="", alpha=0.7)
         xs, ys = zip(*points, strict=True)
         axis.plot(xs, ys, color=colour, marker=marker, ms=7, mfc=fill, ls=line, lw=1.2, label=name)
-    label = "PPO, KL in the reward, beta 1e-09"
+    label = "PPO, KL in the reward, beta 1e-9"
     kl, gold = (mean(numbers.values(label, name)) for name in ("KL of samples", "eval/reward"))
     outside = f"PPO, beta 1e-9,\nbelow: {gold:.2f}\nat {kl:.0f} nats"
     axis.annotate(outside, (19.5, 0.27), color=ALGORITHM_STYLES["PPO"].colour)
@@ -82,7 +79,6 @@ class Row(NamedTuple):
 
     algorithm: str
     reviews: tuple[str, str] | None  # gold reward
-    has_kl: bool
     sums: tuple[str, str] | None  # accuracy
     learns_from: str
 
@@ -95,14 +91,14 @@ GRPO_REWARD = ("frontier", "GRPO, KL in the reward, beta 0.2")
 SIMPO = ("simpo_and_orpo", "`--loss simpo --beta 5 --gamma 0.5`")
 ORPO = ("simpo_and_orpo", "`--loss orpo --beta 5`")
 OVERVIEW = (
-    Row("[PPO](ppo_rlhf.md)", PPO, True, ("overview", "PPO"), BOTH),
-    Row("[REINFORCE](reinforce.md), leave one out", None, False, REINFORCE, "rule"),
-    Row("[GRPO](grpo.md), KL in the loss", GRPO_LOSS, True, ("grpo", "(default)"), BOTH),
-    Row("GRPO, KL in the reward", GRPO_REWARD, True, None, "reward model"),
-    Row("[DPO](dpo.md)", ("frontier", "DPO, beta 0.3"), True, ("overview", "DPO"), SAMPLES),
-    Row("[SimPO](dpo_variants.md)", SIMPO, False, None, "pairs"),
-    Row("[ORPO](dpo_variants.md)", ORPO, False, ("orpo", "ORPO, beta 0.5"), SAMPLES),
-    Row("[KTO](kto.md)", ("kto", "(default)"), True, None, "labelled completions"),
+    Row("[PPO](ppo_rlhf.md)", PPO, ("overview", "PPO"), BOTH),
+    Row("[REINFORCE](reinforce.md), leave one out", None, REINFORCE, "rule"),
+    Row("[GRPO](grpo.md), KL in the loss", GRPO_LOSS, ("grpo", "(default)"), BOTH),
+    Row("GRPO, KL in the reward", GRPO_REWARD, None, "reward model"),
+    Row("[DPO](dpo.md)", ("frontier", "DPO, beta 0.3"), ("overview", "DPO"), SAMPLES),
+    Row("[SimPO](dpo_variants.md)", SIMPO, None, "pairs"),
+    Row("[ORPO](dpo_variants.md)", ORPO, ("orpo", "ORPO, beta 0.5"), SAMPLES),
+    Row("[KTO](kto.md)", ("kto", "(default)"), None, "labelled completions"),
 )
 
 
@@ -121,8 +117,8 @@ def overview_tables(own: Numbers) -> dict:
         gold = kl = accuracy = ""
         if row.reviews:
             gold = spread(numbers_of(row.reviews)["eval/reward"], 2)
-        if row.has_kl:
-            kl = spread(numbers_of(row.reviews)["KL of samples"], 1)
+            if "KL of samples" in numbers_of(row.reviews):
+                kl = spread(numbers_of(row.reviews)["KL of samples"], 1)
         if row.sums:
             # reinforce.py logs a reward.
             metric = "eval/reward" if row.sums == REINFORCE else "eval/accuracy"

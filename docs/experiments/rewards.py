@@ -2,8 +2,7 @@
 
 from docs.experiments.lib.drawing import (
     ALGORITHM_STYLES,
-    COLOURS,
-    Style,
+    HEALTHY,
     draw_band,
     draw_evaluations,
     panel,
@@ -17,7 +16,7 @@ def draw(numbers: Numbers) -> dict:
     shown = numbers.metric_curves("(default)", "rewards/shown")
     correct = numbers.metric_curves("(default)", "eval/accuracy")
     draw_band(axis, shown, "working shown", ALGORITHM_STYLES["GRPO"])
-    draw_evaluations(axis, correct, "correct, held out", Style(COLOURS[0], "o"))
+    draw_evaluations(axis, correct, "correct, held out", HEALTHY)
     axis.legend(loc="lower right")
     return {"rewards": axis}
 

@@ -14,7 +14,7 @@ def tables(numbers: Numbers) -> dict:
         "pair accuracy": ("eval/pair_accuracy", 3),
         "calibration error": ("eval/calibration_error", 3),
     }
-    return {"rm_bradley_terry": numbers.table_by_label(columns)}
+    return {"rm_bradley_terry": numbers.table(columns)}
 
 
 def draw(numbers: Numbers) -> dict:

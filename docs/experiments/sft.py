@@ -7,26 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import grpo
 import sft
-from common.logprobs import Sequences
+from common.logprobs import Sequences, completion_logprobs
 from docs.experiments.lib.drawing import Metric, draw_metrics
-from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import (
-    SEEDS,
     Numbers,
     Run,
     experiment_of_runs,
-    for_each_seed,
     read_jsonl,
     train,
+    value,
     write_jsonl,
 )
-from docs.experiments.lib.tables import rounded, spread
 from docs.rewards import formats
 
 
@@ -45,10 +43,6 @@ def draw(numbers: Numbers) -> dict:
 
 
 # --- shown_working -----------------------------------------------------------------------------
-PLAIN_LOGPROBS = sft.completion_logprobs
-PLAIN_LOSS = sft.negative_log_likelihood
-
-
 def share_with_working(samples: list[dict]) -> float:
     return mean(formats.shown([], [sample["completion"] for sample in samples]))
 
@@ -56,7 +50,7 @@ def share_with_working(samples: list[dict]) -> float:
 def logprobs_over_length(model: Any, sequences: Sequences, inds: Sequence[int]) -> Tensor:
     """Log-probs (b, T), each divided by the number of tokens of its completion."""
     lengths = torch.tensor([len(sequences[i][1]) for i in inds])
-    return PLAIN_LOGPROBS(model, sequences, inds) / lengths[:, None]
+    return completion_logprobs(model, sequences, inds) / lengths[:, None]
 
 
 def mean_over_completions(logprobs: Tensor, num_tokens: int) -> Tensor:
@@ -66,12 +60,11 @@ def mean_over_completions(logprobs: Tensor, num_tokens: int) -> Tensor:
 
 def train_over_completions(**flags: Any) -> Run:
     """sft.py with a mean over completions; its micro-batch is the whole step."""
-    sft.completion_logprobs = logprobs_over_length
-    sft.negative_log_likelihood = mean_over_completions
-    run = train(sft, **flags)
-    sft.completion_logprobs = PLAIN_LOGPROBS
-    sft.negative_log_likelihood = PLAIN_LOSS
-    return run
+    with (
+        patch.object(sft, "completion_logprobs", logprobs_over_length),
+        patch.object(sft, "negative_log_likelihood", mean_over_completions),
+    ):
+        return train(sft, **flags)
 
 
 def write_data_without_working(folder: Path) -> None:
@@ -83,8 +76,12 @@ def write_data_without_working(folder: Path) -> None:
         write_jsonl(folder / f"{split}.jsonl", at_once)
 
 
-def measure_seed(seed: int) -> dict[str, float]:
-    """Shares of completions with working, and of the last policy the accuracies."""
+OVER_TOKENS = "tokens of the optimiser step (`sft.py`)"
+OVER_COMPLETIONS = "tokens of each completion first"
+
+
+def measure_seed(seed: int) -> dict[str, dict[str, float]]:
+    """Shares of completions with working; before and after GRPO also the accuracies."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         write_data_without_working(data)
@@ -95,48 +92,32 @@ def measure_seed(seed: int) -> dict[str, float]:
         at_once = train(sft, **flags, dataset=str(data), epochs=8.0)
         trained = train(grpo, output_dir=folder, seed=seed, model=str(at_once.folder))
         samples = read_jsonl(trained.folder / "samples.jsonl")
-        before = [sample for sample in samples if sample["step"] == 0]
-        first, last = trained.evaluations[0], trained.evaluations[-1]
+        samples_before = [sample for sample in samples if sample["step"] == 0]
         return {
-            "mean over tokens": share_with_working(over_tokens.samples),
-            "mean over completions": share_with_working(over_completions.samples),
-            "never shown, before": share_with_working(before),
-            "never shown, after": share_with_working(trained.samples),
-            "never shown, accuracy before": first["eval/accuracy"],
-            "never shown, accuracy after": last["eval/accuracy"],
+            OVER_TOKENS: {"share": share_with_working(over_tokens.samples)},
+            OVER_COMPLETIONS: {"share": share_with_working(over_completions.samples)},
+            "before": {
+                "share": share_with_working(samples_before),
+                "accuracy": value(trained.rows, "first eval/accuracy"),
+            },
+            "after": {
+                "share": share_with_working(trained.samples),
+                "accuracy": value(trained.rows, "eval/accuracy"),
+            },
         }
 
 
-def measure_shown_working() -> dict:
-    measured = [*for_each_seed(measure_seed).values()]
-    numbers = {name: [of_seed[name] for of_seed in measured] for name in measured[0]}
-    return {"seeds": SEEDS, "numbers": rounded(numbers)}
-
-
-def shown_working_tables(results: dict) -> dict:
-    numbers = results["numbers"]
-    shares = [
-        ["tokens of the optimiser step (`sft.py`)", spread(numbers["mean over tokens"], 2)],
-        ["tokens of each completion first", spread(numbers["mean over completions"], 2)],
-    ]
-    never_shown = []
-    for moment in ("before", "after"):
-        share = spread(numbers[f"never shown, {moment}"], 2)
-        accuracy = spread(numbers[f"never shown, accuracy {moment}"], 2)
-        never_shown.append([moment, share, accuracy])
+def shown_working_tables(numbers: Numbers) -> dict:
+    share = {"share of samples with working": ("share", 2)}
+    both = share | {"accuracy": ("accuracy", 2)}
+    labels = (OVER_TOKENS, OVER_COMPLETIONS)
     return {
-        "shown_working": {
-            "columns": ["mean of the loss over", "share of samples with working"],
-            "rows": shares,
-        },
-        "shown_working grpo": {
-            "columns": ["60 rollouts of GRPO", "share of samples with working", "accuracy"],
-            "rows": never_shown,
-        },
+        "shown_working": numbers.table(share, "mean of the loss over", labels),
+        "shown_working grpo": numbers.table(both, "60 rollouts of GRPO", ("before", "after")),
     }
 
 
 EXPERIMENTS = (
     experiment_of_runs("sft", {"(default)": "sft.py"}, lambda _: {}, draw),
-    Experiment("shown_working", shown_working_tables, measure_shown_working),
+    experiment_of_runs("shown_working", {}, shown_working_tables, measure_seed=measure_seed),
 )

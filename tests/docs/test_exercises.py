@@ -13,6 +13,7 @@ from scripts import SCRIPTS
 from docs.exercises import plant
 from docs.exercises.plant import EXERCISES, Edit, apply, write_copy
 from docs.experiments import exercises as experiment
+from docs.experiments.lib.runs import Run
 
 FORKED_PYTEST = Path(__file__).parents[1] / "support" / "forked_pytest.py"
 
@@ -130,9 +131,13 @@ def test_a_run_with_the_bug_shows_its_symptom(tmp_path, capsys):
         assert (last["eval/truncated_fraction"] > 0.8) == (way == "planted")
 
 
-def test_differences_of_two_runs():
-    runs = [{"step": 1, "objective/loss": 2.0}], [{"step": 1, "objective/loss": 2.5}]
-    assert experiment.differences(*runs) == [{"step": 1, "difference/loss": 0.5}]
+def test_differences_of_two_runs(tmp_path):
+    runs = []
+    for loss in (2.0, 2.5):
+        run = Run(tmp_path)
+        run.rows = [{"step": 0, "eval/loss": 1.0}, {"step": 1, "objective/loss": loss}]
+        runs.append(run)
+    assert experiment.differences(*runs).rows == [{"step": 1, "difference/loss": 0.5}]
 
 
 # --- the page -----------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ def test_spread_and_fixed():
     assert tables.spread([-1.0, 2.0], 1) == "0.5 (-1.0 to 2.0)"
     assert tables.spread([0.501, 0.502], 1) == "0.5"
     assert tables.fixed(-0.0004) == "0.000" and tables.fixed(-0.0006) == "-0.001"
-    assert tables.rounded({"a": [1.23456, (2, "b")]}, 2) == {"a": [1.23, [2, "b"]]}
+    assert tables.rounded({"a": [12.3456789, (2, "b"), 1 / 3e6]}) == {
+        "a": [12.3457, [2, "b"], 3.33333e-07]
+    }
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, mo
     monkeypatch.chdir(root)
 
     def make_tables(numbers):
-        return {"quick": numbers.table_by_label({"loss": ("x/loss", 1), "r": ("eval/reward", 2)})}
+        return {"quick": numbers.table({"loss": ("x/loss", 1), "r": ("eval/reward", 2)})}
 
     def draw(numbers):
         return numbers.metric_curves("a", "x/loss"), "title", "words"
@@ -178,6 +180,7 @@ def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, mo
     experiment = experiment_of_runs("quick", {"a": "quick.py"}, make_tables, draw)
     results = experiment.measure()
     assert results["numbers"] == {"a": {"x/loss": [3.0, 3.0], "eval/reward": [0.5, 0.5]}}
+    assert results["seeds"] == (1, 2)
     curve = [[1, 2.0], [2, 4.0]]
     assert results["curves"] == {"a": {"x/loss over step": [curve, curve]}}
     saved = json.loads(json.dumps({"commands": experiment.commands} | results))

@@ -56,7 +56,7 @@ def test_each_round_starts_from_the_last_rounds_model_and_from_its_samples(monke
 
     monkeypatch.setattr(experiment, "sample_pairs", sample_pairs)
     monkeypatch.setattr(experiment, "train", train)
-    rounds = Rounds(pairs_per_round=2, labels=["after 1", "after 2", "after 3"], beta=0.9)
+    rounds = Rounds(number=3, num_pairs=2, beta=0.9)
     models = experiment.train_rounds(rounds, None, seed=7, folder=tmp_path)
     assert models == [str(tmp_path / f"run {i}") for i in (1, 2, 3)]
     starts = [POLICY, *models[:2]]
@@ -69,7 +69,7 @@ def test_each_round_starts_from_the_last_rounds_model_and_from_its_samples(monke
         test_rows = (Path(flags["dataset"]) / "test.jsonl").read_text()
         assert test_rows == Path("tiny/reviews/preferences/test.jsonl").read_text()
     calls.clear()
-    experiment.train_rounds(Rounds(None, ["offline"]), None, seed=7, folder=tmp_path)
+    experiment.train_rounds(Rounds(number=1, num_pairs=None), None, seed=7, folder=tmp_path)
     assert calls[0]["dataset"] == "tiny/reviews/preferences"
 
 

@@ -8,26 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common.distributed import checkpoint_activations, transformer_layers
-from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, memory, parameters
+from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
 from docs.experiments.lib.experiment import saved_results
+from docs.experiments.model_sizes import predicted_peak
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 PRECISIONS = CONSTANTS["precisions"]
-
-
-def configuration(model, layers=None):
-    """Of transformers; Qwen2.5 and Llama 3.1 have heads of 64 or 128."""
-    head = 64 if model["query"] < 1_000 else 128
-    kind = Qwen2Config if model["vocab"] > 150_000 else LlamaConfig
-    return kind(
-        vocab_size=model["vocab"],
-        hidden_size=model["hidden"],
-        intermediate_size=model["ffn"],
-        num_hidden_layers=layers or model["layers"],
-        num_attention_heads=model["query"] // head,
-        num_key_value_heads=model["kv"] // head,
-        tie_word_embeddings=model["tied"],
-    )
 
 
 # Billions, as the cards of the models say.
@@ -36,11 +22,12 @@ PUBLISHED = [0.49, 1.54, 3.09, 7.61, 8.03, 14.7, 32.5, 70.6]
 
 @pytest.mark.parametrize(("name", "billions"), [*zip(MODELS, PUBLISHED, strict=True)])
 def test_parameters_are_those_of_the_models(name, billions):
-    model = MODELS[name]
-    assert parameters(model)["policy"] / 1e9 == pytest.approx(billions, rel=0.01)
+    assert parameters(MODELS[name])["policy"] / 1e9 == pytest.approx(billions, rel=0.01)
+    model = MODELS[name] | {"layers": 2}
+    kind = Qwen2Config if "Qwen2" in name else LlamaConfig
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(configuration(model, layers=2))
-    two_layers = parameters(model | {"layers": 2})
+        made = AutoModelForCausalLM.from_config(kind(**llama_sizes(model)))
+    two_layers = parameters(model)
     assert made.num_parameters() == pytest.approx(two_layers["policy"], rel=3e-4)
     body = sum(p.numel() for p in made.model.parameters())
     assert body == pytest.approx(two_layers["backbone"], rel=3e-4)
@@ -216,5 +203,5 @@ def test_frozen_layers_of_a_reward_model_by_hand():
 
 
 def test_the_measured_peaks_are_near_the_computed_ones():
-    for run in saved_results("real_size")["numbers"].values():
-        assert 0.9 < run["measured"] / run["predicted"] < 1.1
+    for algorithm, run in saved_results("real_size")["numbers"].items():
+        assert 0.9 < run["measured"] / predicted_peak(algorithm, run["length"]) < 1.1

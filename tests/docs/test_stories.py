@@ -2,6 +2,7 @@
 pretrained model."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -36,10 +37,12 @@ def test_split_story():
     assert stories.split_story("A single sentence.") is None
 
 
-def test_held_out_stories_are_not_trained_on(tmp_path):
+def test_held_out_stories_are_not_trained_on(tmp_path, monkeypatch):
     rows = [{"text": f"Story {i} begins. It ends."} for i in range(150)]
     runs.write_jsonl(tmp_path / "stories.jsonl", rows)
-    stories.write_data(tmp_path / "stories.jsonl", tmp_path / "data")
+    monkeypatch.setattr(stories, "STORIES", tmp_path / "stories.jsonl")
+    monkeypatch.setattr(stories, "DATA", tmp_path / "data")
+    stories.write_data()
     splits = {}
     for split in ("train", "test"):
         text = (tmp_path / "data" / f"{split}.jsonl").read_text()
@@ -68,16 +71,20 @@ def test_the_whole_experiment_on_a_few_steps(tmp_path, monkeypatch):
             command = command.replace(old, new)
         commands[label] = command
     monkeypatch.setattr(stories, "COMMANDS", commands)
+    monkeypatch.setattr(stories, "SFT", commands["SFT"])
     monkeypatch.setattr(stories, "DATA", tmp_path / "data")
     monkeypatch.setattr(stories, "NUM_COPIES", 1)
-    monkeypatch.setattr(stories, "for_each_seed", lambda function: {"1": function(1)})
     monkeypatch.setattr(runs, "SEEDS", (1,))
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
-    made = stories.measure()
+    # In this process, which has these values.
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    functions = (stories.tables, stories.draw, stories.measure_seed, stories.find_runs)
+    experiment = runs.experiment_of_runs("stories", commands, *functions)
+    made = {"commands": commands} | experiment.measure()
     saved = saved_results("stories")
-    assert stories.tables(made).keys() == stories.tables(saved).keys()
-    assert stories.draw(made).keys() == stories.draw(saved).keys()
-    # `evaluate` samples the same completions as the last evaluation.
+    assert experiment.tables(made).keys() == experiment.tables(saved).keys()
+    assert experiment.draw(made).keys() == experiment.draw(saved).keys()
+    # `measure_seed` samples the same completions as the last evaluation.
     (run,) = runs.runs_of([commands["friend"]])[commands["friend"]]
-    last = run.evaluations[-1]["eval/reward"]
-    assert made["numbers"]["1"]["friend"]["a friend"] == round(last, 4)
+    (measured,) = made["numbers"]["friend"]["a friend"]
+    assert measured == pytest.approx(run.evaluations[-1]["eval/reward"], abs=1e-5)

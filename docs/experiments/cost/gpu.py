@@ -2,18 +2,22 @@
 
 The first part says which scripts pass. The second compares with what the hardware reaches in the
 same run, with Llamas of the shapes of Qwen2.5-0.5B and -1.5B and random weights. Without a GPU the
-shape is a toy's.
+shape is that of a Llama of 21M parameters.
 """
 
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
+from time import perf_counter
 
 import torch
 
 from common.generation import generate
 from common.logprobs import completion_logprobs
+from docs.experiments.cost.memory import LLAMA_21M
+from docs.experiments.cost.memory_model import CONSTANTS, llama_sizes
 from docs.experiments.lib.measuring import (
     CUDA,
     DEVICE,
@@ -23,28 +27,12 @@ from docs.experiments.lib.measuring import (
     random_llama,
     reset_peak,
 )
-from grpo import grpo_loss, token_weights
+from grpo import k3_kl
 
 
-def shape(hidden_size: int, ffn_size: int, layers: int, heads: int, vocabulary: int) -> dict:
-    """Of a small Qwen2.5, which has two heads of keys and values."""
-    return dict(
-        hidden_size=hidden_size,
-        intermediate_size=ffn_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-
-
-SHAPES = {
-    "0.5B": shape(hidden_size=896, ffn_size=4864, layers=24, heads=14, vocabulary=151_936),
-    "1.5B": shape(hidden_size=1536, ffn_size=8960, layers=28, heads=12, vocabulary=151_936),
-    "toy": shape(hidden_size=64, ffn_size=128, layers=2, heads=4, vocabulary=1_000),
-}
+SHAPES = {name: llama_sizes(CONSTANTS["models"][name]) for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B")}
+SHAPES["21M"] = LLAMA_21M
+DTYPE = torch.bfloat16 if CUDA else torch.float32
 
 
 # --- the scripts -------------------------------------------------------------------------------
@@ -78,73 +66,77 @@ def measure_hardware() -> tuple[float, float]:
 
 
 def measure_decoding(name: str, batch_size: int, new_tokens: int, bandwidth: float) -> None:
-    """Tokens a second of `generate`, of transformers' generate, and of reading memory alone."""
+    """Tokens a second of `generate`, of transformers' generate, and of reading memory alone. A fair
+    share of the tokens stops a completion, so that half of `new_tokens` is a usual length."""
     sizes = SHAPES[name]
-    model = random_llama(torch.bfloat16, **sizes)
-    prompt_length = 128
-    ids = torch.randint(10, sizes["vocab_size"], (batch_size, prompt_length), device=DEVICE)
+    model = random_llama(DTYPE, **sizes)
+    prompt_length, vocabulary = 128, sizes["vocab_size"]
+    stop_ids = [*range(2 * vocabulary // new_tokens)]
+    pad = vocabulary - 1
+    ids = torch.randint(len(stop_ids), pad, (batch_size, prompt_length), device=DEVICE)
     prompts, rng = ids.tolist(), torch.Generator()
 
-    def ours() -> None:
-        generate(model, prompts, max_new_tokens=new_tokens, temperature=1.0, stop_ids=[], rng=rng)
+    def ours() -> list[int]:
+        completions = generate(
+            model,
+            prompts,
+            max_new_tokens=new_tokens,
+            temperature=1.0,
+            stop_ids=stop_ids,
+            rng=rng,
+        )
+        return [*map(len, completions)]
 
-    def theirs() -> None:
-        model.generate(
+    def theirs() -> list[int]:
+        sequences = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
             top_k=0,
             max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            pad_token_id=0,
+            eos_token_id=stop_ids,
+            pad_token_id=pad,
         )
+        return (sequences[:, prompt_length:] != pad).sum(dim=1).tolist()
 
-    our_seconds = median_seconds(ours, repeats=2)
-    their_seconds = median_seconds(theirs, repeats=1)
-    # Keys and values of all layers, two bytes a number, for a token.
-    head_size = sizes["hidden_size"] // sizes["num_attention_heads"]
-    cache_bytes = 2 * 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * head_size
-    mean_length = prompt_length + new_tokens / 2
-    step_bytes = 2 * model.num_parameters() + batch_size * cache_bytes * mean_length
-    floor_seconds = new_tokens * step_bytes / bandwidth
-    num_tokens = batch_size * new_tokens
+    def tokens_per_second(sample: Callable[[], list[int]]) -> tuple[float, list[int]]:
+        sample()
+        start_time = perf_counter()
+        lengths = sample()
+        return sum(lengths) / (perf_counter() - start_time), lengths
+
+    our_rate, lengths = tokens_per_second(ours)
+    their_rate, _ = tokens_per_second(theirs)
+    # All weights in every step, and for every token the keys and values of all before it.
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    kv_heads = sizes.get("num_key_value_heads", sizes["num_attention_heads"])
+    cache_size = 2 * sizes["num_hidden_layers"] * kv_heads * head_dim
+    tokens_read = sum(length * (prompt_length + length / 2) for length in lengths)
+    numbers_read = max(lengths) * model.num_parameters() + cache_size * tokens_read
+    bound = sum(lengths) / (numbers_read * DTYPE.itemsize / bandwidth)
     print(
-        f"{name}, batch {batch_size}, {new_tokens} new tokens: "
-        f"{num_tokens / our_seconds:,.0f} tokens/s, "
-        f"model.generate {num_tokens / their_seconds:,.0f}, "
-        f"upper bound {num_tokens / floor_seconds:,.0f}"
+        f"{name}, {batch_size} completions of at most {new_tokens} tokens: "
+        f"{our_rate:,.0f} tokens/s, model.generate {their_rate:,.0f}, "
+        f"ratio {our_rate / their_rate:.2f}, upper bound {bound:,.0f}",
+        flush=True,
     )
 
 
 def measure_training(name: str, rows: int, length: int, matrix_rate: float) -> None:
-    """Time of an optimiser step of GRPO, its share of the hardware's rate, and its peak memory."""
+    """Time of an optimiser step of a policy with a reference, its share of the hardware's rate, and
+    its peak memory."""
     sizes = SHAPES[name]
-    policy = random_llama(**sizes)
-    ref_model = random_llama(**sizes).requires_grad_(False)
+    policy, ref_model = random_llama(**sizes), random_llama(**sizes)
     num_parameters = policy.num_parameters()
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-6, fused=CUDA)
-    prompt_length = length // 4
     ids = torch.randint(10, sizes["vocab_size"], (rows, length)).tolist()
-    sequences = [(row[:prompt_length], row[prompt_length:]) for row in ids]
-    mask = torch.ones(rows, length - prompt_length, dtype=torch.bool, device=DEVICE)
-    weights = token_weights(mask, "sequence", length)
-    advantages = torch.randn(rows, device=DEVICE)
+    sequences = [(row[: length // 4], row[length // 4 :]) for row in ids]
 
     def step() -> None:
         with torch.no_grad():
             ref_logprobs = completion_logprobs(ref_model, sequences, range(rows))
-        new_logprobs = completion_logprobs(policy, sequences, range(rows))
-        loss, _ = grpo_loss(
-            new_logprobs,
-            old_logprobs=new_logprobs.detach(),
-            ref_logprobs=ref_logprobs,
-            advantages=advantages,
-            weights=weights,
-            clip_low=0.2,
-            clip_high=0.2,
-            beta=0.04,
-        )
-        loss.backward()
+        logprobs = completion_logprobs(policy, sequences, range(rows))
+        k3_kl(logprobs, ref_logprobs).mean().backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +149,7 @@ def measure_training(name: str, rows: int, length: int, matrix_rate: float) -> N
     forward_flops = rows * length * (2 * num_parameters + attention)
     flops = 4 * forward_flops  # with the reference's forward pass
     print(
-        f"{name}, GRPO update of {rows} x {length} tokens: {seconds:.3f} s, "
+        f"{name}, update of {rows} x {length} tokens: {seconds:.3f} s, "
         f"MFU {flops / seconds / matrix_rate:.0%}; peak {peak() / 1e9:.1f} GB, "
         f"of which 20 bytes a parameter {20 * num_parameters / 1e9:.1f} GB"
     )
@@ -169,10 +161,11 @@ def main() -> None:
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     print(f"{device}: {bandwidth / 1e9:,.0f} GB/s, {matrix_rate / 1e12:,.1f} TFLOP/s in bfloat16")
     if not CUDA:
-        measure_decoding("toy", batch_size=8, new_tokens=32, bandwidth=bandwidth)
-        measure_training("toy", rows=8, length=64, matrix_rate=matrix_rate)
+        for batch_size in (1, 16, 64, 256):
+            measure_decoding("21M", batch_size, new_tokens=128, bandwidth=bandwidth)
+        measure_training("21M", rows=2, length=512, matrix_rate=matrix_rate)
         return
-    for name in ("0.5B", "1.5B"):
-        measure_decoding(name, batch_size=64, new_tokens=512, bandwidth=bandwidth)
-        measure_decoding(name, batch_size=256, new_tokens=512, bandwidth=bandwidth)
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B"):
+        for batch_size in (64, 256):
+            measure_decoding(name, batch_size, new_tokens=512, bandwidth=bandwidth)
         measure_training(name, rows=8, length=1024, matrix_rate=matrix_rate)

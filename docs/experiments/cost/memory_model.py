@@ -22,6 +22,21 @@ def shape(hidden: int, layers: int, query: int, kv: int, ffn: int, vocab: int, t
     return dict(hidden=hidden, layers=layers, query=query, kv=kv, ffn=ffn, vocab=vocab, tied=tied)
 
 
+def llama_sizes(model: dict) -> dict:
+    """Arguments of LlamaConfig and Qwen2Config."""
+    head_dim = 64 if model["query"] < 1_000 else 128
+    return dict(
+        vocab_size=model["vocab"],
+        hidden_size=model["hidden"],
+        intermediate_size=model["ffn"],
+        num_hidden_layers=model["layers"],
+        num_attention_heads=model["query"] // head_dim,
+        num_key_value_heads=model["kv"] // head_dim,
+        head_dim=head_dim,
+        tie_word_embeddings=model["tied"],
+    )
+
+
 def needs(
     name: str, trained: list[str], frozen: list[str] | None = None, samples: str = "", rows: int = 1
 ) -> dict:

@@ -1,4 +1,4 @@
-"""What several processes send to each other, and how long a pass takes.
+"""What several processes send to each other.
 
     torchrun --nproc_per_node=2 -m docs.experiments processes
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.distributed import RANK, WORLD_SIZE, join_processes, leave_processes, shard, unsharded
 from common.logprobs import completion_logprobs
-from docs.experiments.lib.measuring import median_seconds, random_llama
+from docs.experiments.lib.measuring import random_llama
 
 VOCABULARY = 1_000
 ROWS, LENGTH = 16, 128  # of all processes together
@@ -77,11 +77,7 @@ def main() -> None:
             function()
         gathered = counter.gathered_bytes / num_parameters
         scattered = counter.scattered_bytes / num_parameters
-        seconds = median_seconds(function, repeats=5)
-        print(
-            f"{name:<42}{gathered:>6.2f} gathered {scattered:>6.2f} scattered, "
-            f"bytes a parameter; {seconds:.3f} s"
-        )
+        print(f"{name:<42}{gathered:>6.2f} gathered {scattered:>6.2f} scattered, bytes a parameter")
 
     measure("gathering the weights for a rollout", gather)
     measure("log-probs of a micro-batch", score)

@@ -2,7 +2,6 @@
 
     pip install -e ".[bench]"
     python -m docs.experiments speed grpo dpo rm sft --data FOLDER
-    python -m docs.experiments speed grpo dpo sft --data FOLDER --activation-checkpointing
     python -m docs.experiments speed grpo --data FOLDER --side ours     # without TRL
     pip install "trl==1.12.0"     # the last release that has a PPO trainer
     python -m docs.experiments speed ppo --data FOLDER
@@ -110,7 +109,7 @@ def train_ours(work: Work, num_rows: int, folder: str) -> None:
     script.main(script.Args(**flags))
 
 
-# --- TRL's side: the same in float32, and with activation checkpointing where ours has it ------
+# --- TRL's side, in float32 and without checkpointing ------------------------------------------
 def train_trl(work: Work, num_rows: int, folder: str) -> None:
     """Train with TRL on the first rows, once."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -122,8 +121,7 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
         output_dir=folder,
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=args.activation_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",
         weight_decay=0.0,
@@ -261,7 +259,6 @@ def main(
     repeats: int = 5,
     steps: int = 4,
     side: Literal["ours", "both"] = "both",
-    activation_checkpointing: bool = False,
 ) -> None:
     """Compare the speed and memory of works.
 
@@ -272,7 +269,6 @@ def main(
         repeats: turns of each side
         steps: optimiser steps measured (PPO: 4, 8...)
         side: without TRL if `ours`
-        activation_checkpointing: on both sides
     """
     sides = ("ours", "TRL") if side == "both" else ("ours",)
     columns = ["workload"]
@@ -286,7 +282,6 @@ def main(
         all_works = works_in(folder)
         for work_name in works:
             work = all_works[work_name]
-            work.flags["activation_checkpointing"] = activation_checkpointing
             runs = {name: [] for name in sides}
             for _ in range(repeats):
                 for name in sides:

@@ -5,7 +5,7 @@ pixels wide: two stand side by side on a page, on a phone one below the other.
 
 Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
 algorithms take the muted COLOURS. Every series also has its own marker, so that a figure can be
-read without colours. Values logged in every step are lines (`draw_band`); the few evaluations of a
+read without colours. Values logged at every step are lines (`draw_band`); the few evaluations of a
 run are markers without a line (`draw_evaluations`).
 
 Each figure has an opaque ground, because no grey can be read on a white page and on GitHub's dark
@@ -38,7 +38,7 @@ class Style(NamedTuple):
 GROUND = "#ffffff"
 TEXT = "#24292f"
 GREY = "#5f6872"  # lines and words that stay in the background
-COLOURS = ("#24292f", "#c4202a", "#5f6872", "#5c4630", "#3d4f7d", "#6b3a5b")
+RED = "#c4202a"
 ALGORITHM_STYLES = {
     "SFT": Style("#7a5f00", "s"),
     "reward model": Style("#4a5a78", "P"),
@@ -46,27 +46,20 @@ ALGORITHM_STYLES = {
     "REINFORCE": Style("#7a3fc0", "p"),
     "PPO": Style("#0b62c4", "o"),
     "GRPO": Style("#b84a00", "^"),
-    "GDPO": Style("#b5256b", "v"),
     "DPO": Style("#1a7a3a", "D"),
-    "KTO": Style("#00727c", "X"),
 }
 # Runs with a symptom and without one, whatever their algorithm.
-HEALTHY, SICK = Style(COLOURS[0], "o"), Style(COLOURS[1], "x")
+HEALTHY, SICK = Style(TEXT, "o"), Style(RED, "x")
 
 matplotlib.rcParams.update(
     {
-        "figure.facecolor": GROUND,
-        "axes.facecolor": GROUND,
-        "savefig.facecolor": GROUND,
         "text.color": TEXT,
         "axes.labelcolor": TEXT,
         "axes.edgecolor": GREY,
-        "axes.titlecolor": TEXT,
         "xtick.color": GREY,
         "ytick.color": GREY,
         "xtick.labelcolor": TEXT,
         "ytick.labelcolor": TEXT,
-        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
         "font.sans-serif": ["DejaVu Sans", "Arial"],
         "font.size": 9,
         "axes.titlesize": 9,
@@ -76,7 +69,6 @@ matplotlib.rcParams.update(
         "axes.axisbelow": True,
         "grid.color": GREY,
         "grid.alpha": 0.25,
-        "legend.fontsize": 9,
         "legend.framealpha": 0,
         "figure.constrained_layout.w_pad": 6 / 72,  # 8 pixels of ground around all
         "figure.constrained_layout.h_pad": 6 / 72,
@@ -119,7 +111,7 @@ def band_of(curves: Sequence[Sequence[tuple]]) -> tuple[list, list, list, list]:
 def draw_band(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style) -> None:
     """The mean over curves, lists of points (x, y), and a band from the lowest to the highest y.
 
-    For what is logged in every step. A few markers tell the lines apart.
+    For what is logged at every step. A few markers tell the lines apart.
     """
     x, means, lowest, highest = band_of(curves)
     axis.fill_between(x, lowest, highest, color=style.colour, alpha=0.2, lw=0)
@@ -130,7 +122,7 @@ def draw_band(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: S
         marker=style.marker,
         label=label,
         ms=5,
-        markevery=(0.05, 0.18),  # the first marker, and their distance; 1: the axes' diagonal
+        markevery=(0.05, 0.18),  # start and spacing as fractions of the axes' diagonal
     )
 
 
@@ -196,7 +188,6 @@ def save(name: str, axis: Any) -> None:
     """Write the figure to docs/figures/NAME.svg, and close it. A screen reader is told its title,
     and what it shows."""
     path = FIGURES / f"{name}.svg"
-    FIGURES.mkdir(exist_ok=True)
     axis.figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     plt.close(axis.figure)
     title = " ".join(axis.get_title("left").split())

@@ -25,9 +25,8 @@ def gradients(terms: Sequence[Tensor], variables: Tensor) -> Tensor:
 
 def mean_and_deviation(probabilities: Tensor, values: Tensor) -> tuple[float, float]:
     """Of a random number that is value i with probability i."""
-    mean = probabilities @ values
-    deviation = (probabilities @ (values - mean).square()).sqrt()
-    return mean.item(), deviation.item()
+    (mean,), variance = mean_and_variance(probabilities, values[:, None])
+    return mean, variance**0.5
 
 
 def mean_and_variance(probabilities: Tensor, vectors: Tensor) -> tuple[list[float], float]:

@@ -26,14 +26,13 @@ class Experiment:
     measure: Callable[[], dict] | None = None
     # the axes of each figure, by the figure's name, which is NAME or begins with it
     draw: Callable[[dict], dict[str, Any]] | None = None
-    # those of its runs, by label; they are kept in the file
+    # the commands of its runs, by label; they are kept in the file
     commands: dict[str, str] = field(default_factory=dict)
 
     def make(self) -> None:
         """Measure, and draw the figures."""
         if self.measure:
             results = {"commands": self.commands} | self.measure()
-            RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
         self.redraw()
 

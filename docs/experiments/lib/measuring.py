@@ -1,5 +1,5 @@
-"""What the programs that measure time and memory share: a process of its own, a clock, the peak of
-memory, models with random weights, and short runs of the scripts."""
+"""What the programs that measure time and memory share: a process of its own, a clock, peak memory,
+models with random weights, and short runs of the scripts."""
 
 import contextlib
 import io

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,23 +118,35 @@ def runs_of(commands: Iterable[str], root: Path = Path()) -> dict[str, list[Run]
     return {command: [future.result() for future in futures[command]] for command in commands}
 
 
+def runs_by_label(commands: dict[str, str]) -> dict[str, list[Run]]:
+    """By label, the runs of its command."""
+    runs = runs_of(commands.values())
+    return {label: runs[command] for label, command in commands.items()}
+
+
 def train(script: Any, **flags: Any) -> Run:
     """A run of a script in this process, which prints nothing."""
     return Run(quietly(script.main, script.Args(**flags)))
 
 
-def for_each_seed(function: Callable[[int], dict]) -> dict[str, dict]:
-    """By seed what a function returns for it, called in processes of one thread each."""
+def for_each_seed(function: Callable[[int], dict[str, dict]]) -> dict[str, dict[str, list]]:
+    """By label and metric, for each seed what a function of the seed returns for them. It is called
+    in processes of one thread each.
+    """
     with ProcessPoolExecutor(
         JOBS, get_context("spawn"), initializer=torch.set_num_threads, initargs=[1]
     ) as pool:
-        return dict(zip(map(str, SEEDS), pool.map(function, SEEDS), strict=True))
+        of_seeds = [*pool.map(function, SEEDS)]
+    numbers = {}
+    for label, metrics in of_seeds[0].items():
+        numbers[label] = {name: [of_seed[label][name] for of_seed in of_seeds] for name in metrics}
+    return rounded(numbers)
 
 
 # --- what is read off a run --------------------------------------------------------------------
 def value(rows: list[dict], metric: str) -> float:
-    """A number of a run from its logged rows: of `eval/NAME` the last value, of another metric the
-    mean of the last five; or `first NAME`, `highest NAME`, `average NAME`, `NAME at STEP`.
+    """A run's value of a metric: the last one for `eval/NAME`, else the mean of the last five. Also
+    of `first NAME`, `highest NAME`, `average NAME` and `NAME at STEP`.
     """
     words = metric.split()
     (name,) = [word for word in words if "/" in word]
@@ -150,11 +162,6 @@ def value(rows: list[dict], metric: str) -> float:
     if name.startswith("eval/"):
         return values[-1]
     return mean(values[-5:])
-
-
-def curve(rows: list[dict], metric: str) -> list[tuple]:
-    """Points (step, metric), where it was logged."""
-    return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 def grammar(run: Run) -> float:
@@ -174,62 +181,74 @@ def kl_of_samples(run: Run) -> float:
     return sampling.mean_log_ratio(policy, start, sequences)
 
 
+def typical_sample(run: Run) -> dict:
+    """Of the last evaluation, the sample whose reward is nearest to the mean."""
+    mean_reward = mean(sample["reward"] for sample in run.samples)
+    typical = min(run.samples, key=lambda sample: abs(sample["reward"] - mean_reward))
+    return {name: typical[name] for name in ("completion", "reward")}
+
+
 # What is not logged.
-MEASURED = {"grammatical": grammar, "KL of samples": kl_of_samples}
+MEASURED = {
+    "grammatical": grammar,
+    "KL of samples": kl_of_samples,
+    "typical sample": typical_sample,
+}
+# Of the runs on the reviews that have a reference.
+REVIEW_COLUMNS = {
+    "gold": ("eval/reward", 2),
+    "KL": ("KL of samples", 1),
+    "grammatical": ("grammatical", 2),
+    "tokens": ("eval/length_mean", 1),
+}
 
 
 @dataclass
 class Numbers:
-    """What tables and figures ask of the runs of an experiment, by the label of their command.
+    """What tables and figures ask of an experiment, by label and metric, for each seed.
 
-    With `runs`, a list with a run for each seed, numbers, curves and samples are read from them and
-    recorded. Without, they are those recorded in docs/results/NAME.json.
+    With `runs`, a list with a run for each seed, they are read from these and recorded. Without,
+    they are those recorded in docs/results/NAME.json.
     """
 
     commands: dict[str, str]
-    seeds: Sequence[int]
-    numbers: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, list]] = field(default_factory=dict)
     curves: dict[str, dict[str, list[list]]] = field(default_factory=dict)
-    samples: dict[str, dict] = field(default_factory=dict)
     runs: dict[str, list[Run]] | None = None
 
-    def values(self, label: str, metric: str) -> list[float]:
-        """A number for each seed; metrics are those of `value` and of `MEASURED`."""
+    def values(self, label: str, metric: str) -> list:
+        """One for each seed; metrics of runs are those of `value` and of `MEASURED`."""
         recorded = self.numbers.setdefault(label, {})
         if metric not in recorded:
             measure = MEASURED.get(metric, lambda run: value(run.rows, metric))
-            recorded[metric] = rounded([measure(run) for run in self.runs[label]], 6)
+            recorded[metric] = rounded([measure(run) for run in self.runs[label]])
         return recorded[metric]
 
-    def spread(self, label: str, metric: str, digits: int) -> str:
-        """Mean (lowest to highest) of the seeds."""
-        return spread(self.values(label, metric), digits)
+    def spreads(self, label: str, digits: dict[str, int]) -> list[str]:
+        """Mean (lowest to highest) of the seeds, for each metric with so many digits."""
+        return [spread(self.values(label, metric), number) for metric, number in digits.items()]
 
     def metric_curves(self, label: str, metric: str, evaluations: bool = False) -> list[list]:
         """Points (step, metric) for each seed, where it was logged; or at evaluations only."""
-        recorded, name = self.curves.setdefault(label, {}), f"{metric} over step"
-        if name not in recorded:
-            recorded[name] = []
+        recorded = self.curves.setdefault(label, {})
+        if metric not in recorded:
+            recorded[metric] = []
             for run in self.runs[label]:
                 rows = run.evaluations if evaluations else run.rows
-                recorded[name].append(rounded(curve(rows, metric)))
-        return recorded[name]
+                points = [(row["step"], row[metric]) for row in rows if metric in row]
+                recorded[metric].append(rounded(points))
+        return recorded[metric]
 
-    def typical_sample(self, label: str) -> dict:
-        """Of the first seed's last evaluation, the sample whose reward is nearest to the mean."""
-        if label not in self.samples:
-            samples = self.runs[label][0].samples
-            mean_reward = mean(sample["reward"] for sample in samples)
-            typical = min(samples, key=lambda sample: abs(sample["reward"] - mean_reward))
-            self.samples[label] = {name: typical[name] for name in ("completion", "reward")}
-        return self.samples[label]
-
-    def table_by_label(self, columns: dict[str, tuple[str, int]], heading: str = "flags") -> dict:
-        """A row for each command; columns are (metric, digits) by heading."""
-        rows = []
-        for label in self.commands:
-            cells = [self.spread(label, metric, digits) for metric, digits in columns.values()]
-            rows.append([label, *cells])
+    def table(
+        self,
+        columns: dict[str, tuple[str, int]],
+        heading: str = "flags",
+        labels: Iterable[str] | None = None,
+    ) -> dict:
+        """A row for each label, by default all; columns are (metric, digits) by heading."""
+        digits = dict(columns.values())
+        labels = labels or self.commands or self.numbers
+        rows = [[label, *self.spreads(label, digits)] for label in labels]
         return {"columns": [heading, *columns], "rows": rows}
 
 
@@ -238,21 +257,21 @@ def experiment_of_runs(
     commands: dict[str, str],
     tables: Callable[[Numbers], dict],
     draw: Callable[[Numbers], dict[str, Any]] | None = None,
+    measure_seed: Callable[[int], dict[str, dict]] | None = None,
+    find_runs: Callable[[dict[str, str]], dict[str, list[Run]]] = runs_by_label,
 ) -> Experiment:
-    """An experiment whose numbers are read off the runs of these commands, by label."""
+    """An experiment whose numbers are read off the runs of these commands, by label; and those that
+    `measure_seed(seed)` returns, by label and metric.
+    """
 
     def measure() -> dict:
-        runs = runs_of(commands.values())
-        numbers = Numbers(
-            commands, SEEDS, runs={label: runs[commands[label]] for label in commands}
-        )
+        numbers = Numbers(commands, runs=find_runs(commands))
+        if measure_seed:
+            numbers.numbers = for_each_seed(measure_seed)
         tables(numbers)  # what they ask for is recorded
         if draw:
             draw(numbers)
-        results = {"seeds": SEEDS, "numbers": numbers.numbers, "curves": numbers.curves}
-        if numbers.samples:
-            results["samples"] = numbers.samples
-        return results
+        return {"numbers": numbers.numbers, "curves": numbers.curves}
 
     return Experiment(
         name,

@@ -55,7 +55,7 @@ def sample(
 ) -> tuple[Sequences, list[str]]:
     """A completion for each prompt at temperature 1: pairs (prompt, completion) of ids, and texts.
 
-    They are those of an evaluation of a script whose --seed is that of the generator.
+    The same as in a script's evaluation, if the generator has its --seed.
     """
     completion_ids = generate(
         policy.model,

@@ -12,7 +12,15 @@ import torch
 
 import common.logprobs
 from common.tokens import pad_rows
-from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, GB, PARTS, memory, peak
+from docs.experiments.cost.memory_model import (
+    CONSTANTS,
+    DEFAULTS,
+    GB,
+    PARTS,
+    llama_sizes,
+    memory,
+    peak,
+)
 from docs.experiments.lib import measuring
 from docs.experiments.lib.drawing import GREY, TEXT, panel
 from docs.experiments.lib.experiment import Experiment
@@ -20,49 +28,35 @@ from docs.experiments.lib.runs import train
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 BFLOAT16, FLOAT32 = CONSTANTS["precisions"]["mixed"], CONSTANTS["precisions"]["float32"]
-COLUMNS = {  # models, and their headings
-    "Qwen2.5-0.5B": "0.5B",
-    "Qwen2.5-1.5B": "1.5B",
-    "Qwen2.5-3B": "3B",
-    "Qwen2.5-7B": "7B",
-    "Qwen2.5-14B": "14B",
-    "Qwen2.5-32B": "32B",
-    "Llama-3.1-70B": "70B",
-}
-BARS = {  # algorithms in the figure, and their labels
-    "sft": "SFT",
-    "dpo": "DPO, IPO",
-    "grpo_no_kl": "GRPO without a KL",
-    "grpo": "GRPO, GSPO, GDPO",
-    "grpo_rm": "GRPO with a reward model",
-    "ppo": "PPO",
-}
+BARS = ("sft", "dpo", "grpo_no_kl", "grpo", "grpo_rm", "ppo")  # algorithms in the figure
 
 
 def peaks_table(gpus: int) -> dict:
     """Peaks in GB; the algorithms that need the same share a row."""
+    names = [name for name in MODELS if name != "Llama-3.1-8B"]
     names_by_cells = {}
     for algorithm in ALGORITHMS.values():
         cells = []
-        for name in COLUMNS:
+        for name in names:
             size = peak(MODELS[name], algorithm, BFLOAT16, **DEFAULTS | {"gpus": gpus}) / GB
             cells.append(f"{size:,.0f}" if size >= 10 else f"{size:.1f}")
         names_by_cells.setdefault(tuple(cells), []).append(algorithm["name"])
-    rows = [["; ".join(names), *cells] for cells, names in names_by_cells.items()]
-    return {"columns": ["algorithm", *COLUMNS.values()], "rows": rows}
+    rows = [["; ".join(same), *cells] for cells, same in names_by_cells.items()]
+    return {"columns": ["algorithm", *(name.rpartition("-")[2] for name in names)], "rows": rows}
 
 
 def tables(_: dict) -> dict:
-    return {"choosing one": peaks_table(gpus=1), "choosing eight": peaks_table(gpus=8)}
+    return {"model_sizes one": peaks_table(gpus=1), "model_sizes eight": peaks_table(gpus=8)}
 
 
 def draw(_: dict) -> dict:
     """The parts of a 7B model on one GPU at the moment that needs most, as stacked bars, each part
     with its own tint, hatching and label."""
     parts_by_label = {}
-    for name, label in BARS.items():
+    for name in BARS:
         moments = memory(MODELS["Qwen2.5-7B"], ALGORITHMS[name], BFLOAT16, **DEFAULTS)
         highest = max(moments.values(), key=lambda parts: sum(parts.values()))
+        label = ALGORITHMS[name]["name"].partition(" (")[0]
         parts_by_label[label] = {
             PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size
         }
@@ -104,19 +98,11 @@ def draw(_: dict) -> dict:
     axis.set(xlim=(0, 1.12 * max(left_ends.values())))
     axis.invert_yaxis()
     axis.figure.legend(loc="outside lower center", ncols=4, handlelength=2.5)
-    return {"choosing": axis}
+    return {"model_sizes": axis}
 
 
 # --- real_size ---------------------------------------------------------------------------------
-QWEN = dict(  # the shape of Qwen2.5-0.5B, but for the biases of queries, keys and values
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4_864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-)
+QWEN = "Qwen2.5-0.5B"
 REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
     "sft": ("sft", dict(max_length=64)),
     "dpo": ("dpo", dict(max_length=64)),
@@ -125,58 +111,31 @@ REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
 }
 
 
-def noted_micro_batches(script: Any) -> list[tuple]:
-    """A list of the micro-batches that a script trains on from now on: rows, tokens of each,
-    whether AdamW has moments by then, and whether there are gradients."""
-    seen, has = [], {"moments": False, "gradients": False}
-    adamw_step = torch.optim.AdamW.step
-
-    def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
-        ids, mask = pad_rows(rows, device, left)
-        if torch.is_grad_enabled():
-            seen.append((*ids.shape, has["moments"], has["gradients"]))
-            has["gradients"] = True
-        return ids, mask
-
-    def noted_step(optimizer: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
-        has.update(moments=True, gradients=False)
-        return adamw_step(optimizer, *args, **kwargs)
-
-    torch.optim.AdamW.step = noted_step
-    common.logprobs.pad_rows = noted_pad_rows
-    if hasattr(script, "pad_rows"):
-        script.pad_rows = noted_pad_rows
-    return seen
-
-
-def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[list[tuple], int]:
-    """Two optimiser steps with random models of the size of Qwen2.5-0.5B: their micro-batches, and
-    the peak."""
+def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
+    """Two optimiser steps with random models of the size of Qwen2.5-0.5B: the tokens of the longest
+    row, and the peak."""
     script = import_module(name)
     flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
+    lengths = []
+
+    def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
+        if torch.is_grad_enabled():
+            lengths.extend(map(len, rows))
+        return pad_rows(rows, device, left)
+
     with tempfile.TemporaryDirectory() as folder:
-        large_models = measuring.large_models(script, Path(folder), QWEN)
+        large_models = measuring.large_models(script, Path(folder), llama_sizes(MODELS[QWEN]))
         train(script, output_dir=f"{folder}/first", **flags)  # what is made once
-        micro_batches = noted_micro_batches(script)
+        common.logprobs.pad_rows = script.pad_rows = noted_pad_rows
         before = measuring.reset_peak()
         train(script, output_dir=f"{folder}/second", **flags | large_models)
-        return micro_batches, measuring.peak() - before
+        return max(lengths), measuring.peak() - before
 
 
-def predicted_peak(algorithm: str, micro_batches: list[tuple]) -> float:
-    """Bytes of what there was when the micro-batches came: in a step's first there are no
-    gradients yet, in the first step no moments of AdamW."""
-    totals = []
-    for rows, length, has_moments, has_gradients in micro_batches:
-        work = DEFAULTS | {"micro_batch": rows, "prompt": length, "completion": 0}
-        one_row = ALGORITHMS[algorithm] | {"rows": 1}
-        parts = memory(MODELS["Qwen2.5-0.5B"], one_row, FLOAT32, **work)["update"]
-        if not has_moments:
-            parts["adamw"] = 0.0
-        if not has_gradients:
-            parts["gradients"] = 0.0
-        totals.append(sum(parts.values()))
-    return max(totals)
+def predicted_peak(algorithm: str, length: int) -> float:
+    """Bytes of the update with a micro-batch of one element, of which a row has so many tokens."""
+    work = DEFAULTS | {"prompt": length, "completion": 0}
+    return sum(memory(MODELS[QWEN], ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
 
 
 def measure_real_size() -> dict:
@@ -184,12 +143,8 @@ def measure_real_size() -> dict:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     numbers = {}
     for algorithm, (script, flags) in REAL_RUNS.items():
-        micro_batches, measured = measuring.in_own_process(measure_script, script, flags)
-        numbers[algorithm] = {
-            "length": max(length for _, length, _, _ in micro_batches),
-            "predicted": predicted_peak(algorithm, micro_batches),
-            "measured": measured,
-        }
+        length, measured = measuring.in_own_process(measure_script, script, flags)
+        numbers[algorithm] = {"length": length, "measured": measured}
     return {"numbers": numbers}
 
 
@@ -200,14 +155,15 @@ def real_size_tables(results: dict) -> dict:
         run = f"`{script}.py`"
         if algorithm == "ppo_shared":
             run += " --critic-init policy"
-        gigabytes = [f"{measured[size] / GB:.1f}" for size in ("predicted", "measured")]
-        ratio = f"{measured['measured'] / measured['predicted']:.2f}"
+        predicted = predicted_peak(algorithm, measured["length"])
+        gigabytes = [f"{size / GB:.1f}" for size in (predicted, measured["measured"])]
+        ratio = f"{measured['measured'] / predicted:.2f}"
         rows.append([run, str(measured["length"]), *gigabytes, ratio])
     columns = ["run", "tokens", "predicted, GB", "measured, GB", "measured / predicted"]
     return {"real_size": {"columns": columns, "rows": rows}}
 
 
 EXPERIMENTS = (
-    Experiment("choosing", tables, draw=draw),
+    Experiment("model_sizes", tables, draw=draw),
     Experiment("real_size", real_size_tables, measure_real_size),
 )
