@@ -22,7 +22,7 @@ from docs.experiments.lib.drawing import ALGORITHM_STYLES, draw_evaluations, pan
 from docs.experiments.lib.experiment import saved_results
 from docs.experiments.lib.runs import Numbers, experiment_of_runs, train, write_jsonl
 from docs.experiments.lib.tables import spread
-from tiny.reviews.gold import sentiment
+from tiny.reviews.gold import score
 
 SUMS = grpo.Args()
 REVIEWS = grpo.Args(
@@ -87,7 +87,7 @@ def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     sequences, texts = sample(REVIEWS, policy, repeated, seed)
     reward_fn = sampling.load_reward_model(REVIEWS.reward_model)
     learned = reward_fn(repeated, sequences, texts).tolist()
-    gold = sentiment([], texts)
+    gold = [score(text) for text in texts]
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
     measured = {}
     for n in SIZES:
@@ -198,7 +198,7 @@ def evaluate(
         return {"accuracy": mean_reward}
     return {
         "learned": mean_reward,
-        "gold": mean(sentiment([], texts)),
+        "gold": mean(score(text) for text in texts),
         "KL": sampling.mean_log_ratio(policy, start_policy, sequences),
     }
 

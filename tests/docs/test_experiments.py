@@ -3,6 +3,7 @@ and their numbers are what they should be."""
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -180,13 +181,33 @@ def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, mo
     experiment = experiment_of_runs("quick", {"a": "quick.py"}, make_tables, draw)
     results = experiment.measure()
     assert results["numbers"] == {"a": {"x/loss": [3.0, 3.0], "eval/reward": [0.5, 0.5]}}
-    assert results["seeds"] == (1, 2)
     curve = [[1, 2.0], [2, 4.0]]
-    assert results["curves"] == {"a": {"x/loss over step": [curve, curve]}}
+    assert results["curves"] == {"a": {"x/loss": [curve, curve]}}
     saved = json.loads(json.dumps({"commands": experiment.commands} | results))
     assert experiment.draw(saved)[0] == [curve, curve]
     assert experiment.tables(saved) == {
         "quick": {"columns": ["flags", "loss", "r"], "rows": [["a", "3.0", "0.50"]]},
+    }
+
+
+def test_what_a_function_measures_for_each_seed_is_kept_by_label_and_metric(monkeypatch):
+    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+
+    def measure_seed(seed):
+        return {"a": {"x": seed / 3, "text": f"seed {seed}"}, "b": {"x": 1.0}}
+
+    def make_tables(numbers):
+        return {"quick": numbers.table({"shown": ("x", 1)}, "")}
+
+    experiment = experiment_of_runs("quick", {}, make_tables, measure_seed=measure_seed)
+    results = experiment.measure()
+    assert results["numbers"] == {
+        "a": {"x": [0.333333, 0.666667], "text": ["seed 1", "seed 2"]},
+        "b": {"x": [1.0, 1.0]},
+    }
+    assert experiment.tables({"commands": {}} | results) == {
+        "quick": {"columns": ["", "shown"], "rows": [["a", "0.5 (0.3-0.7)"], ["b", "1.0"]]},
     }
 
 
@@ -223,7 +244,7 @@ def test_curves_of_all_steps_or_of_evaluations_alone(tmp_path):
     rows = [{"step": 1, "x/kl": 1.0}, {"step": 2, "x/kl": 3.0, "eval/reward": 0.5}]
     runs.write_jsonl(tmp_path / "metrics.jsonl", rows)
     for evaluations, points in ((False, [[1, 1.0], [2, 3.0]]), (True, [[2, 3.0]])):
-        numbers = Numbers({"a": "quick.py"}, (1,), runs={"a": [Run(tmp_path)]})
+        numbers = Numbers({"a": "quick.py"}, runs={"a": [Run(tmp_path)]})
         assert numbers.metric_curves("a", "x/kl", evaluations) == [points]
 
 
@@ -235,5 +256,5 @@ def test_typical_sample(tmp_path):
     runs.write_jsonl(
         tmp_path / "samples.jsonl", [{"step": 0, "completion": "z", "reward": 4}, *rows]
     )
-    numbers = Numbers({"a": "quick.py"}, (1,), runs={"a": [Run(tmp_path)]})
-    assert numbers.typical_sample("a") == {"completion": "b", "reward": 2}
+    numbers = Numbers({"a": "quick.py"}, runs={"a": [Run(tmp_path)]})
+    assert numbers.values("a", "typical sample") == [{"completion": "b", "reward": 2}]
