@@ -40,24 +40,23 @@ SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5
 ALL_SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5)]
 
 
-# --- by default: whole runs of GRPO and the reward model, and the first part of the others --------
+# --- by default: the whole run of the reward model, and the first part of the others --------------
 def test_sft_learns_from_one_epoch(tmp_path):
     _, first, last, _ = learn("sft.py", tmp_path, 1, "--epochs", "1")
     assert first["eval/loss"] > 2.5  # about log 18
     assert last["eval/loss"] < 1.05  # five seeds: 0.96 to 0.99
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_grpo_learns_to_show_its_working(seed, tmp_path):
-    _, first, last, printed = learn("grpo.py", tmp_path, seed)
+def test_grpo_learns_in_20_rollouts(tmp_path):
+    _, first, last, printed = learn("grpo.py", tmp_path, 1, "--total-rollouts", "20")
     assert 0.25 < first["eval/accuracy"] < 0.42
     assert first["eval/length_mean"] < 8.5
-    assert last["eval/accuracy"] >= 0.9
-    assert 11.5 < last["eval/length_mean"] < 13
-    for step, row in ((0, first), (60, last)):
+    assert last["eval/accuracy"] >= 0.84  # five seeds: 0.87 to 0.91
+    assert 11.5 < last["eval/length_mean"] < 12.5  # 11.9: it shows its working
+    for step, row in ((0, first), (20, last)):
         found = f"reward {row['eval/reward']:.3f}, accuracy {row['eval/accuracy']:.3f}, length_mean"
         assert f"step {step}: held-out {found}" in printed
-    assert printed.count("\n    {'prompt': ") == 8  # two samples of each evaluation
+    assert printed.count("\n    {'prompt': ") == 4  # two samples of each evaluation
 
 
 def test_reinforce_learns_in_25_rollouts(tmp_path):
@@ -109,6 +108,15 @@ def test_sft_learns_the_demonstrations(seed, tmp_path):
     assert first["eval/loss"] > 2.5  # about log 18
     # The demonstrations have 0.43 nats a token in them; a model that cannot add stays above 0.85.
     assert last["eval/loss"] < 0.5
+
+
+@pytest.mark.parametrize("seed", ALL_SLOW)
+def test_grpo_learns_to_show_its_working(seed, tmp_path):
+    _, first, last, _ = learn("grpo.py", tmp_path, seed)
+    assert 0.25 < first["eval/accuracy"] < 0.42
+    assert first["eval/length_mean"] < 8.5
+    assert last["eval/accuracy"] >= 0.9
+    assert 11.5 < last["eval/length_mean"] < 13
 
 
 @pytest.mark.parametrize("seed", ALL_SLOW)

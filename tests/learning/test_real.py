@@ -55,6 +55,7 @@ def test_grpo_runs_on_real_gsm8k_rows(tmp_path):
         model=STORIES_MODEL,
         dataset=str(REAL / "data" / "gsm8k"),
         prompt_column="question",
+        train_split="train[:64]",
         max_prompt_length=200,
         max_new_tokens=24,
         total_rollouts=2,
