@@ -73,22 +73,22 @@ def test_ppo_learns_in_12_rollouts(tmp_path):
     assert last_mean(rows, "value/explained_variance") > 0.15  # 0.19 to 0.30
 
 
-def test_dpo_learns_from_one_epoch(tmp_path):
-    _, first, last, _ = learn("dpo.py", tmp_path, 1, "--epochs", "1")
+def test_dpo_learns_from_half_an_epoch(tmp_path):
+    _, first, last, _ = learn("dpo.py", tmp_path, 1, "--epochs", "0.5")
     assert first["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["eval/pair_accuracy"] == 0.5
-    assert last["eval/pair_accuracy"] >= 0.75  # five seeds: 0.79 to 0.81
-    assert last["eval/reward"] >= 0.45  # the gold reward: 0.51 to 0.55
-    assert last["eval/kl"] < 10
+    assert last["eval/pair_accuracy"] >= 0.68  # five seeds: 0.71 to 0.78
+    assert last["eval/reward"] >= 0.2  # the gold reward: 0.26 to 0.35
+    assert last["eval/kl"] < 5  # 0.8 to 2.5
 
 
-def test_kto_learns_from_one_epoch(tmp_path):
-    rows, first, last, _ = learn("kto.py", tmp_path, 1, "--epochs", "1")
+def test_kto_learns_from_half_an_epoch(tmp_path):
+    rows, first, last, _ = learn("kto.py", tmp_path, 1, "--epochs", "0.5")
     assert first["eval/margin"] == rows[1]["objective/kl"] == 0
     assert 0.53 < first["eval/loss"] < 0.63  # half the mean weight: 0.58
-    assert last["eval/margin"] > 0.3  # five seeds: 0.38 to 0.65
-    assert last["eval/reward"] >= 0.5  # the gold reward: 0.55 to 0.74
-    assert last["eval/kl"] < 8
+    assert last["eval/margin"] > 0.18  # five seeds: 0.22 to 0.29
+    assert last["eval/reward"] >= 0.25  # the gold reward: 0.31 to 0.65
+    assert last["eval/kl"] < 10  # 2.4 to 7.9
 
 
 @pytest.mark.parametrize("seed", SEEDS)
