@@ -219,8 +219,11 @@ def num_steps(args: Any) -> str:
 
 def tables(numbers: Numbers) -> dict:
     """Best of n; and rejection sampling beside GRPO's and PPO's results."""
-    best = {"bound of the KL": ("bound of the KL", 2), "learned": ("learned", 2)}
-    best["gold"] = ("gold", 3)
+    best = {
+        "bound of the KL": ("bound of the KL", 2),
+        "learned": ("learned", 2),
+        "gold": ("gold", 3),
+    }
 
     trained = {"trained on": ("kept", 0), "optimiser steps": ("steps", 0)}
     sums = numbers.table(trained | {"accuracy": ("accuracy", 3)}, "", SUM_PLANS)

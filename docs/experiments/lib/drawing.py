@@ -4,7 +4,7 @@ A figure has one pair of axes, and its title is what a reader should take from i
 pixels wide: two stand side by side on a page, on a phone one below the other.
 
 Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
-algorithms take the muted COLOURS. Every series also has its own marker, so that a figure can be
+algorithms take TEXT, RED or GREY. Every series also has its own marker, so that a figure can be
 read without colours. Values logged at every step are lines (`draw_band`); the few evaluations of a
 run are markers without a line (`draw_evaluations`).
 

@@ -246,9 +246,12 @@ class Numbers:
         labels: Iterable[str] | None = None,
     ) -> dict:
         """A row for each label, by default all; columns are (metric, digits) by heading."""
-        digits = dict(columns.values())
-        labels = labels or self.commands or self.numbers
-        rows = [[label, *self.spreads(label, digits)] for label in labels]
+        rows = []
+        for label in labels or self.commands or self.numbers:
+            cells = []
+            for metric, digits in columns.values():
+                cells.append(spread(self.values(label, metric), digits))
+            rows.append([label, *cells])
         return {"columns": [heading, *columns], "rows": rows}
 
 
