@@ -66,8 +66,8 @@ def measure_hardware() -> tuple[float, float]:
 
 
 def measure_decoding(name: str, batch_size: int, new_tokens: int, bandwidth: float) -> None:
-    """Tokens a second of `generate`, of transformers' generate, and of reading memory alone. So many
-    of the tokens stop a completion that its mean length is just under half of `new_tokens`."""
+    """Tokens a second of `generate`, of transformers' generate, and of reading memory alone. So
+    many tokens stop a completion that its mean length is just under half of `new_tokens`."""
     sizes = SHAPES[name]
     model = random_llama(DTYPE, **sizes)
     prompt_length, vocabulary = 128, sizes["vocab_size"]
