@@ -34,9 +34,9 @@ beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
 import json
 import math
 import os
-import shlex
 import sys
 import time
+import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -60,14 +60,14 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
+from common.distributed import RANK, all_gather, checkpoint_activations, clip_grad_norm
+from common.distributed import join_processes, leave_processes, shard, sums_over_ranks
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "dpo"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
@@ -81,8 +81,7 @@ class Args:
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
-    # column of the prompt; where there is none, chosen and rejected are whole conversations
-    prompt_column: str = "prompt"
+    prompt_column: str = "prompt"  # column of the prompt; conversations that begin alike need none
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
     chat: bool = False  # turn strings into chat messages of a user and an assistant
@@ -144,10 +143,7 @@ def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
     the policy is as certain as the label.
     """
     margin = beta * (logratios[:, 0] - logratios[:, 1])  # beta h
-    losses = -(1 - label_smoothing) * logsigmoid(margin)
-    if label_smoothing > 0:  # if log pi(y_l|x) is -inf, the second term is 0 * -inf: NaN
-        losses = losses - label_smoothing * logsigmoid(-margin)
-    return losses
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
 
 def ipo_loss(mean_logratios: Tensor, beta: float) -> Tensor:
@@ -182,6 +178,7 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
@@ -201,14 +198,16 @@ def main(args: Args) -> Path:
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
+    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     evaluate_policy = partial(
         evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_pairs
     )
     training = {"policy": (policy, optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_pairs))
-    state = {"step": 0, "data": checksum}
+    trained_on = [(pair.prompt.ids, pair.chosen_ids, pair.rejected_ids) for pair in train_pairs]
+    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -222,7 +221,7 @@ def main(args: Args) -> Path:
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
     shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
-    progress = steps_left(run_dir, state["step"], total_steps)
+    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step; the rejected completions follow the chosen ones.
         start_time = time.perf_counter()
@@ -236,8 +235,8 @@ def main(args: Args) -> Path:
             with torch.no_grad():  # before the policy's pass, whose activations are kept
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
             logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
-            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[index])
+            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[idx])
             loss = losses.sum() / len(pairs)
             loss.backward()
             for name, values in pair_metrics.items():
@@ -248,7 +247,7 @@ def main(args: Args) -> Path:
 
         # 3. Log, evaluate, save.
         num_tokens = sum(len(prompt) + len(completion) for prompt, completion in sequences)
-        metrics = {name: all_reduce_sum(value).item() / len(pairs) for name, value in sums.items()}
+        metrics = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
         metrics |= {
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
@@ -265,11 +264,10 @@ def main(args: Args) -> Path:
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    wandb.finish()
-    text = eval_pairs[0].prompt.text
-    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
-    print(f"next: python -c {shlex.quote(code)}", flush=True)
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
     return run_dir
 
 
@@ -358,11 +356,11 @@ def evaluate(
     for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
         logprobs = pair_logprobs(policy, pair_sequences, inds)
         ref_logprobs = pair_logprobs(ref_model, pair_sequences, inds) if ref_model else None
-        index = inds.to(policy.device, non_blocking=True)
-        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[index])
+        idx = inds.to(policy.device, non_blocking=True)
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[idx])
         for name, values in pair_metrics.items():
             sums[name] += values.double().sum()
-    means = {name: all_reduce_sum(value).item() / len(pairs) for name, value in sums.items()}
+    means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
 
     prompts = [pair.prompt for pair in pairs]
     prompt_ids = [prompt.ids for prompt in prompts]
@@ -392,9 +390,10 @@ def evaluate(
     for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
-        rewards = rule_rewards(reward_fn, prompts, sequences, texts).tolist()
+        rewards = rule_rewards(reward_fn, prompts, texts).tolist()
         metrics["eval/reward"] = np.mean(rewards)
-        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])  # full marks
+        if {*rewards} <= {0, 1}:  # right or wrong
+            metrics["eval/accuracy"] = np.mean(rewards)
         for sample, reward in zip(samples, rewards, strict=True):
             sample["reward"] = round(reward, 6)
     return metrics, samples
@@ -404,6 +403,8 @@ def evaluate(
 def load_reward_fn(spec: str) -> Callable:
     """The reward function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
     module_spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(module_spec)
     sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -412,18 +413,19 @@ def load_reward_fn(spec: str) -> Callable:
     return getattr(module, name)
 
 
-def rule_rewards(
-    function: Callable, prompts: list[Prompt], sequences: Sequences, texts: list[str]
-) -> Tensor:
+def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
+        name = f"{function.__name__} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        try:
+            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        except Exception as error:
+            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            name = function.__name__
             raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
@@ -435,23 +437,23 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -463,17 +465,10 @@ def load_preference_pairs(
 ) -> list[PreferencePair]:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
     pairs, dropped, longest = [], Counter(), 0
-    for row in load_rows(args, split, columns=[args.chosen_column, args.rejected_column]):
-        chosen, rejected = row.pop(args.chosen_column), row.pop(args.rejected_column)
+    columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
+    for row in load_rows(args, split, columns):
         try:
-            if args.prompt_column in row:
-                prompt = row.pop(args.prompt_column)
-            else:
-                prompt, chosen, rejected = split_conversations(chosen, rejected)
-            if args.chat and isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
-                chosen = [{"role": "assistant", "content": chosen}]
-                rejected = [{"role": "assistant", "content": rejected}]
+            prompt, chosen, rejected = to_pair(args, row)
             prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
             _, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
             length = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
@@ -485,19 +480,28 @@ def load_preference_pairs(
             pairs.append(PreferencePair(Prompt(prompt, prompt_ids, row), chosen_ids, rejected_ids))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
-    print(f"{split}: {len(pairs)} pairs, dropped {dict(dropped)}; longest {longest} tokens")
-    if not pairs:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no pair is left")
+    report_rows(split, len(pairs), dropped, longest)
     return pairs
 
 
-def split_conversations(chosen: Any, rejected: Any) -> tuple[list, list, list]:
-    """The prompt that two whole conversations share, and the last message of each."""
-    if not isinstance(chosen, list):
-        raise ValueError("without --prompt-column, chosen and rejected must be conversations")
-    if chosen[:-1] != rejected[:-1]:
-        raise UnusableRow("whose conversations begin differently")
-    return chosen[:-1], chosen[-1:], rejected[-1:]
+def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
+    """The prompt, the preferred completion and the other one of a row, strings or chat messages."""
+    chosen, rejected = row.pop(args.chosen_column), row.pop(args.rejected_column)
+    prompt = row.pop(args.prompt_column, None)
+    if isinstance(chosen, list) and len(chosen) > 1 and chosen[0]["role"] != "assistant":
+        # Whole conversations: the prompt is what they share, whatever its own column says.
+        if chosen[:-1] != rejected[:-1]:
+            raise UnusableRow("whose conversations begin differently")
+        return chosen[:-1], chosen[-1:], rejected[-1:]
+    if prompt is None and isinstance(chosen, str):  # a dialogue as text, up to the last answer
+        before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
+        prompt = before + assistant
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not prompt:
+        raise UnusableRow("with an empty prompt, or without --prompt-column")
+    if args.chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return prompt, chosen, rejected
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -506,13 +510,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -526,15 +531,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -544,6 +542,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -552,10 +552,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -585,14 +589,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -600,10 +601,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

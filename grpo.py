@@ -30,7 +30,6 @@ A healthy run: `reward/mean`, `eval/accuracy` and `reward/zero_variance_groups` 
 import json
 import math
 import os
-import shlex
 import sys
 import time
 import warnings
@@ -39,7 +38,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import field
 from datetime import datetime
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -60,13 +58,14 @@ from transformers import GenerationConfig
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
 from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
+from common.distributed import sums_over_ranks
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.logprobs import rollout_logprobs
-from common.tokens import encode, find_stop_ids, pad_rows
+from common.tokens import UnusableRow, encode_prompt, find_stop_ids, pad_rows, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "grpo"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
@@ -152,6 +151,9 @@ class Args:
             )
         if not self.reward_fn and not self.reward_model:
             self.reward_fn = ["tiny/arithmetic/reward.py:last_number"]
+        names = [spec.rpartition(":")[2] for spec in self.reward_fn] + ["reward_model"]
+        if len({*names}) < len(names):  # they name the metrics
+            raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
         if len(self.reward_weights) != num_rewards:
@@ -232,11 +234,11 @@ def grpo_loss(
     the tokens in the loss (the KL's of all); at level `sequence` each has its completion's ratio.
     """
     advantages = advantages[:, None]
-    left_out = weights == 0  # a ratio may be inf there, and 0 * inf is NaN
-    log_ratio = (logprobs - old_logprobs).masked_fill(left_out, 0.0)
+    mask = weights > 0  # elsewhere a ratio may be inf, and 0 * inf is NaN
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
     if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
-        mean_log_ratio = log_ratio.sum(dim=1) / (~left_out).sum(dim=1).clamp(min=1)
-        log_ratio = mean_log_ratio[:, None] * ~left_out
+        mean_log_ratio = log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        log_ratio = mean_log_ratio[:, None] * mask
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
@@ -247,10 +249,10 @@ def grpo_loss(
         "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
     }
     if ref_logprobs is not None:
-        sums["objective/kl"] = k3_kl(logprobs, ref_logprobs).detach().sum()
+        sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1 of KL(pi_old || pi_ref)
         if beta > 0:  # 0 if the KL is in the rewards
-            ref_logprobs = ref_logprobs.masked_fill(left_out, 0.0)
-            objective = objective - beta * k3_kl(logprobs.masked_fill(left_out, 0.0), ref_logprobs)
+            ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
+            objective = objective - beta * k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs)
     return -(weights * objective).sum(), sums
 
 
@@ -258,14 +260,13 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    print(
-        f"--model {args.model} --dataset {args.dataset} --reward-fn {args.reward_fn} "
-        f"--reward-model {args.reward_model} --learning-rate {args.learning_rate} on {device}"
-    )
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    sources = f"{args.model} on {args.dataset}, rewards {args.reward_fn}, {args.reward_model}"
+    print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    reward_fns = load_reward_fns(args.reward_fn)  # by name, of (prompts, sequences, texts)
-    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
+    reward_fns = [load_reward_fn(spec) for spec in args.reward_fn]
+    eval_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
@@ -279,11 +280,14 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
+        vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+        if not tokenizer.get_vocab().items() <= vocabulary.items():
+            raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
         reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
-        reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
-    eval_weights = torch.ones(1) if args.eval_reward_fn else reward_weights
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     def sample(prompts: list[Prompt], temperature: float, rng: Generator) -> tuple[Sequences, list]:
@@ -301,24 +305,31 @@ def main(args: Args) -> Path:
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         return list(zip(prompt_ids, completion_ids, strict=True)), texts
 
+    def score(prompts: list[Prompt], sequences: Sequences, texts: list[str]) -> dict[str, Tensor]:
+        """Each reward (B,) of the completions, by its name."""
+        rewards = {fn.__name__: rule_rewards(fn, prompts, texts) for fn in reward_fns}
+        if args.reward_model:
+            rewards["reward_model"] = model_rewards(reward_model, sequences, args.micro_batch_size)
+        return rewards
+
     training = {"policy": (policy, optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_prompts))
-    state = {"step": 0, "data": checksum}
+    trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
+    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, sample, eval_prompts, eval_fns, eval_weights)
+        metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    rng = Generator().manual_seed(args.seed)
+    data_rng = Generator().manual_seed(args.seed)
     data_epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_prompts))
-    shuffles = [torch.randperm(len(train_prompts), generator=rng) for _ in range(data_epochs)]
+    shuffles = [torch.randperm(len(train_prompts), generator=data_rng) for _ in range(data_epochs)]
     prompt_batches = torch.cat(shuffles).split(args.prompts_per_rollout)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     # With one optimiser step per rollout pi_old is pi_theta itself and needs no pass.
     needs_old_logprobs = args.update_epochs * args.num_minibatches > 1 or kl_in_reward
-    progress = steps_left(run_dir, state["step"], args.total_rollouts)
+    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: G completions per prompt, from the policy as it is now.
         start_time = time.perf_counter()
@@ -331,14 +342,15 @@ def main(args: Args) -> Path:
         rollout_time = time.perf_counter()
 
         # 2. Score: each reward, and their weighted sum.
-        rewards_by_name = {name: fn(prompts, sequences, texts) for name, fn in reward_fns.items()}
+        rewards_by_name = score(prompts, sequences, texts)
         all_rewards = torch.stack([*rewards_by_name.values()])  # (K, B)
         rewards = reward_weights @ all_rewards  # (B,)
         score_time = time.perf_counter()
 
         # 3. Log-probs under the old policy and the reference, fixed during the update. In the first
         # epoch's micro-batches: same padding, same rounding, so the first ratio is exactly 1.
-        epochs = shuffled_minibatches(len(sequences), args.update_epochs, args.num_minibatches, rng)
+        orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
+        epochs = [order.tensor_split(args.num_minibatches) for order in orders]
         batches = []
         for minibatch in epochs[0]:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
@@ -365,19 +377,20 @@ def main(args: Args) -> Path:
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
-                in_loss = loss_mask[minibatch]
-                weights[minibatch] = token_weights(in_loss, args.loss_norm, args.max_new_tokens)
+                weights[minibatch] = token_weights(
+                    loss_mask[minibatch], args.loss_norm, args.max_new_tokens
+                )
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
-                    index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+                    idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
                     loss, loss_sums = grpo_loss(
                         logprobs,
-                        logprobs.detach() if old_logprobs is None else old_logprobs[index],
-                        None if ref_logprobs is None else ref_logprobs[index],
-                        advantages[index],
-                        weights[index],
+                        logprobs.detach() if old_logprobs is None else old_logprobs[idx],
+                        None if ref_logprobs is None else ref_logprobs[idx],
+                        advantages[idx],
+                        weights[idx],
                         clip_low=args.clip_coef,
                         clip_high=args.clip_coef_high or args.clip_coef,
                         beta=0.0 if kl_in_reward else args.beta,
@@ -393,14 +406,14 @@ def main(args: Args) -> Path:
         update_time = time.perf_counter()
 
         # 6. Log, evaluate, save.
-        sums = {name: all_reduce_sum(value).item() for name, value in sums.items()}
+        sums = sums_over_ranks(sums)
         groups = rewards.view(-1, args.group_size)
         num_tokens = lengths.sum().item()
         loss_tokens = max(loss_mask.sum().item(), 1) * args.update_epochs
         metrics = {
             "reward/mean": rewards.mean().item(),
             **{f"rewards/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
-            "reward/std": groups.std(dim=1).mean().item(),
+            "reward/group_std": groups.std(dim=1).mean().item(),
             "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
             "completions/length_mean": lengths.float().mean().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
@@ -421,20 +434,18 @@ def main(args: Args) -> Path:
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(args, sample, eval_prompts, eval_fns, eval_weights)
+            eval_metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
-        warn_if_unhealthy(metrics)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics.get(name) for name in shown})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    wandb.finish()
-    text = eval_prompts[0].text
-    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
-    print(f"next: python -c {shlex.quote(code)}", flush=True)
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
     return run_dir
 
 
@@ -449,34 +460,21 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
     return remaining if args.lr_schedule == "linear" else 1.0
 
 
-def shuffled_minibatches(size: int, epochs: int, num_minibatches: int, rng: Generator) -> list:
-    """For each epoch, the numbers 0 to size - 1 shuffled and split into minibatches."""
-    shuffles = [torch.randperm(size, generator=rng) for _ in range(epochs)]
-    return [shuffle.tensor_split(num_minibatches) for shuffle in shuffles]
-
-
-def warn_if_unhealthy(metrics: dict[str, float]) -> None:
-    """Say what a healthy run never shows; Python repeats none of these warnings."""
-    if metrics["completions/truncated_fraction"] == 1:
-        warnings.warn("--max-new-tokens has cut off every completion of a rollout", stacklevel=1)
-    if metrics["reward/std"] < 1e-6:
-        warnings.warn("a rollout's rewards have no variance: nothing is learned", stacklevel=1)
-    if metrics.get("policy/approx_kl", 0) > 1:
-        warnings.warn("policy/approx_kl is above 1: is --learning-rate too high?", stacklevel=1)
-
-
 def evaluate(
-    args: Args, sample: Callable, prompts: list[Prompt], reward_fns: dict, reward_weights: Tensor
+    args: Args, sample: Callable, score: Callable, eval_fn: Callable | None, prompts: list[Prompt]
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
     sequences, texts = sample(prompts, args.eval_temperature, rng)
-    all_rewards = torch.stack([fn(prompts, sequences, texts) for fn in reward_fns.values()])
-    rewards = (reward_weights @ all_rewards).tolist()
+    if eval_fn is not None:
+        rewards = rule_rewards(eval_fn, prompts, texts).tolist()
+    else:
+        all_rewards = torch.stack([*score(prompts, sequences, texts).values()])  # (K, B)
+        rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
     lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
-    if len(reward_fns) == 1 and "reward_model" not in reward_fns:  # a single rule: right is 1
-        metrics["eval/accuracy"] = (all_rewards[0] >= 1).double().mean().item()
+    if {*rewards} <= {0, 1}:  # right or wrong
+        metrics["eval/accuracy"] = np.mean(rewards)
     metrics["eval/length_mean"] = np.mean(lengths)
     samples = []
     for i, prompt in enumerate(prompts):
@@ -486,43 +484,39 @@ def evaluate(
 
 
 # --- rewards -----------------------------------------------------------------------------------
-def load_reward_fns(specs: list[str]) -> dict[str, Callable]:
-    """Reward functions by name, each from a path/to/file.py:function."""
-    reward_fns = {}
-    for spec in specs:
-        path, _, name = spec.rpartition(":")
-        module_spec = spec_from_file_location(Path(path).stem, path)
-        module = module_from_spec(module_spec)
-        sys.path.append(str(Path(path).parent))  # for modules beside it
-        sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-        module_spec.loader.exec_module(module)
-        if name in reward_fns:
-            raise ValueError(f"two reward functions have the name {name}")
-        reward_fns[name] = partial(rule_rewards, getattr(module, name))
-    return reward_fns
+def load_reward_fn(spec: str) -> Callable:
+    """The reward function of path/to/file.py:function."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
+    module_spec = spec_from_file_location(Path(path).stem, path)
+    module = module_from_spec(module_spec)
+    sys.path.append(str(Path(path).parent))  # for modules beside it
+    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
-def rule_rewards(
-    function: Callable, prompts: list[Prompt], sequences: Sequences, texts: list[str]
-) -> Tensor:
+def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
+        name = f"{function.__name__} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        try:
+            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        except Exception as error:
+            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            name = function.__name__
             raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
 
 @torch.no_grad()
-def model_rewards(
-    model: Any, micro_batch_size: int, prompts: list, sequences: Sequences, texts: list[str]
-) -> Tensor:
+def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Tensor:
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
@@ -531,8 +525,8 @@ def model_rewards(
         ids, mask = pad_rows(rows, model.device)
         hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-        index = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
-        scores[index] = model.score(last.float()).squeeze(1)[: len(inds)]
+        idx = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
+        scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -542,23 +536,23 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -568,26 +562,22 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    columns = [args.prompt_column]
-    if args.answer_column != "answer":  # data without answers need no flag
-        columns.append(args.answer_column)
+    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     for row in load_rows(args, split, columns):
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        ids = encode(tokenizer, text, add_generation_prompt=True) if text else []
-        longest = max(longest, len(ids))
-        if not ids:
-            dropped["empty"] += 1
-        elif len(ids) > args.max_prompt_length:
-            dropped["longer than --max-prompt-length"] += 1
-        else:
+        try:
+            ids = encode_prompt(tokenizer, text)
+            longest = max(longest, len(ids))
+            if len(ids) > args.max_prompt_length:
+                raise UnusableRow("longer than --max-prompt-length")
             prompts.append(Prompt(text, ids, row))
-    print(f"{split}: {len(prompts)} prompts, dropped {dict(dropped)}; longest {longest} tokens")
-    if not prompts:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no prompt is left")
+        except UnusableRow as reason:
+            dropped[str(reason)] += 1
+    report_rows(split, len(prompts), dropped, longest)
     return prompts
 
 
@@ -597,13 +587,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -617,15 +608,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -635,6 +619,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -643,10 +629,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -676,14 +666,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -691,10 +678,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

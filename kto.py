@@ -25,9 +25,9 @@ A healthy run: the first loss is half the mean weight, and `reward/margin` rises
 import json
 import math
 import os
-import shlex
 import sys
 import time
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -54,10 +54,10 @@ from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_acti
 from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "kto"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
@@ -94,7 +94,8 @@ class Args:
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 100  # steps between evaluations; also at the start and at the end
-    eval_rows: PositiveInt = 500  # held-out completions, at most; their prompts are completed too
+    # held-out completions, at most, of which z0 needs two; their prompts are completed too
+    eval_rows: Annotated[int, Field(ge=2)] = 500
     # path/to/file.py:function for eval/reward; default: gold on the default --dataset, else none
     eval_reward_fn: str | None = None
     max_new_tokens: PositiveInt = 40  # longest sampled completion in tokens
@@ -155,6 +156,7 @@ def kto_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
@@ -172,14 +174,16 @@ def main(args: Args) -> Path:
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
+    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     evaluate_policy = partial(
         evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_rows
     )
     training = {"policy": (policy, optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_rows))
-    state = {"step": 0, "data": checksum}
+    trained_on = [(row.prompt.ids, row.completion_ids, row.label) for row in train_rows]
+    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -193,7 +197,7 @@ def main(args: Args) -> Path:
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
     shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
-    progress = steps_left(run_dir, state["step"], total_steps)
+    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the completions of this step.
         start_time = time.perf_counter()
@@ -213,20 +217,20 @@ def main(args: Args) -> Path:
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
-            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
             losses = kto_loss(
-                r, z0, labels[index], args.beta, args.desirable_weight, args.undesirable_weight
+                r, z0, labels[idx], args.beta, args.desirable_weight, args.undesirable_weight
             )
             loss = losses.sum() / len(rows)
             loss.backward()
-            logratios[index] = r.detach()
+            logratios[idx] = r.detach()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
         # 4. Log, evaluate, save.
         num_tokens = sum(len(x) + len(y) for x, y in sequences + mismatched)
-        metrics = kto_metrics(args, all_reduce_sum(logratios), z0, labels)
+        metrics = kto_metrics(args, all_reduce_sum(logratios).cpu(), z0.cpu(), labels.cpu())
         metrics |= {
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
@@ -239,15 +243,14 @@ def main(args: Args) -> Path:
             eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
-        progress.set_postfix(loss=metrics["objective/loss"], kl=metrics["objective/kl"])
+        progress.set_postfix(loss=metrics["objective/loss"], z0=metrics["objective/z0"])
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    wandb.finish()
-    text = eval_rows[0].prompt.text
-    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
-    print(f"next: python -c {shlex.quote(code)}", flush=True)
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
     return run_dir
 
 
@@ -265,12 +268,12 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 def kto_metrics(args: Args, logratios: Tensor, z0: Tensor, labels: Tensor) -> dict[str, float]:
     """Means over the completions (B,) of a whole step; the margin if there are both kinds.
 
-    objective/kl is z0: a biased estimate, since y_(i+1) is not sampled from pi(.|x_i).
+    z0 is a biased estimate of the KL, since y_(i+1) is not sampled from pi(.|x_i).
     """
     losses = kto_loss(
         logratios, z0, labels, args.beta, args.desirable_weight, args.undesirable_weight
     )
-    metrics = {"objective/loss": losses.double().mean().item(), "objective/kl": z0.item()}
+    metrics = {"objective/loss": losses.double().mean().item(), "objective/z0": z0.item()}
     rewards = args.beta * logratios.double()
     if labels.any():
         metrics["reward/desirable"] = rewards[labels].mean().item()
@@ -304,7 +307,9 @@ def evaluate(
     """Metrics of the held-out rows and of one sampled completion for each, and the samples."""
     labelled = [(row.prompt.ids, row.completion_ids) for row in rows]
     logratios = sum_logratios(args, policy, ref_model, labelled)
-    mismatched = mismatch(labelled, args.max_length)
+    # In another order: held-out neighbours are often the two sides of one pair.
+    order = torch.randperm(len(rows), generator=Generator().manual_seed(args.seed))
+    mismatched = mismatch([labelled[i] for i in order], args.max_length)
     z0 = reference_point(sum_logratios(args, policy, ref_model, mismatched))
     labels = torch.tensor([row.label for row in rows], device=policy.device)
     held_out = kto_metrics(args, logratios, z0, labels)
@@ -334,9 +339,10 @@ def evaluate(
     for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
-        rewards = rule_rewards(reward_fn, prompts, sequences, texts).tolist()
+        rewards = rule_rewards(reward_fn, prompts, texts).tolist()
         metrics["eval/reward"] = np.mean(rewards)
-        metrics["eval/accuracy"] = np.mean([reward >= 1 for reward in rewards])  # full marks
+        if {*rewards} <= {0, 1}:  # right or wrong
+            metrics["eval/accuracy"] = np.mean(rewards)
         for sample, reward in zip(samples, rewards, strict=True):
             sample["reward"] = round(reward, 6)
     return metrics, samples
@@ -346,6 +352,8 @@ def evaluate(
 def load_reward_fn(spec: str) -> Callable:
     """The reward function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
     module_spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(module_spec)
     sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -354,18 +362,19 @@ def load_reward_fn(spec: str) -> Callable:
     return getattr(module, name)
 
 
-def rule_rewards(
-    function: Callable, prompts: list[Prompt], sequences: Sequences, texts: list[str]
-) -> Tensor:
+def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
+        name = f"{function.__name__} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        try:
+            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        except Exception as error:
+            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            name = function.__name__
             raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
@@ -377,23 +386,23 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -404,13 +413,12 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
     """The rows of a split, without those that are empty or longer than --max-length."""
     rows, dropped, longest = [], Counter(), 0
     columns = [args.prompt_column, args.completion_column, args.label_column]
-    for row in load_rows(args, split, columns):
+    for row in load_rows(args, split, {*columns}):
         prompt, completion, label = [row.pop(column) for column in columns]
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
         if args.chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-            completion = [{"role": "assistant", "content": completion}]
         try:
             prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
             length = len(prompt_ids) + len(completion_ids)
@@ -420,11 +428,8 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
             rows.append(LabelledRow(Prompt(prompt, prompt_ids, row), completion_ids, bool(label)))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
-    num_desirable = sum(row.label for row in rows)
-    counts = f"{len(rows)} completions, {num_desirable} of them desirable"
-    print(f"{split}: {counts}, dropped {dict(dropped)}; longest {longest} tokens")
-    if not rows:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no completion is left")
+    report_rows(split, len(rows), dropped, longest)
+    print(f"{split}: {sum(row.label for row in rows)} of them desirable")
     return rows
 
 
@@ -434,13 +439,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -454,15 +460,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -472,6 +471,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -480,10 +481,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -513,14 +518,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -528,10 +530,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

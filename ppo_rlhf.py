@@ -38,7 +38,6 @@ falls, the reward model is being hacked.
 import json
 import math
 import os
-import shlex
 import sys
 import time
 import warnings
@@ -68,12 +67,13 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
 from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
+from common.distributed import sums_over_ranks
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
-from common.tokens import encode, find_stop_ids, pad_rows
+from common.tokens import UnusableRow, encode_prompt, find_stop_ids, pad_rows, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "ppo_rlhf"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of data order, all sampling and a critic's new weights
@@ -118,7 +118,6 @@ class Args:
     vf_coef: NonNegativeFloat = 0.5
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
-    whiten_rewards: bool = False  # give a rollout's token rewards variance 1; their mean stays
     # no further pass if the mean KL(pi_old || pi) of a pass is above this, in nats per token
     target_kl: PositiveFloat | None = None
     # initial critic: the reward model, --model with a new head (sft), random weights (scratch), or
@@ -155,6 +154,9 @@ class Args:
             raise ValueError("--kl-horizon is so short that beta would become negative")
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/prompts":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
+        names = [spec.rpartition(":")[2] for spec in self.reward_fn] + ["reward_model"]
+        if len({*names}) < len(names):  # they name the metrics
+            raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
         if len(self.reward_weights) != num_rewards:
@@ -193,26 +195,10 @@ def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tupl
     return advantages, advantages + values
 
 
-def whiten(x: Tensor, mask: Tensor, keep_mean: bool = False) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens, as in Ziegler et al.'s code.
-
-    `keep_mean` adds the mean back.
-    """
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens, as in Ziegler et al.'s code."""
     mean, variance = x[mask].mean(), x[mask].var(correction=0)
-    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    if keep_mean:
-        whitened = whitened + mean
-    return whitened.masked_fill(~mask, 0.0)
-
-
-def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
-
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
-    loss it has the expected gradient of KL(pi_ref || pi).
-    """
-    log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return ((x - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 def k2_kl(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -302,16 +288,13 @@ def value_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    print(
-        f"--model {args.model} --dataset {args.dataset} --reward-fn {args.reward_fn} "
-        f"--reward-model {args.reward_model} --learning-rate {args.learning_rate} on {device}"
-    )
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    sources = f"{args.model} on {args.dataset}, rewards {args.reward_fn}, {args.reward_model}"
+    print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
-    # --- rewards, by name: functions of (prompts, sequences, texts), which return rewards (B,) ---
-    reward_fns = load_reward_fns(args.reward_fn)
-    eval_fns = load_reward_fns([args.eval_reward_fn]) if args.eval_reward_fn else reward_fns
-
-    # --- data and models ---
+    # --- rewards, data and models ---
+    reward_fns = [load_reward_fn(spec) for spec in args.reward_fn]
+    eval_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
@@ -323,10 +306,11 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
+        vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+        if not tokenizer.get_vocab().items() <= vocabulary.items():
+            raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
         reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
-        reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
-    eval_weights = torch.ones(1) if args.eval_reward_fn else reward_weights
     # The value function: a backbone and a head of its own, or a head on the policy's backbone.
     critic = load_critic(args, tokenizer, positions, device)
     if args.critic_init == "policy":
@@ -339,6 +323,9 @@ def main(args: Args) -> Path:
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.parameters(), lr=args.critic_learning_rate)
+    highest_rate = max(args.learning_rate, args.critic_learning_rate)
+    if policy.num_parameters() > 1e8 and highest_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     def sample(prompts: list[Prompt], temperature: float, rng: Generator) -> tuple[Sequences, list]:
@@ -356,23 +343,30 @@ def main(args: Args) -> Path:
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         return list(zip(prompt_ids, completion_ids, strict=True)), texts
 
+    def score(prompts: list[Prompt], sequences: Sequences, texts: list[str]) -> dict[str, Tensor]:
+        """Each reward (B,) of the completions, by its name."""
+        rewards = {fn.__name__: rule_rewards(fn, prompts, texts) for fn in reward_fns}
+        if args.reward_model:
+            rewards["reward_model"] = model_rewards(reward_model, sequences, args.micro_batch_size)
+        return rewards
+
     training = {"policy": (policy, policy_optimizer), "critic": (critic, critic_optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_prompts))
-    state = {"step": 0, "data": checksum, "beta": args.beta}
+    trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
+    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode()), "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, sample, eval_prompts, eval_fns, eval_weights)
+        metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     beta = state["beta"]  # as adapted so far
-    rng = Generator().manual_seed(args.seed)
+    data_rng = Generator().manual_seed(args.seed)
     data_epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_prompts))
-    shuffles = [torch.randperm(len(train_prompts), generator=rng) for _ in range(data_epochs)]
+    shuffles = [torch.randperm(len(train_prompts), generator=data_rng) for _ in range(data_epochs)]
     prompt_batches = torch.cat(shuffles).split(args.prompts_per_rollout)
     kl_in_reward = args.kl_placement == "reward"
-    progress = steps_left(run_dir, state["step"], args.total_rollouts)
+    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: a completion per prompt, from the policy as it is now.
         start_time = time.perf_counter()
@@ -385,35 +379,34 @@ def main(args: Args) -> Path:
         rollout_time = time.perf_counter()
 
         # 2. Score: each reward, and their weighted sum; a cut-off completion is penalised.
-        rewards_by_name = {name: fn(prompts, sequences, texts) for name, fn in reward_fns.items()}
+        rewards_by_name = score(prompts, sequences, texts)
         rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (B,)
         scores = rewards.to(device) - args.missing_eos_penalty * ~ended  # (B,)
         score_time = time.perf_counter()
 
         # 3. Log-probs and values before the update, fixed during it. In the first epoch's
         # micro-batches: same padding, same rounding, so the first ratio is exactly 1.
-        epochs = shuffled_minibatches(len(sequences), args.update_epochs, args.num_minibatches, rng)
+        orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
+        epochs = [order.tensor_split(args.num_minibatches) for order in orders]
         old_logprobs, ref_logprobs, old_values = torch.zeros((3, *mask.shape), device=device)
         with torch.no_grad():
             for minibatch in epochs[0]:
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
-                    old_logprobs[index] = completion_logprobs(
+                    idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+                    old_logprobs[idx] = completion_logprobs(
                         policy, sequences, inds, args.temperature
                     )
                     if ref_model is not None:  # without it beta is 0
-                        ref_logprobs[index] = completion_logprobs(
+                        ref_logprobs[idx] = completion_logprobs(
                             ref_model, sequences, inds, args.temperature
                         )
-                    old_values[index] = critic_values(value_backbone, value_head, sequences, inds)
+                    old_values[idx] = critic_values(value_backbone, value_head, sequences, inds)
         for tensor in (old_logprobs, ref_logprobs, old_values):
             all_reduce_sum(tensor)  # each rank has computed some rows
 
         # 4. A reward per token: the score at the last, and the KL penalty. Advantages and returns.
         k1 = old_logprobs - ref_logprobs  # (B, T), the plain estimate of KL(pi_old || pi_ref)
         token_rewards = shaped_rewards(scores, k1, mask, beta=beta if kl_in_reward else 0.0)
-        if args.whiten_rewards:
-            token_rewards = whiten(token_rewards, mask, keep_mean=True)
         advantages, returns = gae(token_rewards, old_values, args.gamma, args.gae_lambda)
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
@@ -429,16 +422,16 @@ def main(args: Args) -> Path:
             for minibatch in epoch:
                 minibatch_tokens = lengths[minibatch].sum()
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    index = inds.to(device, non_blocking=True)
-                    weights = mask[index] / minibatch_tokens  # (b, T)
+                    idx = inds.to(device, non_blocking=True)
+                    weights = mask[idx] / minibatch_tokens  # (b, T)
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
                     pg_loss, policy_sums = policy_loss(
                         logprobs,
-                        old_logprobs[index],
-                        ref_logprobs[index],
-                        advantages[index],
+                        old_logprobs[idx],
+                        ref_logprobs[idx],
+                        advantages[idx],
                         entropy,
                         weights,
                         clip_coef=args.clip_coef,
@@ -448,7 +441,7 @@ def main(args: Args) -> Path:
                     pg_loss.backward()  # frees the policy's activations before the critic's
                     values = critic_values(value_backbone, value_head, sequences, inds)
                     v_loss, value_sums = value_loss(
-                        values, old_values[index], returns[index], weights, args.vf_clip_coef
+                        values, old_values[idx], returns[idx], weights, args.vf_clip_coef
                     )
                     (args.vf_coef * v_loss).backward()
                     loss_sums = policy_sums | value_sums
@@ -469,7 +462,7 @@ def main(args: Args) -> Path:
         update_time = time.perf_counter()
 
         # 6. Log, adapt beta, evaluate, save.
-        sums = {name: all_reduce_sum(value).item() for name, value in sums.items()}
+        sums = sums_over_ranks(sums)
         loss = sums.pop("objective/loss") / len(policy_grad_norms)
         metrics = {
             "reward/mean": rewards.mean().item(),
@@ -488,39 +481,34 @@ def main(args: Args) -> Path:
             "value/learning_rate": critic_optimizer.param_groups[0]["lr"],
             "value/explained_variance": explained_variance(old_values, returns, mask).item(),
             "value/mean": old_values[mask].mean().item(),
-            "value/variance": old_values[mask].var(correction=0).item(),
             "value/return_mean": returns[mask].mean().item(),
-            "value/return_variance": returns[mask].var(correction=0).item(),
             "time/rollout_seconds": rollout_time - start_time,
             "time/score_seconds": score_time - rollout_time,
             "time/update_seconds": update_time - score_time,
             "time/tokens_per_second": num_tokens / (update_time - start_time),
         }
         if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
-            kl_k1 = k1.sum(dim=1).mean().item()  # the KL of the rewards; beta adapts to it
-            metrics["objective/kl"] = k3_kl(old_logprobs, ref_logprobs).sum(dim=1).mean().item()
-            metrics["objective/kl_k1"] = kl_k1
-            metrics["objective/non_score_reward"] = -beta * kl_k1 if kl_in_reward else 0.0
+            kl = k1.sum(dim=1).mean().item()  # that of the rewards; beta adapts to it
+            metrics["objective/kl"] = kl
+            metrics["objective/non_score_reward"] = -beta * kl if kl_in_reward else 0.0
             metrics["objective/reward"] += metrics["objective/non_score_reward"]
             if args.kl_target:
-                beta = adapt_beta(beta, kl_k1, args.kl_target, args.kl_horizon, n=len(sequences))
+                beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(args, sample, eval_prompts, eval_fns, eval_weights)
+            eval_metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
-        warn_if_unhealthy(metrics)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics.get(name) for name in shown})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1, "beta": beta})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    wandb.finish()
-    text = eval_prompts[0].text
-    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
-    print(f"next: python -c {shlex.quote(code)}", flush=True)
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
     return run_dir
 
 
@@ -535,34 +523,21 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
     return remaining if args.lr_schedule == "linear" else 1.0
 
 
-def shuffled_minibatches(size: int, epochs: int, num_minibatches: int, rng: Generator) -> list:
-    """For each epoch, the numbers 0 to size - 1 shuffled and split into minibatches."""
-    shuffles = [torch.randperm(size, generator=rng) for _ in range(epochs)]
-    return [shuffle.tensor_split(num_minibatches) for shuffle in shuffles]
-
-
-def warn_if_unhealthy(metrics: dict[str, float]) -> None:
-    """Say what a healthy run never shows; Python repeats none of these warnings."""
-    if metrics["completions/truncated_fraction"] == 1:
-        warnings.warn("--max-new-tokens has cut off every completion of a rollout", stacklevel=1)
-    if metrics["reward/std"] < 1e-6:
-        warnings.warn("a rollout's rewards have no variance: nothing is learned", stacklevel=1)
-    if metrics.get("policy/approx_kl", 0) > 1:
-        warnings.warn("policy/approx_kl is above 1: is --learning-rate too high?", stacklevel=1)
-
-
 def evaluate(
-    args: Args, sample: Callable, prompts: list[Prompt], reward_fns: dict, reward_weights: Tensor
+    args: Args, sample: Callable, score: Callable, eval_fn: Callable | None, prompts: list[Prompt]
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
     sequences, texts = sample(prompts, args.eval_temperature, rng)
-    all_rewards = torch.stack([fn(prompts, sequences, texts) for fn in reward_fns.values()])
-    rewards = (reward_weights @ all_rewards).tolist()
+    if eval_fn is not None:
+        rewards = rule_rewards(eval_fn, prompts, texts).tolist()
+    else:
+        all_rewards = torch.stack([*score(prompts, sequences, texts).values()])  # (K, B)
+        rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
     lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
-    if len(reward_fns) == 1 and "reward_model" not in reward_fns:  # a single rule: right is 1
-        metrics["eval/accuracy"] = (all_rewards[0] >= 1).double().mean().item()
+    if {*rewards} <= {0, 1}:  # right or wrong
+        metrics["eval/accuracy"] = np.mean(rewards)
     metrics["eval/length_mean"] = np.mean(lengths)
     samples = []
     for i, prompt in enumerate(prompts):
@@ -613,43 +588,39 @@ def critic_values(backbone: Any, head: Callable, sequences: Sequences, inds: Ten
 
 
 # --- rewards -----------------------------------------------------------------------------------
-def load_reward_fns(specs: list[str]) -> dict[str, Callable]:
-    """Reward functions by name, each from a path/to/file.py:function."""
-    reward_fns = {}
-    for spec in specs:
-        path, _, name = spec.rpartition(":")
-        module_spec = spec_from_file_location(Path(path).stem, path)
-        module = module_from_spec(module_spec)
-        sys.path.append(str(Path(path).parent))  # for modules beside it
-        sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-        module_spec.loader.exec_module(module)
-        if name in reward_fns:
-            raise ValueError(f"two reward functions have the name {name}")
-        reward_fns[name] = partial(rule_rewards, getattr(module, name))
-    return reward_fns
+def load_reward_fn(spec: str) -> Callable:
+    """The reward function of path/to/file.py:function."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
+    module_spec = spec_from_file_location(Path(path).stem, path)
+    module = module_from_spec(module_spec)
+    sys.path.append(str(Path(path).parent))  # for modules beside it
+    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
-def rule_rewards(
-    function: Callable, prompts: list[Prompt], sequences: Sequences, texts: list[str]
-) -> Tensor:
+def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
+        name = f"{function.__name__} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        try:
+            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        except Exception as error:
+            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            name = function.__name__
             raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
 
 @torch.no_grad()
-def model_rewards(
-    model: Any, micro_batch_size: int, prompts: list, sequences: Sequences, texts: list[str]
-) -> Tensor:
+def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Tensor:
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
@@ -658,8 +629,8 @@ def model_rewards(
         ids, mask = pad_rows(rows, model.device)
         hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-        index = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
-        scores[index] = model.score(last.float()).squeeze(1)[: len(inds)]
+        idx = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
+        scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -669,23 +640,23 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -695,26 +666,22 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    columns = [args.prompt_column]
-    if args.answer_column != "answer":  # data without answers need no flag
-        columns.append(args.answer_column)
+    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     for row in load_rows(args, split, columns):
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        ids = encode(tokenizer, text, add_generation_prompt=True) if text else []
-        longest = max(longest, len(ids))
-        if not ids:
-            dropped["empty"] += 1
-        elif len(ids) > args.max_prompt_length:
-            dropped["longer than --max-prompt-length"] += 1
-        else:
+        try:
+            ids = encode_prompt(tokenizer, text)
+            longest = max(longest, len(ids))
+            if len(ids) > args.max_prompt_length:
+                raise UnusableRow("longer than --max-prompt-length")
             prompts.append(Prompt(text, ids, row))
-    print(f"{split}: {len(prompts)} prompts, dropped {dict(dropped)}; longest {longest} tokens")
-    if not prompts:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no prompt is left")
+        except UnusableRow as reason:
+            dropped[str(reason)] += 1
+    report_rows(split, len(prompts), dropped, longest)
     return prompts
 
 
@@ -724,13 +691,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -744,15 +712,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -762,6 +723,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -770,10 +733,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -803,14 +770,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -818,10 +782,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

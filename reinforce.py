@@ -24,7 +24,6 @@ run: `reward/mean` and `eval/reward` rise.
 import json
 import math
 import os
-import shlex
 import sys
 import warnings
 import zlib
@@ -52,10 +51,10 @@ from common.distributed import RANK, all_gather, checkpoint_activations, clip_gr
 from common.distributed import join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import encode, find_stop_ids
+from common.tokens import UnusableRow, encode_prompt, find_stop_ids, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "reinforce"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
@@ -131,6 +130,7 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
     sources = f"{args.model} on {args.dataset}, reward {args.reward_fn}"
     print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
@@ -148,6 +148,8 @@ def main(args: Args) -> Path:
     if args.beta > 0:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, list[str]]:
@@ -166,8 +168,8 @@ def main(args: Args) -> Path:
         return list(zip(prompt_ids, completion_ids, strict=True)), texts
 
     training = {"policy": (policy, optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_prompts))
-    state = {"step": 0, "data": checksum}
+    trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
+    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -175,7 +177,7 @@ def main(args: Args) -> Path:
         metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    progress = steps_left(run_dir, state["step"], args.total_rollouts)
+    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: k completions per prompt, from the policy as it is now.
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
@@ -185,7 +187,7 @@ def main(args: Args) -> Path:
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Returns: rewards, minus beta times the log-ratio to the reference.
-        rewards = rule_rewards(reward_fn, prompts, sequences, texts).to(device)  # (B,)
+        rewards = rule_rewards(reward_fn, prompts, texts).to(device)  # (B,)
         log_ratio = torch.zeros_like(rewards)  # log(pi(o|q) / pi_ref(o|q)), nats; no gradient
         if ref_model is not None:
             policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
@@ -198,8 +200,8 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
-            loss = policy_gradient_loss(logprobs, advantages[index], num_completions=len(sequences))
+            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            loss = policy_gradient_loss(logprobs, advantages[idx], num_completions=len(sequences))
             loss.backward()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
@@ -222,34 +224,22 @@ def main(args: Args) -> Path:
             eval_metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
-        warn_if_unhealthy(metrics)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics.get(name) for name in shown})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    wandb.finish()
-    text = eval_prompts[0].text
-    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
-    print(f"next: python -c {shlex.quote(code)}", flush=True)
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
     return run_dir
-
-
-def warn_if_unhealthy(metrics: dict[str, float]) -> None:
-    """Say what a healthy run never shows; Python repeats none of these warnings."""
-    if metrics["completions/truncated_fraction"] == 1:
-        warnings.warn("--max-new-tokens has cut off every completion of a rollout", stacklevel=1)
-    if metrics["reward/std"] < 1e-6:
-        warnings.warn("a rollout's rewards have no variance: nothing is learned", stacklevel=1)
-    if metrics.get("policy/approx_kl", 0) > 1:
-        warnings.warn("policy/approx_kl is above 1: is --learning-rate too high?", stacklevel=1)
 
 
 def evaluate(sample: Callable, reward_fn: Callable, prompts: list, seed: int) -> tuple[dict, list]:
     """Metrics and samples of one completion per held-out prompt."""
     sequences, texts = sample(prompts, Generator().manual_seed(seed))  # the same numbers each time
-    rewards = rule_rewards(reward_fn, prompts, sequences, texts).tolist()
+    rewards = rule_rewards(reward_fn, prompts, texts).tolist()
     lengths = [len(completion) for _, completion in sequences]
     samples = []
     for i, prompt in enumerate(prompts):
@@ -262,6 +252,8 @@ def evaluate(sample: Callable, reward_fn: Callable, prompts: list, seed: int) ->
 def load_reward_fn(spec: str) -> Callable:
     """The reward function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
     module_spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(module_spec)
     sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -270,18 +262,19 @@ def load_reward_fn(spec: str) -> Callable:
     return getattr(module, name)
 
 
-def rule_rewards(
-    function: Callable, prompts: list[Prompt], sequences: Sequences, texts: list[str]
-) -> Tensor:
+def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
+        name = f"{function.__name__} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        try:
+            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
+        except Exception as error:
+            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            name = function.__name__
             raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
@@ -293,23 +286,23 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -319,26 +312,22 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    columns = [args.prompt_column]
-    if args.answer_column != "answer":  # data without answers need no flag
-        columns.append(args.answer_column)
+    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     for row in load_rows(args, split, columns):
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        ids = encode(tokenizer, text, add_generation_prompt=True) if text else []
-        longest = max(longest, len(ids))
-        if not ids:
-            dropped["empty"] += 1
-        elif len(ids) > args.max_prompt_length:
-            dropped["longer than --max-prompt-length"] += 1
-        else:
+        try:
+            ids = encode_prompt(tokenizer, text)
+            longest = max(longest, len(ids))
+            if len(ids) > args.max_prompt_length:
+                raise UnusableRow("longer than --max-prompt-length")
             prompts.append(Prompt(text, ids, row))
-    print(f"{split}: {len(prompts)} prompts, dropped {dict(dropped)}; longest {longest} tokens")
-    if not prompts:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no prompt is left")
+        except UnusableRow as reason:
+            dropped[str(reason)] += 1
+    report_rows(split, len(prompts), dropped, longest)
     return prompts
 
 
@@ -348,13 +337,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -368,15 +358,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -386,6 +369,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -394,10 +379,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -427,14 +416,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -442,10 +428,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

@@ -28,6 +28,7 @@ import math
 import os
 import sys
 import time
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -45,16 +46,16 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
 from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
 from common.distributed import transformer_layers
 from common.logprobs import hidden_states, micro_batches
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, pad_rows
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, pad_rows, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "rm_bradley_terry"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the new head
@@ -68,8 +69,7 @@ class Args:
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
-    # column of the prompt; if absent, chosen and rejected are conversations that begin alike
-    prompt_column: str = "prompt"
+    prompt_column: str = "prompt"  # column of the prompt; conversations that begin alike need none
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
     margin_column: str | None = "margin"  # column of m, which is 0 without one; None: always 0
@@ -130,6 +130,7 @@ def calibration_error(score_gaps: Tensor, bins: int = 5) -> float:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
@@ -143,11 +144,12 @@ def main(args: Args) -> Path:
     optimizer = AdamW(
         model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
+    if model.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-5 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     training = {"model": (model, optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_pairs))
-    state = {"step": 0, "data": checksum, "score_mean": 0.0}
+    state = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -155,14 +157,12 @@ def main(args: Args) -> Path:
         metrics = evaluate(args, model, eval_pairs)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples=[])
-    num_trained = model.num_parameters(only_trainable=True)
-    print(f"{run_dir}: {model.num_parameters():,} parameters, {num_trained:,} of them trained")
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
     shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
-    progress = steps_left(run_dir, state["step"], total_steps)
+    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.
         start_time = time.perf_counter()
@@ -174,11 +174,11 @@ def main(args: Args) -> Path:
         results = torch.zeros(3, len(pairs), device=device)  # of each pair: loss, r_w, r_l
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
             r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            index = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
-            pair_losses = bradley_terry_loss(r_w, r_l, margins[index], args.center_coef)  # (b,)
+            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            pair_losses = bradley_terry_loss(r_w, r_l, margins[idx], args.center_coef)  # (b,)
             loss = pair_losses.sum() / len(pairs)
             loss.backward()
-            results[:, index] = torch.stack([pair_losses, r_w, r_l]).detach()
+            results[:, idx] = torch.stack([pair_losses, r_w, r_l]).detach()
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -207,11 +207,7 @@ def main(args: Args) -> Path:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
-    save_model(run_dir, model, tokenizer, stop_ids)
-    wandb.finish()
-    chat = "--chat" if args.chat else ""
-    data_flags = f"--model {args.model} --dataset {args.dataset} {chat}"
-    print(f"next: python ppo_rlhf.py --reward-model {run_dir} {data_flags}", flush=True)
+    save_model(run_dir, model, tokenizer)
     return run_dir
 
 
@@ -231,8 +227,8 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
     """Metrics of the held-out pairs."""
     scores = torch.zeros(2, len(pairs), device=model.device)
     for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-        index = inds.to(model.device, non_blocking=True)
-        scores[:, index] = pair_scores(model, [pairs[i] for i in inds])
+        idx = inds.to(model.device, non_blocking=True)
+        scores[:, idx] = pair_scores(model, [pairs[i] for i in inds])
     chosen, rejected = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
     losses = bradley_terry_loss(chosen, rejected, margins, args.center_coef)
@@ -297,16 +293,20 @@ def load_classifier(
         model.requires_grad_(False)
         for module in (model.score, *layers[len(layers) - args.train_layers :]):
             module.requires_grad_(True)
+    num_trained = model.num_parameters(only_trainable=True)
+    print(f"{args.model}: {model.num_parameters():,} parameters, {num_trained:,} of them trained")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -316,23 +316,14 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list[Comparison]:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
     pairs, dropped, longest = [], Counter(), 0
-    columns = [args.chosen_column, args.rejected_column]
-    if args.margin_column not in ("margin", None):  # asked for, so it must be there
-        columns.append(args.margin_column)
+    columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
+    columns -= {"prompt", "margin", None}  # these need not be there
     for row in load_rows(args, split, columns):
-        chosen, rejected = row[args.chosen_column], row[args.rejected_column]
         margin = row.get(args.margin_column, 0.0)
-        if not math.isfinite(margin):
-            raise ValueError(f"--margin-column {args.margin_column}: {margin} is not finite")
+        if margin is None or not math.isfinite(margin):
+            raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
         try:
-            if args.prompt_column in row:
-                prompt = row[args.prompt_column]
-            else:
-                prompt, chosen, rejected = split_conversations(chosen, rejected)
-            if args.chat and isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
-                chosen = [{"role": "assistant", "content": chosen}]
-                rejected = [{"role": "assistant", "content": rejected}]
+            prompt, chosen, rejected = to_pair(args, row)
             prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
             _, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
             length = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
@@ -344,19 +335,28 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
             pairs.append(Comparison(prompt_ids + chosen_ids, prompt_ids + rejected_ids, margin))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
-    print(f"{split}: {len(pairs)} pairs, dropped {dict(dropped)}; longest {longest} tokens")
-    if not pairs:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no pair is left")
+    report_rows(split, len(pairs), dropped, longest)
     return pairs
 
 
-def split_conversations(chosen: Any, rejected: Any) -> tuple[list, list, list]:
-    """The prompt that two whole conversations share, and the last message of each."""
-    if not isinstance(chosen, list):
-        raise ValueError("without --prompt-column, chosen and rejected must be conversations")
-    if chosen[:-1] != rejected[:-1]:
-        raise UnusableRow("whose conversations begin differently")
-    return chosen[:-1], chosen[-1:], rejected[-1:]
+def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
+    """The prompt, the preferred completion and the other one of a row, strings or chat messages."""
+    chosen, rejected = row.pop(args.chosen_column), row.pop(args.rejected_column)
+    prompt = row.pop(args.prompt_column, None)
+    if isinstance(chosen, list) and len(chosen) > 1 and chosen[0]["role"] != "assistant":
+        # Whole conversations: the prompt is what they share, whatever its own column says.
+        if chosen[:-1] != rejected[:-1]:
+            raise UnusableRow("whose conversations begin differently")
+        return chosen[:-1], chosen[-1:], rejected[-1:]
+    if prompt is None and isinstance(chosen, str):  # a dialogue as text, up to the last answer
+        before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
+        prompt = before + assistant
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not prompt:
+        raise UnusableRow("with an empty prompt, or without --prompt-column")
+    if args.chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return prompt, chosen, rejected
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -365,13 +365,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -385,15 +386,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -403,6 +397,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -411,10 +407,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -444,14 +444,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -459,10 +456,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

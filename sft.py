@@ -23,9 +23,9 @@ end with an EOS, so `eval/truncated_fraction` falls.
 import json
 import math
 import os
-import shlex
 import sys
 import time
+import warnings
 import zlib
 from collections import Counter
 from datetime import datetime
@@ -49,10 +49,10 @@ from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_acti
 from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
 
 
-@dataclass(config=ConfigDict(hide_input_in_errors=True))
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "sft"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
@@ -67,7 +67,7 @@ class Args:
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
-    completion_column: str = "completion"  # column; if absent: each assistant turn of `messages`
+    completion_column: str = "completion"  # column; without it `messages` or `text` is read
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
@@ -90,7 +90,7 @@ class Args:
 
 
 class Demonstration(NamedTuple):
-    prompt: str | list[dict]  # a string or chat messages
+    prompt: str | list[dict] | None  # a string, chat messages, or none: text alone
     prompt_ids: list[int]  # its token ids
     completion_ids: list[int]  # token ids of the completion
 
@@ -105,6 +105,7 @@ def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
+    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
@@ -124,11 +125,13 @@ def main(args: Args) -> Path:
         weight_decay=args.weight_decay,
         fused=True,
     )
+    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-5 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     training = {"policy": (policy, optimizer)}
-    checksum = sum(zlib.crc32(repr(row).encode()) for row in enumerate(train_data))
-    state = {"step": 0, "data": checksum}
+    trained_on = [(row.prompt_ids, row.completion_ids) for row in train_data]
+    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -141,7 +144,7 @@ def main(args: Args) -> Path:
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_data))
     shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
-    progress = steps_left(run_dir, state["step"], total_steps)
+    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the demonstrations of this step.
         start_time = time.perf_counter()
@@ -178,11 +181,10 @@ def main(args: Args) -> Path:
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)
-    wandb.finish()
-    text = eval_data[0].prompt
-    code = f'import transformers as t; print(t.pipeline("text-generation", "{run_dir}")({text!r}))'
-    print(f"next: python -c {shlex.quote(code)}", flush=True)
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
     return run_dir
 
 
@@ -237,23 +239,23 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    vocabulary = AutoTokenizer.from_pretrained(source).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: list[str]) -> Any:
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
+    path, data_files = Path(args.dataset), None
+    if path.is_file():  # all its rows are of the split `train`
+        path, data_files = path.parent, path.name
     try:
-        dataset = load_dataset(args.dataset, args.dataset_config, split=split)
-    except ValueError as error:
-        hint = "a data set without a test split: --train-split train[:95%] --eval-split train[95%:]"
-        raise ValueError(f"--dataset {args.dataset}, split {split}: {error} ({hint})") from error
+        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:
         if column not in dataset.column_names:
             raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
@@ -263,7 +265,8 @@ def load_rows(args: Args, split: str, columns: list[str]) -> Any:
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list:
     """The demonstrations of a split, without those that are empty or longer than --max-length."""
     data, dropped, longest = [], Counter(), 0
-    for row in load_rows(args, split, columns=[]):
+    columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
+    for row in load_rows(args, split, columns):
         for prompt, completion in to_pairs(args, row):
             try:
                 prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
@@ -274,14 +277,14 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list) 
                 data.append(Demonstration(prompt, prompt_ids, completion_ids))
             except UnusableRow as reason:
                 dropped[str(reason)] += 1
-    print(f"{split}: {len(data)} completions, dropped {dict(dropped)}; longest {longest} tokens")
-    if not data:
-        raise ValueError(f"--dataset {args.dataset}, {split}: no completion is left")
+    report_rows(split, len(data), dropped, longest)
     return data
 
 
 def to_pairs(args: Args, row: dict) -> list[tuple]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
+    if "text" in row and args.completion_column not in row:
+        return [(None, row["text"])]
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"]
         replies = [i for i in range(1, len(turns)) if turns[i]["role"] == "assistant"]
@@ -294,7 +297,6 @@ def to_pairs(args: Args, row: dict) -> list[tuple]:
     prompt, completion = row[args.prompt_column], row[args.completion_column]
     if args.chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-        completion = [{"role": "assistant", "content": completion}]
     return [(prompt, completion)]
 
 
@@ -304,13 +306,14 @@ FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    os.environ["PYDANTIC_ERRORS_INCLUDE_URL"] = "0"
     words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
     if args.resume:
         if sum(word.startswith("--") for word in words) > 1:  # it would be another run
             raise ValueError("--resume takes no other flags: a run keeps its own")
         saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
         args = Args(**saved | {"resume": args.resume})
     return args
 
@@ -324,15 +327,8 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    open_run.run_dir = run_dir  # for the last line after Ctrl-C
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
     return run_dir
-
-
-def steps_left(run_dir: Path, first_step: int, total_steps: int) -> tqdm:
-    """The steps to do, with a progress bar."""
-    steps = range(first_step, total_steps)
-    print(f"{run_dir}: {first_step} of {total_steps} steps done, {len(steps) or 'nothing'} to do")
-    return tqdm(steps, initial=first_step, total=total_steps, disable=RANK > 0)
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
@@ -342,6 +338,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
         os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
         for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
             old_checkpoint.unlink()
@@ -350,10 +348,14 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    checkpoints = sorted(run_dir.glob("checkpoint_*.pt"))
-    if not checkpoints:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint yet")
-    saved = torch.load(checkpoints[-1], weights_only=True, mmap=True)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for name, (model, optimizer) in training.items():
@@ -383,14 +385,11 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: list[int]) -> None:
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
     weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    special_ids = dict(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = GenerationConfig(**special_ids)
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
@@ -398,10 +397,5 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any, stop_ids: 
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        run_dir = getattr(open_run, "run_dir", Path("no run"))
-        steps = [int(path.stem[11:]) for path in run_dir.glob("checkpoint_*.pt")]
-        sys.exit(f"--resume {run_dir} from step {max(steps)}" if steps else "no checkpoint yet")
+    main(parse_args())
     leave_processes()

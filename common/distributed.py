@@ -57,6 +57,12 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
+def sums_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Named numbers (), each summed over all ranks; a GPU is waited for once, not for each."""
+    totals = all_reduce_sum(torch.stack([*sums.values()])).tolist()
+    return dict(zip(sums, totals, strict=True))
+
+
 def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Move a model, or a lone head, to the device; under torchrun FSDP shards it, layer by layer.
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.

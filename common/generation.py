@@ -6,7 +6,8 @@ nothing from the checkpoint's generation config. `logprobs.py` has that distribu
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from common.distributed import RANK, WORLD_SIZE, all_gather, autocast, unsharded, use_bfloat16
+from common.logprobs import OutputHead, head_logits
 from common.tokens import pad_rows
 
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
@@ -60,7 +62,7 @@ def generate(
     uniform = uniform.to(model.device)
     start, end = len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE
     groups, completions = defaultdict(list), {}
-    with unsharded(model), autocast(model.device):
+    with unsharded(model), autocast(model.device), float32_head(model):
         if end > start and not hasattr(model, "can_pad_left"):
             model.can_pad_left = can_pad_left(model)
         for i in range(start, end):  # which can share a batch: all, or those of one length
@@ -198,6 +200,26 @@ def can_pad_left(model: torch.nn.Module) -> bool:
 
 
 # --- CUDA-only: skip it on a first reading -----------------------------------------------------
+@contextmanager
+def float32_head(model: torch.nn.Module) -> Iterator[None]:
+    """Logits in float32, as in `logprobs.py`: what is sampled from is what is trained. In bfloat16
+    those between 16 and 32 are multiples of 0.125.
+    """
+    module = model.get_output_embeddings()
+    if not use_bfloat16(model.device) or not isinstance(module, torch.nn.Linear):
+        yield
+        return
+    head = OutputHead(module.weight.bfloat16(), module.bias, 1.0, None)  # the model scales and caps
+
+    def last_logits(hidden: Tensor) -> Tensor:
+        logits_buffer = torch.empty(len(hidden), len(head.weight), device=hidden.device)
+        return head_logits(hidden[:, -1], logits_buffer, head)[:, None]
+
+    module.forward = last_logits
+    yield
+    del module.forward
+
+
 class GraphDecoder(Decoder):
     """A CUDA graph launches all kernels of a step: one by one, launching takes longer than running.
     It reads the memory that it was captured with: sizes are fixed, tokens change in place.

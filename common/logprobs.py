@@ -33,29 +33,29 @@ def plain_logprobs(model: Any, prompt: list, completion: list, temperature: floa
 
 @forward_method
 def completion_logprobs(
-    model: Any, sequences: Sequences, rows: Tensor, temperature: float = 1.0, entropy: bool = False
+    model: Any, sequences: Sequences, inds: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-prob of each completion token given all tokens before it: (b, T), float32.
 
-    `out[i, t] = log pi(y_t | x, y_<t)` with (x, y) = sequences[rows[i]]; T is the longest
-    completion of all sequences, `rows` may be empty. With `entropy` also that of pi(. | x, y_<t).
+    `out[i, t] = log pi(y_t | x, y_<t)` with (x, y) = sequences[inds[i]]; T is the longest
+    completion of all sequences, `inds` may be empty. With `entropy` also that of pi(. | x, y_<t).
     """
     width = max(len(completion) for _, completion in sequences)
     # A rank without rows runs a dummy: sharded, all ranks must run every forward pass.
-    batch = [sequences[i] for i in rows] or [([0], [])]
+    batch = [sequences[i] for i in inds] or [([0], [])]
     # On the CPU: a GPU would be waited for, to learn how many tokens are of completions.
     ids, mask = pad_rows([prompt + completion for prompt, completion in batch], "cpu")
     starts = torch.tensor([len(prompt) for prompt, _ in batch])
     is_completion = mask & (torch.arange(ids.shape[1]) >= starts[:, None])
     row, column = is_completion.nonzero(as_tuple=True)  # (N,) each
-    inds = torch.stack([row, column - 1, column - starts[row], ids[row, column]])
-    row, before, t, tokens = inds.to(model.device, non_blocking=True)
+    places = torch.stack([row, column - 1, column - starts[row], ids[row, column]])
+    row, before, t, tokens = places.to(model.device, non_blocking=True)
     ids = ids.to(model.device, non_blocking=True)
     hidden = hidden_states.__wrapped__(model, ids)  # (b, L, d)
     head = output_head(model, ids[:1, :1])
     hidden = hidden[row, before]  # (N, d): that at t - 1 predicts token t
     values = ChunkedLogprobs.apply(hidden, tokens[:, None], temperature, entropy, *head)
-    empty = torch.zeros(len(rows), width, device=ids.device)
+    empty = torch.zeros(len(inds), width, device=ids.device)
     logprobs, entropies = (empty.index_put((row, t), value.squeeze(1)) for value in values)
     return (logprobs, entropies) if entropy else logprobs
 
@@ -80,19 +80,19 @@ def rollout_logprobs(
     """
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
-    for rows in batches:
-        inds = rows.to(model.device, non_blocking=True)  # an index on the CPU is waited for
-        logprobs[inds] = completion_logprobs(model, sequences, rows, temperature)
+    for inds in batches:
+        device_inds = inds.to(model.device, non_blocking=True)  # those on the CPU are waited for
+        logprobs[device_inds] = completion_logprobs(model, sequences, inds, temperature)
     return all_reduce_sum(logprobs)
 
 
-def micro_batches(sequences: Sequences, rows: Tensor, size: int) -> Iterator[Tensor]:
-    """Row numbers (b,) of this rank's micro-batches, longest sequences first, `size` rows at most.
+def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
+    """Of sequences[inds], the inds (b,) of this rank's micro-batches, longest first, b <= size.
     All ranks get equally many micro-batches; the last may be empty.
     """
-    lengths = torch.tensor([len(sequences[i][0]) + len(sequences[i][1]) for i in rows])
-    rows = rows[lengths.argsort(descending=True, stable=True)]
-    for group in rows.split(size * WORLD_SIZE):
+    lengths = torch.tensor([len(sequences[i][0]) + len(sequences[i][1]) for i in inds])
+    inds = inds[lengths.argsort(descending=True, stable=True)]
+    for group in inds.split(size * WORLD_SIZE):
         yield group[RANK::WORLD_SIZE]
 
 
@@ -109,10 +109,10 @@ class OutputHead(NamedTuple):
 def head_logits(hidden: Tensor, logits_buffer: Tensor, head: OutputHead) -> Tensor:
     """Logits (n, V) of n hidden states (n, d), in the first rows of the buffer."""
     logits = logits_buffer[: len(hidden)]
-    if hidden.dtype == head.weight.dtype == torch.float32:
-        torch.mm(hidden, head.weight.T, out=logits)
+    if hidden.is_cuda and head.weight.dtype == torch.bfloat16:  # CUDA-only: the sums stay float32
+        torch.mm(hidden.bfloat16(), head.weight.T, out_dtype=torch.float32, out=logits)
     else:
-        logits.copy_(hidden.to(head.weight.dtype) @ head.weight.T)
+        torch.mm(hidden.to(head.weight.dtype).float(), head.weight.T.float(), out=logits)
     if head.bias is not None:
         logits += head.bias
     if head.scale != 1:

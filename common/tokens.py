@@ -1,5 +1,7 @@
 """Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
 
+import warnings
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -81,25 +83,60 @@ class UnusableRow(ValueError):
     """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
 
 
+def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
+    """Token ids of a prompt to complete. An `UnusableRow` if it is empty or the assistant's."""
+    if is_empty(prompt):
+        raise UnusableRow("with an empty prompt")
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise UnusableRow("whose prompt ends with an assistant's turn: there is nothing to answer")
+    return encode(tokenizer, prompt, add_generation_prompt=True)
+
+
 def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) -> tuple[list, list]:
     """Token ids of a prompt and of its completion, which ends with its first stop id. The two are
     tokenised as one text and cut after the prompt, whose tokens must be the same as without the
     completion: that is how the model meets them when it samples. An `UnusableRow` if they are not,
-    if one of the two is empty or left out, or if the completion is several messages.
+    if one of the two is empty or left out, or if the completion is several messages. A string
+    beside messages is a message too; without a prompt (None) the first token takes its place.
     """
-    for text in (prompt, completion):
-        last_turn = content(text[-1]) if text and isinstance(text, list) else text
-        if not last_turn or not last_turn.strip():
-            raise UnusableRow("with an empty prompt or completion")
+    if isinstance(prompt, str) and isinstance(completion, list):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if is_empty(completion) or (prompt is not None and is_empty(prompt)):
+        raise UnusableRow("with an empty prompt or completion")
     if isinstance(completion, list) and len(completion) > 1:
         raise UnusableRow("with a completion of several messages")
-    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
-    ids = encode(tokenizer, prompt + completion)
+    ids = encode(tokenizer, completion if prompt is None else prompt + completion)
+    prompt_ids = ids[:1]
+    if prompt is not None:
+        prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
     if ids[: len(prompt_ids)] != prompt_ids:
-        raise UnusableRow("whose completion merges with the prompt's last token (a space may help)")
+        raise UnusableRow(
+            "whose prompt's last token changes when the completion follows (a space between them "
+            "belongs to the completion's start, not to the prompt's end)"
+        )
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     completion_ids = [*ids[len(prompt_ids) :], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)
     if end == 0 and isinstance(completion, list):  # no token of what the message says
         raise UnusableRow("whose completion the chat template leaves out")
     return prompt_ids, completion_ids[: end + 1]
+
+
+def is_empty(text: Any) -> bool:
+    """Whether a string, or the last of some chat messages, says nothing."""
+    last_turn = content(text[-1]) if text and isinstance(text, list) else text
+    return not last_turn or not last_turn.strip()
+
+
+def report_rows(split: str, num_rows: int, dropped: Counter, longest: int) -> None:
+    """Print how many rows of a split are left, and why others are not. A warning if these are the
+    most, a ValueError if none is left.
+    """
+    report = f"{split}: {num_rows} rows, dropped {dict(dropped)}; longest {longest} tokens"
+    print(report)
+    if num_rows == 0:
+        raise ValueError(f"--dataset: no row is left of {report}")
+    if num_rows < dropped.total():
+        warnings.warn(f"--dataset: ONLY A REMNANT is left of {report}", stacklevel=2)
