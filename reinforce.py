@@ -51,7 +51,7 @@ from common.distributed import RANK, all_gather, checkpoint_activations, clip_gr
 from common.distributed import join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, encode_prompt, find_stop_ids, report_rows
+from common.tokens import UnusableRow, encode, find_stop_ids, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -320,7 +320,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
         try:
-            ids = encode_prompt(tokenizer, text)
+            ids = encode(tokenizer, text, add_generation_prompt=True)
             longest = max(longest, len(ids))
             if len(ids) > args.max_prompt_length:
                 raise UnusableRow("longer than --max-prompt-length")

@@ -43,15 +43,23 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(stop_ids)
 
 
-def encode(tokenizer: Any, text: str | list, add_generation_prompt: bool = False) -> list[int]:
+class UnusableRow(ValueError):
+    """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
+
+
+def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> list[int]:
     """Token ids of a string, with the tokenizer's BOS and without an EOS that it appends, or of
-    chat messages through the chat template. A ValueError if that leaves out a message.
+    chat messages through the chat template. A ValueError if that leaves out a message; an
+    `UnusableRow` if the text is empty, or if an assistant's turn is to be answered.
     """
+    refuse_empty(text)
     if isinstance(text, str):
         ids = tokenizer(text).input_ids
         if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
             ids = ids[:-1]  # a prompt that ends with EOS would be over
     else:
+        if add_generation_prompt and text[-1]["role"] == "assistant":
+            raise UnusableRow("whose prompt ends with an assistant's turn")
         messages = [message | {"content": content(message)} for message in text]
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -79,17 +87,11 @@ def content(message: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-class UnusableRow(ValueError):
-    """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
-
-
-def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a prompt to complete. An `UnusableRow` if it is empty or the assistant's."""
-    if is_empty(prompt):
-        raise UnusableRow("with an empty prompt")
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        raise UnusableRow("whose prompt ends with an assistant's turn: there is nothing to answer")
-    return encode(tokenizer, prompt, add_generation_prompt=True)
+def refuse_empty(text: Any) -> None:
+    """An `UnusableRow` if a string, or the last of some chat messages, says nothing."""
+    last_turn = content(text[-1]) if text and isinstance(text, list) else text
+    if not last_turn or not last_turn.strip():
+        raise UnusableRow("with an empty prompt or completion")
 
 
 def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) -> tuple[list, list]:
@@ -99,22 +101,23 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
     if one of the two is empty or left out, or if the completion is several messages. A string
     beside messages is a message too; without a prompt (None) the first token takes its place.
     """
+    refuse_empty(completion)
     if isinstance(prompt, str) and isinstance(completion, list):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    if is_empty(completion) or (prompt is not None and is_empty(prompt)):
-        raise UnusableRow("with an empty prompt or completion")
     if isinstance(completion, list) and len(completion) > 1:
         raise UnusableRow("with a completion of several messages")
-    ids = encode(tokenizer, completion if prompt is None else prompt + completion)
-    prompt_ids = ids[:1]
-    if prompt is not None:
+    if prompt is None:
+        ids = encode(tokenizer, completion)
+        prompt_ids = ids[:1]
+    else:
         prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
+        ids = encode(tokenizer, prompt + completion)
     if ids[: len(prompt_ids)] != prompt_ids:
         raise UnusableRow(
-            "whose prompt's last token changes when the completion follows (a space between them "
-            "belongs to the completion's start, not to the prompt's end)"
+            "whose prompt's last token is another one once the completion follows (a space between "
+            "the two belongs to the completion's start)"
         )
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     completion_ids = [*ids[len(prompt_ids) :], eos]
@@ -122,12 +125,6 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
     if end == 0 and isinstance(completion, list):  # no token of what the message says
         raise UnusableRow("whose completion the chat template leaves out")
     return prompt_ids, completion_ids[: end + 1]
-
-
-def is_empty(text: Any) -> bool:
-    """Whether a string, or the last of some chat messages, says nothing."""
-    last_turn = content(text[-1]) if text and isinstance(text, list) else text
-    return not last_turn or not last_turn.strip()
 
 
 def report_rows(split: str, num_rows: int, dropped: Counter, longest: int) -> None:
