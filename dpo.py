@@ -21,8 +21,8 @@ not sums; AdamW and a linear schedule.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
-        --max-length 1024 --max-new-tokens 256 --batch-size 64 --micro-batch-size 4 --epochs 1 \
-        --beta 0.1 --learning-rate 1e-6                    # one GPU, a model and chats from the hub
+        --max-length 1024 --max-new-tokens 256 --batch-size 64 --micro-batch-size 2 --epochs 1 \
+        --beta 0.1 --learning-rate 1e-6                    # a GPU of 24 GB
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # continue an interrupted run
 
@@ -447,11 +447,11 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

@@ -18,8 +18,9 @@ without dynamic sampling and length penalty); --no-scale-rewards --loss-norm con
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
-        --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 \
-        --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6
+        --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 --beta 0 \
+        --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
+        --total-rollouts 460                             # once through GSM8K, on a GPU of 24 GB
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
     python grpo.py --resume runs/grpo__1__...            # continue an interrupted run
 
@@ -377,9 +378,8 @@ def main(args: Args) -> Path:
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
-                weights[minibatch] = token_weights(
-                    loss_mask[minibatch], args.loss_norm, args.max_new_tokens
-                )
+                step_mask = loss_mask[minibatch]  # of one optimiser step
+                weights[minibatch] = token_weights(step_mask, args.loss_norm, args.max_new_tokens)
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
@@ -546,11 +546,11 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

@@ -14,7 +14,7 @@ micro-batch; AdamW and a linear schedule, not RMSprop.
 
     python kto.py                                          # tiny/reviews, under a minute on a CPU
     python kto.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --beta 0.1 \
-        --max-length 1024 --max-new-tokens 256 --micro-batch-size 4 --learning-rate 1e-6  # one GPU
+        --max-length 1024 --max-new-tokens 256 --micro-batch-size 4 --learning-rate 1e-6  # 24 GB
     torchrun --nproc_per_node=8 kto.py ...                 # eight GPUs: docs/processes.md
     python kto.py --resume runs/kto__1__...                # continue an interrupted run
 
@@ -396,11 +396,11 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

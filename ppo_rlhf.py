@@ -25,8 +25,9 @@ InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off complet
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
-        --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 \
-        --max-new-tokens 512 --beta 0.05 --learning-rate 1e-6 --critic-learning-rate 1e-5
+        --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 --max-new-tokens 512 \
+        --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 --critic-learning-rate 1e-5 \
+        --total-rollouts 200                             # four models of 0.5B, a GPU of 48 GB
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # continue an interrupted run
 
@@ -478,7 +479,6 @@ def main(args: Args) -> Path:
             "policy/grad_norm": np.mean(policy_grad_norms),
             "policy/learning_rate": policy_optimizer.param_groups[0]["lr"],
             "value/grad_norm": np.mean(critic_grad_norms),
-            "value/learning_rate": critic_optimizer.param_groups[0]["lr"],
             "value/explained_variance": explained_variance(old_values, returns, mask).item(),
             "value/mean": old_values[mask].mean().item(),
             "value/return_mean": returns[mask].mean().item(),
@@ -488,8 +488,7 @@ def main(args: Args) -> Path:
             "time/tokens_per_second": num_tokens / (update_time - start_time),
         }
         if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
-            kl = k1.sum(dim=1).mean().item()  # that of the rewards; beta adapts to it
-            metrics["objective/kl"] = kl
+            kl = metrics["objective/kl"] = k1.sum(dim=1).mean().item()  # beta adapts to it
             metrics["objective/non_score_reward"] = -beta * kl if kl_in_reward else 0.0
             metrics["objective/reward"] += metrics["objective/non_score_reward"]
             if args.kl_target:
@@ -650,11 +649,11 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

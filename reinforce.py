@@ -16,7 +16,8 @@ run: `reward/mean` and `eval/reward` rise.
     python reinforce.py                                  # tiny/arithmetic, half a minute on a CPU
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
         --dataset-config main --prompt-column question --chat --max-prompt-length 256 \
-        --max-new-tokens 512 --eval-split "test[:200]" --micro-batch-size 8 --learning-rate 1e-6
+        --max-new-tokens 512 --eval-split "test[:200]" --micro-batch-size 8 --learning-rate 1e-6 \
+        --total-rollouts 230                             # once through GSM8K, on a GPU of 24 GB
     torchrun --nproc_per_node=8 reinforce.py ...         # eight GPUs: docs/processes.md
     python reinforce.py --resume runs/reinforce__1__...  # continue an interrupted run
 """
@@ -296,11 +297,11 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

@@ -13,8 +13,8 @@ decay; the scores are not shifted, but the mean score of held-out preferred comp
 
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
-        --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 8 \
-        --epochs 1 --learning-rate 1e-5                    # one GPU, a model and chats from the hub
+        --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 2 \
+        --epochs 1 --learning-rate 1e-5                    # a GPU of 24 GB
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
     python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__... # continue an interrupted run
 
@@ -300,11 +300,11 @@ def load_classifier(
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

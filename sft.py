@@ -11,7 +11,7 @@ with the best reward model score].
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
-        --max-length 2048 --max-new-tokens 512 --micro-batch-size 4    # one GPU, from the hub
+        --max-length 2048 --max-new-tokens 512 --micro-batch-size 2    # a GPU of 24 GB
     torchrun --nproc_per_node=8 sft.py ...                 # eight GPUs: docs/processes.md
     python sft.py --resume runs/sft__1__...                # continue an interrupted run
 
@@ -249,11 +249,11 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    path, data_files = Path(args.dataset), None
-    if path.is_file():  # all its rows are of the split `train`
-        path, data_files = path.parent, path.name
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
     try:
-        dataset = load_dataset(str(path), args.dataset_config, data_files=data_files, split=split)
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     except Exception as error:
         raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
     for column in columns:

@@ -136,4 +136,5 @@ def report_rows(split: str, num_rows: int, dropped: Counter, longest: int) -> No
     if num_rows == 0:
         raise ValueError(f"--dataset: no row is left of {report}")
     if num_rows < dropped.total():
-        warnings.warn(f"--dataset: ONLY A REMNANT is left of {report}", stacklevel=2)
+        of_all = f"{num_rows} OF {num_rows + dropped.total()} ROWS"
+        warnings.warn(f"--dataset: ONLY {of_all} ARE LEFT of {report}", stacklevel=2)

@@ -130,8 +130,9 @@ def load_reward(task: grpo.Args) -> Callable:
     """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
     if task.reward_model:
         return sampling.load_reward_model(task.reward_model)
-    (rule,) = grpo.load_reward_fns(task.reward_fn).values()
-    return rule
+    (spec,) = task.reward_fn
+    rule = grpo.load_reward_fn(spec)
+    return lambda prompts, sequences, texts: grpo.rule_rewards(rule, prompts, texts)
 
 
 def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:

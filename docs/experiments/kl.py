@@ -16,7 +16,8 @@ from docs.experiments.lib.enumeration import (
 )
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.tables import fixed
-from ppo_rlhf import k2_kl, k3_kl
+from grpo import k3_kl
+from ppo_rlhf import k2_kl
 
 # A vocabulary of four, a policy near the reference and one far from it.
 VOCABULARY = "abcd"

@@ -11,7 +11,7 @@ import pytest
 import spies
 import torch
 from models import CHAT, tiny_model
-from reviews import EOS, POLICY, STILL, assert_same_training, batch_rows
+from reviews import EOS, MERGED, POLICY, STILL, assert_same_training, batch_rows
 from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
@@ -23,7 +23,6 @@ from dpo import (
     Args,
     PreferencePair,
     Prompt,
-    dpo_loss,
     micro_batches_of_pairs,
     pair_logprobs,
     pair_losses,
@@ -235,18 +234,6 @@ def test_an_impossible_rejected_completion_gives_a_finite_loss_and_gradient(flag
     assert logprobs.grad.tolist() == [[-0.5 if args.loss == "orpo" else 0, 0]]
 
 
-@pytest.mark.parametrize(("eps", "expected"), [(0.0, 0.0), (0.1, math.inf)])
-def test_dpo_loss_where_the_rejected_completion_is_impossible(eps, expected):
-    """The comparison is won for certain; smoothed labels forbid certainty, at any price."""
-    logratios = torch.tensor([[-3.0, -math.inf], [0.0, 0.0]], requires_grad=True)
-    losses = dpo_loss(logratios, 0.5, label_smoothing=eps)
-    assert losses.tolist() == [expected, pytest.approx(math.log(2))]  # each pair for itself
-    losses.sum().backward()
-    # The slope in the chosen log-prob, beta (sigmoid(beta h) - (1 - eps)) at h = inf and at 0.
-    assert logratios.grad[:, 0].tolist() == pytest.approx([0.5 * eps, 0.5 * (eps - 0.5)])
-    assert logratios.grad[:, 1].tolist() == pytest.approx([-0.5 * eps, -0.5 * (eps - 0.5)])
-
-
 def log_odds(mean):
     """log(P / (1 - P)) and its derivative 1 / (1 - P) to 28 digits, P = e^mean."""
     p = Decimal(mean).exp()
@@ -395,8 +382,8 @@ def test_long_and_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat)
     ]
     too_long = [(short, good, long), (short, long, good), (short, long, fits), (over, good, " it")]
     equal = [(short, good, good), (short, good, "  a film ")]  # equal tokens
-    empty = [(short, "", good), (short, good, " \n"), (short, good, None), (None, good, " it")]
-    empty += [(" ", good, " it")]
+    empty = [(short, "", good), (short, good, " \n"), (short, good, None), (" ", good, " it")]
+    empty += [(None, good, " it")]
     table = [*usable, *too_long, *equal, *empty]
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=False)) for row in table]
     flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and five more
@@ -412,10 +399,12 @@ def test_long_and_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat)
                 row[side] = [message("assistant", row[side])]
         flags, tail = dict(max_length=12, chat_template=CHAT), " <eos> . the :"
     else:
+        dropped["with an empty prompt or completion"] = 4
+        dropped["with an empty prompt, or without --prompt-column"] = 1
         # One word of two: the prompt would end with another token than when it stands alone.
         rows.append({"prompt": short, "chosen": good, "rejected": "s it"})
         rows.append({"prompt": short, "chosen": "s it", "rejected": good})
-        dropped["whose completion merges with the prompt's last token (a space may help)"] = 2
+        dropped[MERGED] = 2
     pairs = preferences(tmp_path, rows, **flags)
     assert [(pair.prompt.ids, pair.chosen_ids, pair.rejected_ids) for pair in pairs] == [
         (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
@@ -423,7 +412,7 @@ def test_long_and_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat)
     ]
     longest = len(ids("<bos> " + over + tail + good + " <eos>"))
     assert capsys.readouterr().out == (
-        f"train: 3 pairs, dropped {dropped}; longest {longest} tokens\n"
+        f"train: 3 rows, dropped {dropped}; longest {longest} tokens\n"
     )
 
 
@@ -452,18 +441,16 @@ def conversations(beginning, chosen, rejected):
     return dict(zip(("chosen", "rejected"), sides, strict=True))
 
 
-def test_without_a_prompt_column_the_prompt_is_what_two_conversations_share(tmp_path):
+def test_the_prompt_of_two_conversations_is_what_they_share(tmp_path):
     turns = [message("user", "on monday"), message("assistant", "a film"), message("user", "and")]
     rows = [conversations(turns, "it", "a movie"), conversations(turns[:1], "a film", "it")]
     pairs = preferences(tmp_path, rows, chat_template=CHAT)
     assert [pair.prompt.text for pair in pairs] == [turns, turns[:1]]
     assert [pair.chosen_ids for pair in pairs] == [ids("it <eos>"), ids("a film <eos>")]
     assert [pair.rejected_ids for pair in pairs] == [ids("a movie <eos>"), ids("it <eos>")]
-    # With a column of that name, which is not to be read.
+    # Whatever the prompt column says.
     rows = [row | {"prompt": "on monday"} for row in rows]
-    same = preferences(tmp_path, rows, chat_template=CHAT, prompt_column="none")
-    assert [pair.chosen_ids for pair in same] == [pair.chosen_ids for pair in pairs]
-    assert [pair.prompt.ids for pair in same] == [pair.prompt.ids for pair in pairs]
+    assert preferences(tmp_path, rows, chat_template=CHAT) == pairs
 
 
 def test_no_prompt_and_none_that_is_shared(tmp_path, capsys):
@@ -473,7 +460,7 @@ def test_no_prompt_and_none_that_is_shared(tmp_path, capsys):
     assert len(preferences(tmp_path, [good, other], chat_template=CHAT)) == 1
     assert "dropped {'whose conversations begin differently': 1}" in capsys.readouterr().out
     texts = {"question": "on monday", "chosen": " it was dull", "rejected": " it was fun"}
-    with pytest.raises(ValueError, match="chosen and rejected must be conversations"):
+    with pytest.raises(ValueError, match="'with an empty prompt, or without --prompt-column': 1"):
         preferences(tmp_path, [texts], chat_template=CHAT)
 
 
@@ -631,21 +618,25 @@ def test_a_reward_function_gets_the_other_columns_and_rates_the_samples(tmp_path
     (tmp_path / "reward.py").write_text(
         "def rate(prompts, completions, answer, note):\n"
         "    assert [p.split()[-1] for p in prompts] == note\n"
-        "    return [a if a == 1 else a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
+        "    return [a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
+        "def right(completions, answer, **columns):\n"
+        "    return [a >= 1 for a in answer]\n"
     )
     rows = [
         dict(zip("xyz", row.values(), strict=True), answer=i / 2, note=row["prompt"].split()[-1])
         for i, row in enumerate(rows_of("test", 10))
     ]
-    flags = dict(eval_reward_fn=f"{tmp_path}/reward.py:rate", eval_rows=10)
-    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), **flags, **COLUMNS, batch_size=2)
+    flags = dict(dataset=dataset(tmp_path, rows), eval_rows=10, batch_size=2, **COLUMNS)
+    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward.py:rate", **flags)
     samples = read(run_dir / "samples.jsonl")[-10:]
     rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
-    rewards[2] = 1
     assert [s["reward"] for s in samples] == pytest.approx(rewards)
     last = metrics_of(run_dir)[-1]
     assert last["eval/reward"] == pytest.approx(sum(rewards) / 10)
-    assert last["eval/accuracy"] == 0.8  # of about 0, 0.5, 1, ... all but the first two
+    assert "eval/accuracy" not in last
+    # Where each is right or wrong: of 0, 0.5, 1, ... all but the first two are right.
+    last = metrics_of(run(tmp_path, eval_reward_fn=f"{tmp_path}/reward.py:right", **flags))[-1]
+    assert last["eval/accuracy"] == last["eval/reward"] == 0.8
 
 
 DEFAULT_DATA = dict(dataset=Args.dataset, train_split="train[:20]", eval_split="test[:4]")

@@ -282,14 +282,16 @@ def test_loss_metrics_by_hand():
 
 
 def test_kl_is_measured_where_it_is_not_in_the_loss():
-    logprobs, zeros = torch.tensor([[-1.0, -2.0]]), torch.zeros(1, 2)
-    # The sum for the metric has no weights, or completions left out of the loss would miss in it.
-    arguments = (logprobs, logprobs, zeros, torch.zeros(1), torch.full((1, 2), 0.25), 0.2, 0.2)
+    logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.25]])
+    zeros, weights = torch.zeros(1, 2), torch.full((1, 2), 0.25)
+    arguments = (logprobs, old, zeros, torch.zeros(1), weights, 0.2, 0.2)
     loss, sums = grpo_loss(*arguments, 0.0)
-    kl = (math.e - 1 - 1) + (math.e**2 - 2 - 1)
-    assert sums["objective/kl"].item() == pytest.approx(kl, rel=1e-5)
+    # The metric is of the policy that sampled. Its sum has no weights, or completions left out of
+    # the loss would miss in it.
+    assert sums["objective/kl"] == -1.5 - 2.25
     assert loss == 0
-    assert grpo_loss(*arguments, 0.5)[0].item() == pytest.approx(0.25 * 0.5 * kl, rel=1e-5)
+    k3 = (math.e - 1 - 1) + (math.e**2 - 2 - 1)
+    assert grpo_loss(*arguments, 0.5)[0].item() == pytest.approx(0.25 * 0.5 * k3, rel=1e-5)
     # exp(200) is infinite in float32, and 0 times that would be NaN.
     far = (torch.tensor([[-200.0, -200.0]]), *arguments[1:])
     assert grpo_loss(*far, 0.0)[0] == 0
@@ -321,7 +323,7 @@ def test_k3_that_overflows_at_a_masked_completion_reaches_neither_loss_nor_gradi
     # d k3 / d log pi = 1 - pi_ref / pi
     expected = torch.tensor([[0.0, 0.0], [0.5 * (1 - math.e), 0.5 * (1 - math.e**2)]])
     torch.testing.assert_close(logprobs.grad, expected)
-    assert sums["objective/kl"].isinf()  # the metric counts all completions
+    assert sums["objective/kl"] == -403 - 2 * ref  # the metric counts all completions
 
 
 def test_token_weights_by_hand():
@@ -367,10 +369,10 @@ def test_model_rewards_the_last_real_token_where_padding_is_the_eos(end):
         model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in rows
     ]
     for size in (1, 2, 3):
-        found = model_rewards(model, size, [], pairs, [])
+        found = model_rewards(model, pairs, size)
         torch.testing.assert_close(found, torch.stack(alone).detach(), atol=1e-5, rtol=1e-5)
     model.config.score_mean = 0.5
-    found = model_rewards(model, 3, [], pairs, [])
+    found = model_rewards(model, pairs, 3)
     torch.testing.assert_close(found, torch.stack(alone).detach() - 0.5, atol=1e-5, rtol=1e-5)
 
 
@@ -386,7 +388,7 @@ def test_scores_are_those_of_the_float32_head_where_hidden_states_are_bfloat16(m
     assert {state.dtype for state in states} == {torch.bfloat16}
     head = model.score.weight.detach()[0].double()
     expected = torch.stack([head @ state.double() for state in states]).float()
-    found = model_rewards(model, 1, [], [(row[:2], row[2:]) for row in rows], [])
+    found = model_rewards(model, [(row[:2], row[2:]) for row in rows], 1)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert (found - found.bfloat16()).abs().min() > 1e-5  # so that rounding would be seen
@@ -415,13 +417,16 @@ def test_several_rewards_with_weights_and_columns(tmp_path):
     expected = 2 * last["rewards/last_number"] + 0.5 * last["rewards/brevity"]
     assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
     assert last["rewards/brevity"] < -2
-    assert "eval/accuracy" not in first  # a sum of rewards has no full mark
+    assert "eval/accuracy" not in first  # a sum of rewards is not right or wrong
 
 
-def test_accuracy_counts_full_marks_before_weighting(tmp_path):
-    first, _ = metrics_of(run(tmp_path, reward_weights=[0.5], eval_rows=64))
+def test_accuracy_is_the_mean_of_rewards_that_are_all_0_or_1(tmp_path):
+    first, _ = metrics_of(run(tmp_path, eval_rows=64))
     assert 0 < first["eval/accuracy"] < 1
-    assert first["eval/reward"] == pytest.approx(first["eval/accuracy"] / 2)
+    assert first["eval/accuracy"] == first["eval/reward"]
+    weighted, _ = metrics_of(run(tmp_path, reward_weights=[0.5], eval_rows=64))
+    assert "eval/accuracy" not in weighted
+    assert weighted["eval/reward"] == first["eval/reward"] / 2
 
 
 # --- the loop -----------------------------------------------------------------------------------
@@ -478,7 +483,7 @@ def test_the_reference_never_moves(tmp_path, monkeypatch):
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, start[name])
     assert any(not torch.equal(t, start[n]) for n, t in policy.state_dict().items())
-    assert metrics_of(run_dir)[-1]["objective/kl"] > 0
+    assert metrics_of(run_dir)[-1]["objective/kl"] != 0
 
 
 def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, monkeypatch):
@@ -494,16 +499,17 @@ def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, m
     (_, logprobs), (_, ref_logprobs) = scored[2:]
     (returns, *_), _ = ranked[1]
     _, completions = sampled[2]  # after the first evaluation and the first rollout
-    _, rewards = judged[2]
+    (_, rewards), kls = judged[2], []
     for i, completion in enumerate(completions):
         kl = sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(len(completion)))
         assert kl.abs() > 1e-3
         assert returns[i].item() == pytest.approx((rewards[i] - 0.5 * kl).item(), abs=1e-5)
+        kls.append(kl.item())
     # Advantages are those of the shaped rewards; the loss has no KL of its own, but it is logged.
     assert [call["beta"] for call in calls] == [0, 0]
     _, first, second = metrics_of(run_dir)
     assert first["objective/kl"] == 0
-    assert second["objective/kl"] > 0
+    assert second["objective/kl"] == pytest.approx(mean(kls), rel=1e-4)
     # With the KL in the loss the rewards are ranked as they are.
     run(tmp_path, beta=0.5)
     (returns, *_), _ = ranked[-1]
@@ -609,11 +615,13 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
         spy_on(monkeypatch, "completion_logprobs"),
     )
     clipped = spies.spy_on(torch.nn.utils, monkeypatch, "clip_grad_norm_")
-    # Two passes of two steps of three micro-batches; what is cut off counts in the metrics.
+    # Two passes of two steps of three micro-batches; what is cut off counts in the metrics. Of two
+    # rollouts the second, before which the policy has moved.
     flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, max_new_tokens=8)
     flags |= dict(prompts_per_rollout=7, beta=0.1, mask_truncated=True, temperature=1.3)
-    _, row = metrics_of(run(tmp_path, **flags))
-    (*_, stop_ids, _, _), completions = sampled[1]  # after that of the first evaluation
+    _, _, row = metrics_of(run(tmp_path, total_rollouts=2, **flags))
+    losses, scored, clipped = losses[12:], scored[12:], clipped[4:]
+    (*_, stop_ids, _, _), completions = sampled[2]  # the first is that of the first evaluation
     lengths = [len(completion) for completion in completions]
     assert row["completions/length_mean"] == pytest.approx(mean(lengths))
     assert max(lengths) == 8
@@ -621,11 +629,11 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     assert row["completions/truncated_fraction"] == pytest.approx(cut_off)
     assert 0 < cut_off < 1 and cut_off != 0.5
 
-    rewards = judged[1][1].tolist()
+    rewards = judged[2][1].tolist()
     groups = [rewards[i : i + 4] for i in range(0, 28, 4)]
     equal = mean(len(set(group)) == 1 for group in groups)
     assert row["reward/mean"] == row["rewards/last_number"] == pytest.approx(mean(rewards))
-    assert row["reward/std"] == pytest.approx(mean(stdev(group) for group in groups))
+    assert row["reward/group_std"] == pytest.approx(mean(stdev(group) for group in groups))
     assert row["reward/zero_variance_groups"] == pytest.approx(equal)
     assert 0 < equal < 1
 
@@ -636,9 +644,9 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     )
     norms = [norm.item() for _, norm in clipped]
     assert row["policy/grad_norm"] == pytest.approx(sum(norms) / 4) and len(norms) == 4
-    u = [(c["ref_logprobs"] - c["logprobs"]).double() for c in losses]
-    kl = sum((x.exp() - x - 1).sum().item() for x in u)
-    assert row["objective/kl"] == pytest.approx(kl / (2 * 28), rel=1e-3) and kl > 1e-3
+    kls = [(c["old_logprobs"] - c["ref_logprobs"]).sum().item() for c in losses]
+    assert row["objective/kl"] == pytest.approx(sum(kls[:6]) / 28, rel=1e-4)  # of either pass
+    assert sum(kls[:6]) == pytest.approx(sum(kls[6:]), rel=1e-4) and abs(sum(kls)) > 1e-3
     # Of these only tokens that are in the loss.
     loss_tokens = sum((call["weights"] > 0).sum().item() for call in losses)
     assert 0 < loss_tokens < 2 * sum(lengths)

@@ -9,7 +9,7 @@ import pytest
 import spies
 import torch
 from models import CHAT, tiny_model
-from reviews import EOS, POLICY, STILL, assert_same_training, batch_rows
+from reviews import EOS, MERGED, POLICY, STILL, assert_same_training, batch_rows
 from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
@@ -52,12 +52,12 @@ def plain_logratio(policy, reference, sequence):
     return sum(plain_logprobs(policy, *sequence)) - ref_logprob
 
 
-def plain_mismatch(rows):
+def plain_mismatch(sequences):
     """(x_i, y_(i+1)) of the rows of a step, y of the first for the last."""
     pairs = []
-    for i in range(len(rows)):
-        next_row = rows[i + 1] if i + 1 < len(rows) else rows[0]
-        pairs.append((rows[i].prompt.ids, next_row.completion_ids))
+    for i in range(len(sequences)):
+        next_sequence = sequences[i + 1] if i + 1 < len(sequences) else sequences[0]
+        pairs.append((sequences[i][0], next_sequence[1]))
     return pairs
 
 
@@ -155,7 +155,7 @@ def test_metrics_equal_plain_loops_and_have_none_of_a_kind_that_is_absent():
         args = Args(beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
         metrics = kto_metrics(args, *tensors)
         losses, _ = by_hand(logratios, [z0], labels, beta, *weights)
-        expected = {"objective/loss": sum(losses) / 5, "objective/kl": z0}
+        expected = {"objective/loss": sum(losses) / 5, "objective/z0": z0}
         for name, kind in (("desirable", True), ("undesirable", False)):
             rewards = [
                 beta * r for r, label in zip(logratios, labels, strict=True) if label == kind
@@ -216,7 +216,7 @@ def test_long_and_unusable_rows_are_dropped_and_counted(tmp_path, capsys, chat):
     else:
         # One word of two: the prompt would end with another token than when it stands alone.
         rows.append({"prompt": short, "completion": "s it", "label": False})
-        dropped["whose completion merges with the prompt's last token (a space may help)"] = 1
+        dropped[MERGED] = 1
     rows[1]["label"] = False
     found = labelled(tmp_path, rows, **flags)
     assert [(row.prompt.ids, row.completion_ids) for row in found] == [
@@ -224,7 +224,7 @@ def test_long_and_unusable_rows_are_dropped_and_counted(tmp_path, capsys, chat):
     ]
     longest = len(ids("<bos> " + over + " " + over + tail + good + " <eos>"))
     assert capsys.readouterr().out == (
-        f"train: 2 completions, 1 of them desirable, dropped {dropped}; longest {longest} tokens\n"
+        f"train: 2 rows, dropped {dropped}; longest {longest} tokens\ntrain: 1 of them desirable\n"
     )
 
 
@@ -337,15 +337,15 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
         policy_weights, gradient, _ = steps[number]
         set_weights(policy, policy_weights)
         batch = [rows[i] for i in batch_rows(number, 8, 20, args.seed)]
-        with torch.no_grad():  # all of the step's, and no gradient
-            pairs = plain_mismatch(batch)
-            mismatched = [plain_logratio(policy, reference, pair).item() for pair in pairs]
         sequences = [(row.prompt.ids, row.completion_ids) for row in batch]
+        with torch.no_grad():  # all of the step's, and no gradient
+            pairs = plain_mismatch(sequences)
+            mismatched = [plain_logratio(policy, reference, pair).item() for pair in pairs]
         logratios = [plain_logratio(policy, reference, sequence) for sequence in sequences]
         labels = [row.label for row in batch]
         losses, z0 = by_hand([r.item() for r in logratios], mismatched, labels, args.beta, *weights)
         mismatched_means.append(sum(mismatched) / 8)
-        assert logged["objective/kl"] == pytest.approx(z0, rel=1e-3, abs=1e-4)
+        assert logged["objective/z0"] == pytest.approx(z0, rel=1e-3, abs=1e-4)
         assert logged["objective/loss"] == pytest.approx(sum(losses) / 8, rel=1e-4)
         for name, kind in (("desirable", True), ("undesirable", False)):
             rewards = [
@@ -378,7 +378,7 @@ BY_HEART |= dict(max_new_tokens=15)  # so that some samples end, and some do not
 
 @pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7, **BY_HEART)])
 def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
-    loaded = spy_on(monkeypatch, "load_labelled")
+    loaded, mixed = spy_on(monkeypatch, "load_labelled"), spy_on(monkeypatch, "mismatch")
     flags = dict(max_new_tokens=24, generation_batch_size=4) | flags
     flags |= dict(batch_size=4, micro_batch_size=3, eval_rows=9)
     run_dir = run(tmp_path, **flags)
@@ -391,10 +391,12 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     samples = samples[9:]
     assert [sample["prompt"] for sample in samples] == [row.prompt.text for row in rows]
     kl = 0
+    sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
+    ((order, _), _), *_, ((last_order, _), _) = mixed  # of the rows that are mismatched
+    assert order == last_order and sorted(order) == sorted(sequences)
     with torch.no_grad():
-        sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
         logratios = [plain_logratio(policy, reference, pair).item() for pair in sequences]
-        mismatched = [plain_logratio(policy, reference, p).item() for p in plain_mismatch(rows)]
+        mismatched = [plain_logratio(policy, reference, p).item() for p in plain_mismatch(order)]
         for sample in samples:
             sequence = (ids("<bos> " + sample["prompt"]), sampled_ids(sample))
             logprobs = plain_logprobs(policy, *sequence, args.temperature)
@@ -417,6 +419,21 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     assert first["eval/kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_the_two_sides_of_a_held_out_pair_are_not_mismatched_with_each_other(tmp_path, monkeypatch):
+    """They are neighbours: in that order 20 of 40 would be. By chance it is about one."""
+    mixed, rows = spy_on(monkeypatch, "mismatch"), []
+    pairs = {pair["prompt"]: pair for pair in read("tiny/reviews/preferences/test.jsonl")[:100]}
+    for pair in [*pairs.values()][:20]:
+        for side in ("chosen", "rejected"):
+            rows.append(dict(prompt=pair["prompt"], completion=pair[side], label=side == "chosen"))
+    run(tmp_path, dataset=dataset(tmp_path, rows), eval_rows=40, batch_size=2, epochs=0.01)
+    sides = [(ids("<bos> " + row["prompt"]), ids(row["completion"] + " <eos>")) for row in rows]
+    for number in (0, -1):  # the evaluations before and after the step
+        (order, _), mismatched = mixed[number]
+        assert sorted(order) == sorted(sides)
+        assert sum(pair in sides for pair in mismatched) < 5
+
+
 def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
     def samples(**flags):
         run_dir = run(tmp_path, max_new_tokens=12, **STILL, **flags)
@@ -436,21 +453,26 @@ def test_a_reward_function_gets_the_other_columns_and_scores_the_samples(tmp_pat
     (tmp_path / "reward_of_kto.py").write_text(
         "def score(prompts, completions, answer, note):\n"
         "    assert [p.split()[-1] for p in prompts] == note\n"
-        "    return [a if a == 1 else a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
+        "    return [a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
+        "def right(completions, answer, **columns):\n"
+        "    return [a >= 1 for a in answer]\n"
     )
     rows = [
         row | dict(answer=i / 2, note=row["prompt"].split()[-1])
         for i, row in enumerate(rows_of("test", 10))
     ]
-    flags = dict(eval_reward_fn=f"{tmp_path}/reward_of_kto.py:score", eval_rows=10, batch_size=2)
-    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), **flags)
+    flags = dict(dataset=dataset(tmp_path, rows), eval_rows=10, batch_size=2)
+    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward_of_kto.py:score", **flags)
     samples = read(run_dir / "samples.jsonl")[-10:]
     rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
-    rewards[2] = 1
     assert [s["reward"] for s in samples] == pytest.approx(rewards)
     last = metrics_of(run_dir)[-1]
     assert last["eval/reward"] == pytest.approx(sum(rewards) / 10)
-    assert last["eval/accuracy"] == 0.8  # of about 0, 0.5, 1, ... all but the first two
+    assert "eval/accuracy" not in last
+    # Where each is right or wrong: of 0, 0.5, 1, ... all but the first two are right.
+    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward_of_kto.py:right", **flags)
+    last = metrics_of(run_dir)[-1]
+    assert last["eval/accuracy"] == last["eval/reward"] == 0.8
 
 
 def test_without_a_reward_function_there_is_no_reward(tmp_path):
@@ -466,7 +488,7 @@ def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
     rows = [row | {"label": label} for row in rows_of("train", 20)]
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2)
     printed = capsys.readouterr().out
-    assert f"train: 20 completions, {20 * label} of them desirable, dropped {{}}" in printed
+    assert f"train: {20 * label} of them desirable\n" in printed
     first, *_, last = metrics_of(run_dir)
     assert not {"reward/margin", "eval/margin"} & (first.keys() | last.keys())
     absent, present = ("undesirable", "desirable") if label else ("desirable", "undesirable")
@@ -488,7 +510,7 @@ def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, f
         weights = [flags.get(f"{'' if k else 'un'}desirable_weight", 1.0) for k in labels]
         loss = sum(weights) / 16  # half of their mean
         assert not any(step[name] for name in step if name.startswith("reward/"))
-        assert step["objective/kl"] == 0
+        assert step["objective/z0"] == 0
         assert step["objective/loss"] == loss
     assert before["eval/margin"] == before["eval/kl"] == 0
     assert len(steps) == 4
@@ -514,5 +536,5 @@ def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(tmp_pa
     lengths = {len(row.prompt.ids) + len(row.completion_ids) for row in loaded[0][1]}
     assert len(lengths) > 5, "ragged lengths"
     assert_same_training(*runs)
-    points = [row["objective/kl"] for row in metrics_of(runs[0])[1:]]
+    points = [row["objective/z0"] for row in metrics_of(runs[0])[1:]]
     assert len(points) == 4 and max(points) > 0.1, "the reference point must have left 0"

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import rm_bradley_terry as rm
+from reviews import MERGED
 from rm_bradley_terry import (
     Args,
     Comparison,
@@ -536,18 +537,12 @@ def test_chat_pairs_in_tokens(tmp_path, flags, row):
     ]
 
 
-def test_all_turns_but_the_last_are_the_prompt():
-    turns = [PROMPT, BAD, PROMPT]
-    found = rm.split_conversations([*turns, GOOD], [*turns, BAD])
-    assert found == (turns, [GOOD], [BAD])
-
-
 def test_no_prompt_and_none_that_is_shared(tmp_path, capsys):
     rows = [{"chosen": [PROMPT, GOOD], "rejected": turns} for turns in ([BAD, BAD], [PROMPT, BAD])]
     assert len(preferences(tmp_path, rows, chat_template=CHAT)) == 1
     dropped = "dropped {'whose conversations begin differently': 1}"
     assert dropped in capsys.readouterr().out
-    with pytest.raises(ValueError, match="chosen and rejected must be conversations"):
+    with pytest.raises(ValueError, match="'with an empty prompt, or without --prompt-column': 1"):
         preferences(tmp_path, [{"chosen": "q good", "rejected": "q bad"}])
 
 
@@ -585,11 +580,11 @@ def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
     ]
     assert lengths == [[3, 2], [3, 5], [5, 3]]
     printed = capsys.readouterr().out
-    assert printed.startswith("train: 3 pairs, dropped {'longer than --max-length': 2, ")
+    assert printed.startswith("train: 3 rows, dropped {'longer than --max-length': 2, ")
     assert "'with chosen equal to rejected': 2" in printed
-    assert f"'with an empty prompt or completion': {3 if chat else 4}" in printed
-    merged = "whose completion merges with the prompt's last token (a space may help)\": 1"
-    assert (merged in printed) == (not chat)
+    assert "'with an empty prompt or completion': 3" in printed
+    assert ("'with an empty prompt, or without --prompt-column': 1" in printed) == (not chat)
+    assert (f'{MERGED}": 1' in printed) == (not chat)
     assert f"; longest {13 if chat else 9} tokens" in printed
 
 
@@ -606,5 +601,5 @@ def test_margins_come_from_their_column(tmp_path, column):
 def test_margins_that_are_not_finite(tmp_path):
     bad = math.nan
     rows = [row | {"m": value} for row, value in zip(held_out(2), (0.5, bad), strict=True)]
-    with pytest.raises(ValueError, match=f"--margin-column m: {bad} is not finite"):
+    with pytest.raises(ValueError, match=f"--margin-column m: {bad} is no finite number"):
         preferences(tmp_path, rows, margin_column="m")

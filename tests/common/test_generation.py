@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import json
 import weakref
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from models import APART, FREE, REFUSED, VOCAB, archetypes_first, family_model
 from models import tiny_config, tiny_model
-from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
+from scripts import SPECS, short_flags
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import LlamaForCausalLM
 
 import common.distributed
 import common.generation
@@ -617,6 +620,26 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of
         find_stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=eos, chat_template=None))
         == expected
     )
+
+
+def test_a_saved_policy_ends_at_its_stop_ids_and_brings_no_sampling_of_its_own(tmp_path):
+    """Whatever the generation config of the checkpoint that the run began with."""
+    for name, spec in SPECS.items():
+        if "policy" not in spec.models:
+            continue
+        source, args = tmp_path / name, spec.module.Args()
+        AutoModelForCausalLM.from_pretrained(args.model).save_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer.save_pretrained(source)
+        # transformers refuses to save this one, at the very end of a run.
+        config = dict(eos_token_id=[5], temperature=0.6, do_sample=False, top_k=3)
+        (source / "generation_config.json").write_text(json.dumps(config))
+        flags = spec.short_flags | short_flags(name, epochs=0.1, total_rollouts=1)
+        flags |= dict(model=str(source), output_dir=f"{tmp_path}/runs")
+        saved = GenerationConfig.from_pretrained(spec.module.main(spec.module.Args(**flags)))
+        assert saved.eos_token_id == [tokenizer.eos_token_id, 5], name
+        assert saved.pad_token_id == tokenizer.pad_token_id, name
+        assert saved.top_k is saved.temperature is None, name
 
 
 def test_stop_ids_without_a_generation_config(tmp_path):

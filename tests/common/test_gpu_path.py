@@ -13,7 +13,7 @@ import pytest
 import torch
 import simulated_graph
 from gpu_types import take_gpu_types
-from models import STATIC, archetypes_first, family_model
+from models import STATIC, archetypes_first, family_model, tiny_model
 from runs import torchrun, words
 from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
@@ -109,6 +109,70 @@ def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task):
     assert 0 < difference.abs().max() < 0.1
     assert difference.abs().mean() < 0.01
     assert difference.mean().abs() < 0.001
+
+
+def sharp_model(architecture, **overrides):
+    """Its largest logits are near 20: rounded to bfloat16, they are multiples of 1/8."""
+    model = tiny_model(architecture, tie_word_embeddings=False, **overrides)
+    model.lm_head.weight.data *= 2
+    return model
+
+
+def record_hidden_states(model):
+    """The last hidden states (B, L, d) of all passes from now on."""
+    states = []
+    model.base_model.register_forward_hook(
+        lambda module, args, output: states.append(output.last_hidden_state.detach())
+    )
+    return states
+
+
+def exact_logits(hidden, model):
+    """The head's product in float32, of a hidden state and weights in bfloat16."""
+    return hidden.bfloat16().float() @ model.lm_head.weight.detach().bfloat16().float().T
+
+
+def test_logits_that_are_trained_on_are_not_rounded_to_bfloat16(monkeypatch):
+    take_gpu_types(monkeypatch)
+    model, pair = sharp_model("llama"), ([1, 5, 7], [*range(2, 42)])
+    completion_logprobs(model, [pair], range(1))  # the check of the head
+    states = record_hidden_states(model)
+    found = completion_logprobs(model, [pair], range(1))[0]
+    (hidden,) = states
+    logits = exact_logits(hidden[0, 2:-1], model)
+    assert 16 < logits.max() < 32
+    tokens = torch.tensor(pair[1])[:, None]
+    expected, rounded = (
+        x.log_softmax(dim=1).gather(1, tokens)[:, 0] for x in (logits, logits.bfloat16().float())
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert (found - rounded).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("architecture", "cap"), [("llama", None), ("gemma2", 30.0)])
+def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, cap, monkeypatch):
+    take_gpu_types(monkeypatch)
+    model = sharp_model(architecture, **({"final_logit_softcapping": cap} if cap else {}))
+    complete_until([], model, [[1, 5, 2]], max_new_tokens=2)  # the trial of the cache
+    states, sampled_from = record_hidden_states(model), []
+    sample_tokens = common.generation.sample_tokens
+
+    def spy(logits, *arguments):
+        sampled_from.append(logits.clone())
+        return sample_tokens(logits, *arguments)
+
+    monkeypatch.setattr(common.generation, "sample_tokens", spy)
+    complete_until([], model, [[1, 5, 2], [7], [9, 4, 4, 8, 6]], max_new_tokens=12)
+    assert len(states) == len(sampled_from) == 12
+    for hidden, found in zip(states, sampled_from, strict=True):
+        expected = exact_logits(hidden[:, -1], model)
+        if cap:  # once, by the model itself
+            expected = cap * torch.tanh(expected / cap)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert (found - found.bfloat16()).abs().max() > 1e-3
+    assert 16 < torch.cat(sampled_from).max() < 32
+    assert "forward" not in vars(model.lm_head)  # outside of `generate` nothing is changed
 
 
 @TWO_SCRIPTS

@@ -111,7 +111,7 @@ def test_reward_model_and_ppo_on_real_preferences(tmp_path, capsys):
     )
     rm_dir = rm_bradley_terry.main(args)
     # Of 500, three have equal completions, and one joins its prompt without a space.
-    assert "496 pairs, dropped" in capsys.readouterr().out
+    assert "496 rows, dropped" in capsys.readouterr().out
     assert metrics_of(rm_dir)[-1]["eval/pair_accuracy"] >= 0.75
 
     args = ppo_rlhf.Args(
@@ -263,5 +263,5 @@ def test_gpt2_has_no_pad_and_no_bos():
     prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
-    with pytest.raises(sft.UnusableRow, match="merges with the prompt"):
+    with pytest.raises(sft.UnusableRow, match="prompt's last token is another one"):
         sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"

@@ -2,19 +2,26 @@
 
 import json
 import re
+import warnings
 
 import pytest
 import torch
-from scripts import SPECS, WITH_ROLLOUTS, with_flag
+from datasets import Dataset
+from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedModel,
 )
 
+import dpo
 import grpo
+import kto
 import ppo_rlhf
 import rm_bradley_terry
+import sft
+from common.tokens import UnusableRow, encode
 
 EACH = pytest.mark.parametrize("name", SPECS)
 # The loader of prompts is one, and those of rows are four.
@@ -42,7 +49,7 @@ def fails(name, tmp_path, error, message, **flags):
     args = script.Args(**SPECS[name].short_flags | flags | {"output_dir": str(output_dir)})
     with pytest.raises(error, match=message):
         script.main(args)
-    assert not output_dir.exists()
+    assert [*output_dir.glob("*")] == []
 
 
 def save(folder, tokenizer, kind=AutoModelForCausalLM, without=None):
@@ -76,10 +83,11 @@ def test_weights_that_are_missing_are_not_made_up(tokenizer, tmp_path):
         ppo_rlhf.load_critic(args, tokenizer, 10, CPU)
 
 
-def test_a_tokenizer_that_is_not_the_policys(tokenizer):
-    kind, source = AutoModelForSequenceClassification, "tiny/reviews/reward_model"
-    with pytest.raises(ValueError, match=f"the tokenizer of {source} is not that of --model"):
-        grpo.load_model(kind, source, tokenizer, 10, CPU)
+@pytest.mark.parametrize("name", with_flag("reward_model"))
+def test_a_reward_model_with_another_tokenizer(name, tmp_path):
+    flags = dict(model=POLICY, dataset="tiny/arithmetic/prompts")
+    flags["reward_model"] = "tiny/reviews/reward_model"
+    fails(name, tmp_path, ValueError, "reward_model is not that of --model", **flags)
 
 
 def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
@@ -123,14 +131,16 @@ def test_a_column_that_was_typed_must_be_there(column, tmp_path):
 
 
 def test_a_split_that_is_not_there_names_the_flag(tmp_path):
-    message = "--dataset tiny/arithmetic/prompts, split validation: .*--eval-split train.95%:"
+    message = "--dataset tiny/arithmetic/prompts, validation .docs/data.md.: .*Unknown split"
     fails("grpo", tmp_path, ValueError, message, eval_split="validation")
 
 
 @EACH_LOADER
 def test_no_row_is_left(name, tmp_path):
     data = write_dataset(tmp_path / "data", [row_of("", "#3")])
-    fails(name, tmp_path, ValueError, f"--dataset {data}, train.*: no .* is left", dataset=data)
+    fails(
+        name, tmp_path, ValueError, r"--dataset: no row is left of train\S*: 0 rows", dataset=data
+    )
 
 
 @EACH_LOADER
@@ -146,12 +156,141 @@ def test_rows_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path,
     data = write_dataset(tmp_path / "data", rows)
     loaded = getattr(spec.module, spec.loader)(spec.module.Args(dataset=data, **flags), *arguments)
     assert len(loaded) == 2
-    (printed,) = capsys.readouterr().out.splitlines()
-    assert re.match(r"train: 2 .*dropped \{", printed)
+    printed, *counts = capsys.readouterr().out.splitlines()
+    assert counts == (["train: 2 of them desirable"] if name == "kto" else [])
+    assert re.match(r"train: 2 rows, dropped \{", printed)
     assert re.search(r"'longer than --max-[a-z-]+': 1[,}]", printed)
-    assert re.search(r"empty[a-z ]*': 2[,}]", printed)
+    assert sum(map(int, re.findall(r"empty[a-z ,-]*': (\d)[,}]", printed))) == 2
     longest += name in with_flag("rejected_column")  # the rejected one has a digit more
     assert printed.endswith(f"; longest {longest} tokens")
+
+
+@EACH_LOADER
+def test_a_remnant_is_warned_of(name, tokenizer, tmp_path):
+    """Of five rows two are left; with three it would be the most of them."""
+    spec = SPECS[name]
+    rows = [row_of("1+2=", "#3"), row_of("2+2=", "#4"), *3 * [row_of("1+2+3+4+5=", "#15")]]
+    flags = dict(max_prompt_length=5) if spec.kind == "rollouts" else dict(max_length=9)
+    arguments = [tokenizer] if spec.kind == "rollouts" else [tokenizer, [2]]
+    flags |= dict(model=POLICY, dataset=write_dataset(tmp_path / "data", rows))
+    load = getattr(spec.module, spec.loader)
+    flag = "max-prompt-length" if spec.kind == "rollouts" else "max-length"
+    with pytest.warns(UserWarning, match=f"ONLY 2 OF 5 ROWS ARE LEFT .*longer than --{flag}': 3"):
+        load(spec.module.Args(**flags), "train", *arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(spec.module.Args(**flags), "train[:4]", *arguments)
+
+
+# --- forms in which data come --------------------------------------------------------------------
+def test_a_single_file(tmp_path):
+    rows = [row_of(f"{i}+2=", "#3") for i in range(4)]
+    table = Dataset.from_list(rows)
+    table.to_json(tmp_path / "rows.jsonl")
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for kind in ("jsonl", "json", "csv", "parquet"):
+        args = kto.Args(dataset=str(tmp_path / f"rows.{kind}"))
+        loaded = kto.load_rows(args, "train[50%:]", {"prompt"})
+        assert loaded["prompt"] == ["2+2=", "3+2="]
+    with pytest.raises(ValueError, match=f"--dataset {tmp_path}/rows.*Unknown split"):
+        kto.load_rows(args, "test", {"prompt"})
+
+
+def test_what_no_row_can_be_read_from_names_the_flag(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    Dataset.from_list([row_of("1+2=", "#3")]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "no_files").mkdir()
+    for name in ("empty.jsonl", "saved", "no_files", "not_there"):
+        args = grpo.Args(dataset=str(tmp_path / name))
+        with pytest.raises(
+            ValueError, match=f"--dataset {tmp_path}/{name}|no column prompt in --d"
+        ):
+            grpo.load_rows(args, "train", {"prompt"})
+
+
+def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
+    args = sft.Args(dataset=write_dataset(tmp_path / "data", [{"text": "1+2=#3"}]))
+    (row,) = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
+    ids = tokenizer("1+2=#3").input_ids  # with a BOS
+    assert (row.prompt_ids, row.completion_ids) == (ids[:1], [*ids[1:], tokenizer.eos_token_id])
+
+
+TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
+OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
+PAIRS = {
+    # ultrafeedback_binarized: a prompt beside whole conversations
+    "conversations": dict(prompt="1+2=", chosen=TURNS, rejected=OTHER),
+    "no prompt": dict(chosen=TURNS, rejected=OTHER),
+    "other prompt": dict(prompt="9+9=", chosen=TURNS, rejected=OTHER),
+    # a prompt beside the answers' messages
+    "answers": dict(prompt="1+2=", chosen=TURNS[1:], rejected=OTHER[1:]),
+    "answers as text": dict(prompt=TURNS[:1], chosen="#3", rejected="#4"),
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+@pytest.mark.parametrize("name", ["dpo", "rm_bradley_terry"])
+def test_forms_of_pairs(name, form, tokenizer, tmp_path):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    data, module = write_dataset(tmp_path / "data", [PAIRS[form]]), SPECS[name].module
+    load = getattr(module, SPECS[name].loader)
+    (pair,) = load(module.Args(dataset=data), "train", tokenizer, [tokenizer.eos_token_id])
+    chosen, rejected = pair.chosen_ids, pair.rejected_ids
+    if name == "dpo":
+        chosen, rejected = pair.prompt.ids + chosen, pair.prompt.ids + rejected
+        assert tokenizer.decode(pair.prompt.ids) == "1+2="
+    assert (tokenizer.decode(chosen), tokenizer.decode(rejected)) == ("1+2=#3<eos>", "1+2=#4<eos>")
+
+
+def test_pairs_of_dialogues_as_text():
+    """hh-rlhf; the answers begin alike, and hold the marker that only one of them has."""
+    before = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1+2?\n\nAssistant:"
+    row = dict(chosen=before + " it is 3", rejected=before + " it is 4. Assistant: or 5")
+    expected = (before, " it is 3", " it is 4. Assistant: or 5")
+    assert dpo.to_pair(dpo.Args(), row) == expected
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UnusableRow, match="ends with an assistant's turn"):
+        encode(tokenizer, TURNS, add_generation_prompt=True)
+    assert encode(tokenizer, TURNS) and encode(tokenizer, TURNS[:1], add_generation_prompt=True)
+
+
+def test_an_empty_prompt_stays_empty_in_a_chat(tokenizer, tmp_path):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    data = write_dataset(tmp_path / "data", [row_of("", "#3"), row_of("1+2=", "#3")])
+    (prompt,) = grpo.load_prompts(grpo.Args(dataset=data, chat=True), "train", tokenizer)
+    assert prompt.text == TURNS[:1]
+
+
+def test_a_margin_that_is_null(tokenizer, tmp_path):
+    rows = [row_of("1+2=", "#3", margin=None), row_of("1+2=", "#3", margin=1.0)]
+    args = rm_bradley_terry.Args(dataset=write_dataset(tmp_path / "data", rows))
+    with pytest.raises(ValueError, match="--margin-column margin: None is no finite number"):
+        rm_bradley_terry.load_comparisons(args, "train", tokenizer, [2])
+
+
+def test_a_large_model_with_the_rate_of_tiny_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
+    for name, spec in SPECS.items():
+        one_step = short_flags(name, epochs=0.1, total_rollouts=1, eval_every=9)
+        flags = spec.short_flags | one_step | {"output_dir": str(tmp_path)}
+        with pytest.warns(UserWarning, match="--learning-rate: 1e-[56] is usual here, .*choosing"):
+            spec.module.main(spec.module.Args(**flags | {"learning_rate": 1e-4}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            rates = short_flags(name, learning_rate=9e-5, critic_learning_rate=9e-5)
+            spec.module.main(spec.module.Args(**flags | rates))
+
+
+def test_a_bad_output_dir_is_found_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    for spec in SPECS.values():
+        with pytest.raises(OSError, match=f"{tmp_path}/file"):
+            spec.module.main(spec.module.Args(model="no/such", output_dir=f"{tmp_path}/file/runs"))
 
 
 # --- nothing is trained on NaN ------------------------------------------------------------------

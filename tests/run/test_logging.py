@@ -1,27 +1,21 @@
 """What a run says of itself: its first line, its folder, wandb, warnings, and its last lines."""
 
 import json
-import shlex
-import subprocess
 import sys
-import warnings
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import wandb
-from runs import read_log, words
-from scripts import SPECS, WITH_ROLLOUTS
+from runs import read_log
+from scripts import SPECS
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 
 import grpo
-import ppo_rlhf
-import rm_bradley_terry
 
 EACH = pytest.mark.parametrize("name", SPECS)
 RULE = "def rule(prompts, completions, **columns):\n    return [1.3] * len(prompts)\n"
@@ -40,27 +34,31 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
     monkeypatch.setattr(script, "evaluate", fail)
     with pytest.raises(RuntimeError):
         script.main(script.Args(**SPECS[name].short_flags | {"output_dir": str(folder)}))
-    assert not folder.exists()
-    first, *_ = capsys.readouterr().out.splitlines()
+    assert [*folder.iterdir()] == []
+    first, *others = capsys.readouterr().out.splitlines()
     args = script.Args
-    for text in (args.model, args.dataset, f"learning-rate {args.learning_rate}", "cpu"):
-        assert text.replace("-", " ") in first.replace("-", " ")
+    for text in (args.model, args.dataset, f"learning rate {args.learning_rate}", "cpu"):
+        assert text in first
     if SPECS[name].kind == "rollouts":
-        assert "last_number" in first or "--reward-model tiny/reviews/reward_model" in first
+        assert "last_number" in first or "tiny/reviews/reward_model" in first
+    num_parameters = AutoModelForCausalLM.from_pretrained(args.model).num_parameters()
+    if name == "rm_bradley_terry":
+        num_parameters += 128  # its head
+    assert f"{args.model}: {num_parameters:,} parameters" in "\n".join(others)
 
 
 @pytest.fixture
 def tracked(monkeypatch):
     """What is called of wandb: a list of names and their first arguments."""
     calls = []
-    for name in ("init", "log", "finish"):
+    for name in ("init", "log"):
         monkeypatch.setattr(
             wandb, name, lambda *values, name=name, **options: calls.append((name, *values))
         )
     return calls
 
 
-# For a shell, Python and JSON.
+# For JSON.
 AWKWARD = 'it\'s "quoted" for $5 \\ `now`!\nand a second line, \u00e9'
 
 
@@ -105,27 +103,18 @@ def test_what_a_run_leaves_and_prints(name, track, tracked, tmp_path, monkeypatc
             assert {sample["reward"] for sample in samples} == {1.3}
     kind.from_pretrained(run_dir)
 
-    # The console: evaluations, the model's folder, and a command that goes on with it.
+    # The console: evaluations, how to resume, and the model's folder.
     printed = capsys.readouterr().out
-    assert "step 0: held-out " in printed and f"\nmodel: {run_dir}\nnext: python" in printed
-    *_, command = printed.partition("\nnext: ")
-    if name != "rm_bradley_terry":
-        printing = command.replace("python -c", "printf %s", 1)
-        code = subprocess.run(printing, shell=True, capture_output=True, text=True).stdout
-        calls = []
-        monkeypatch.setattr(
-            "transformers.pipeline", lambda *task: calls.append(task) or calls.append
-        )
-        exec(code, {})
-        assert calls == [("text-generation", str(run_dir)), AWKWARD]
+    assert "step 0: held-out " in printed and f"--resume {run_dir} continues it" in printed
+    assert printed.endswith(f"\nmodel: {run_dir}\n")
 
     # wandb: the same metrics with --track, and nothing without.
     if track:
-        assert [call[0] for call in tracked] == ["init", *["log"] * len(rows), "finish"]
-        for (_, metrics), row in zip(tracked[1:-1], rows, strict=True):
+        assert [call[0] for call in tracked] == ["init", *["log"] * len(rows)]
+        for (_, metrics), row in zip(tracked[1:], rows, strict=True):
             assert row.items() <= {**metrics, "step": row["step"]}.items()
     else:
-        assert [call[0] for call in tracked] == ["finish"]  # nothing, without a run
+        assert tracked == []
 
 
 def test_wandb_offline(tmp_path, monkeypatch):
@@ -153,75 +142,3 @@ def test_a_folder_is_never_written_over(tmp_path, monkeypatch):
     grpo.open_run(grpo.Args(output_dir=str(tmp_path)))
     with pytest.raises(FileExistsError):
         grpo.open_run(grpo.Args(output_dir=str(tmp_path)))
-
-
-# --- warnings -----------------------------------------------------------------------------------
-HEALTHY = {"completions/truncated_fraction": 0.9, "reward/std": 0.1, "policy/approx_kl": 0.9}
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "message"),
-    [
-        ("completions/truncated_fraction", 1.0, "--max-new-tokens has cut off every completion"),
-        ("reward/std", 0.0, "rewards have no variance"),
-        ("policy/approx_kl", 1.1, "policy/approx_kl is above 1: is --learning-rate too high?"),
-    ],
-)
-def test_what_a_healthy_run_never_shows_is_warned_of(metric, value, message):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        grpo.warn_if_unhealthy(HEALTHY)
-        assert caught == []
-        grpo.warn_if_unhealthy(HEALTHY | {metric: value})
-    (warning,) = caught
-    assert message in str(warning.message)
-
-
-@pytest.mark.parametrize("name", WITH_ROLLOUTS)
-def test_a_run_warns_once(name, tmp_path, monkeypatch):
-    """Of completions of one token, with equal rewards, in each of seven rollouts."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "rule.py").write_text(RULE)
-    flags = SPECS[name].short_flags | dict(max_new_tokens=1, output_dir=tmp_path / "runs")
-    flags["reward_fn"] = f"{tmp_path}/rule.py:rule"
-    if name == "ppo_rlhf":
-        flags |= dict(reward_model=None, critic_init="sft")
-    script = SPECS[name].module
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # Python's: the same warning of a line is shown once
-        script.main(script.parse_args(words(flags)))
-    texts = sorted(str(warning.message) for warning in caught if warning.category is UserWarning)
-    first, second = texts
-    assert "--max-new-tokens has cut off every completion" in first
-    assert "rewards have no variance" in second
-
-
-# --- the last line ------------------------------------------------------------------------------
-def test_the_command_that_samples_prints_a_completion_of_chat_messages(tmp_path, capsys):
-    """Of messages with a key that is null, as `datasets` fills up keys that other rows have."""
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    model = AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    row = {"prompt": [{"role": "user", "content": "1+2=", "name": None}], "answer": "3"}
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
-    folders = dict(dataset=str(tmp_path), output_dir=str(tmp_path / "runs"))
-    flags = SPECS["grpo"].short_flags | dict(total_rollouts=1, model=str(tmp_path / "model"))
-    grpo.main(grpo.Args(**flags | folders))
-    *_, line = capsys.readouterr().out.splitlines()
-    _, _, code = shlex.split(line.removeprefix("next: "))
-    exec(code, {})
-    assert "'role': 'assistant'" in capsys.readouterr().out
-
-
-def test_the_last_line_of_a_reward_model_is_a_command_that_trains_on_it(tmp_path, capsys):
-    flags = SPECS["rm_bradley_terry"].short_flags | dict(epochs=0.2, output_dir=str(tmp_path))
-    flags |= dict(model="tiny/arithmetic/policy", dataset="tiny/arithmetic/preferences")
-    rm_bradley_terry.main(rm_bradley_terry.Args(**flags))
-    *_, line = capsys.readouterr().out.splitlines()
-    python, script, *typed = shlex.split(line.removeprefix("next: "))
-    assert (python, script) == ("python", "ppo_rlhf.py")
-    flags = SPECS["ppo_rlhf"].short_flags | dict(total_rollouts=1, output_dir=tmp_path)
-    ppo_rlhf.main(ppo_rlhf.parse_args(typed + words(flags)))

@@ -1,10 +1,9 @@
 """A run that is killed and resumed ends with the same bits as one that was never stopped."""
 
 import json
-import runpy
+import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from runs import contents, start, words
 from scripts import SPECS, WITH_ROLLOUTS
 
 import grpo
+import ppo_rlhf
 import sft
 
 EACH = pytest.mark.parametrize("name", SPECS)
@@ -93,12 +93,11 @@ def test_the_older_checkpoint_serves_where_the_last_was_deleted(whole, tmp_path)
     assert_same_run(copy, run_dir)
 
 
-def test_resuming_a_finished_run_says_so_and_writes_the_same_model(copied, grpo_run, capsys):
+def test_resuming_a_finished_run_writes_the_same_model(copied, grpo_run):
     """It may have been killed between its last checkpoint and the model."""
     (copied / "model.safetensors").unlink()
     resume("grpo", copied)
     assert_same_run(copied, grpo_run)
-    assert "steps done, nothing to do" in capsys.readouterr().out
 
 
 @TWO_SCRIPTS
@@ -116,33 +115,35 @@ def test_the_last_two_checkpoints_are_kept_with_every_model_and_optimizer(whole)
 
 
 @EACH
-def test_a_change_in_any_column_of_the_training_data_is_seen(name, tmp_path, monkeypatch):
-    script, found = SPECS[name].module, []
+def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, monkeypatch):
+    """A column of images or of other objects would be another text in each process."""
+    script, found = SPECS[name].module, {}
 
     class Stopped(Exception):
         pass
 
     def stop(args, training, state):
-        found.append(state["data"])
+        found[Path(args.dataset).name] = state["data"]
         raise Stopped
 
     monkeypatch.setattr(script, "load_checkpoint", stop)
     lines = Path(script.Args.dataset, "train.jsonl").read_text().splitlines()
-    first, *rows = [json.loads(line) | {"margin": 0.0} for line in lines[:4]]
-    columns = {"prompt"} if SPECS[name].kind == "rollouts" else {*first}
-    if name != "rm_bradley_terry":
-        columns -= {"margin"}
-    other = first | {"margin": 0.5, "label": not rows[-1].get("label")}
-    for column in [None, *columns]:
-        folder = tmp_path / f"data_{column}"
+    first, *rows = [json.loads(line) | {"margin": 0.0, "other": 1} for line in lines[:4]]
+    columns = {"prompt", "answer"} & {*first}
+    if SPECS[name].kind == "rows":
+        columns = {*first} - {"other"} - ({"margin"} if name != "rm_bradley_terry" else set())
+    other = first | {"margin": 0.5, "label": not rows[-1].get("label"), "other": 2, "answer": "7"}
+    for column in [None, "other", *columns]:
+        folder = tmp_path / str(column)
         folder.mkdir()
         changed = rows[-1] if column is None else rows[-1] | {column: other[column]}
         text = "".join(json.dumps(row) + "\n" for row in [*rows, changed])
         for split in ("train", "test"):
             (folder / f"{split}.jsonl").write_text(text)
         with pytest.raises(Stopped):
-            script.main(script.Args(dataset=str(folder), resume="a run"))
-    assert len(set(found)) == len(found) > 1
+            script.main(script.Args(dataset=str(folder), resume="a run", output_dir=str(tmp_path)))
+    assert found.pop("other") == found["None"]
+    assert len({*found.values()}) == len(found) == len(columns) + 1 > 1
 
 
 def test_the_same_args_make_two_runs(tmp_path):
@@ -202,36 +203,57 @@ def test_a_log_that_was_shortened_is_not_filled_up(copied):
 def test_a_run_without_a_checkpoint_cannot_be_resumed(copied):
     for checkpoint in checkpoints(copied):
         (copied / checkpoint).unlink()
-    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint yet"):
+    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint that"):
         resume("grpo", copied)
 
 
-INTERRUPT = """
+def test_where_the_newest_checkpoint_cannot_be_read_the_one_before_is_taken(
+    copied, grpo_run, capsys
+):
+    """Cut off, as by a full disk."""
+    newest = copied / checkpoints(copied)[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    resume("grpo", copied)
+    assert f"--resume: {newest} cannot be read: " in capsys.readouterr().out
+    assert_same_run(copied, grpo_run)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(copied, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append(file.name) or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(b) or replace(a, b))
+    (copied / checkpoints(copied)[-1]).unlink()
+    resume("grpo", copied)
+    newest = checkpoints(copied)[-1]
+    assert [*map(str, calls)] == [str(copied / "checkpoint.tmp"), str(copied / newest)]
+
+
+def test_a_run_of_another_script_is_refused(copied):
+    with pytest.raises(ValueError, match=f"--resume {copied}: grpo has other flags"):
+        ppo_rlhf.parse_args(["--resume", str(copied)])
+
+
+FAILING = """
 calls = []
 def rule(prompts, completions, **columns):
     calls.append(1)
-    if len(calls) == {number}:
-        raise KeyboardInterrupt
+    if len(calls) == 6:
+        raise ValueError("no answer from the judge")
     return [0.0] * len(prompts)
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (1, "no checkpoint yet"),  # nor a folder
-        (3, "no checkpoint yet"),
-        (6, "--resume {run_dir} from step 4"),
-    ],
-)
-def test_ctrl_c_says_what_can_be_resumed(number, message, tmp_path, monkeypatch):
-    """The rule is called at the start and in every step; Ctrl-C meets one of its calls."""
-    (tmp_path / f"interrupt{number}.py").write_text(INTERRUPT.replace("{number}", str(number)))
+def test_a_reward_function_that_fails_in_a_rollout(tmp_path, grpo_run):
+    """It is called at the start and in each step: this call is that of the fifth rollout."""
+    (tmp_path / "failing.py").write_text(FAILING)
     flags = SPECS["grpo"].short_flags | dict(eval_every=9, output_dir=tmp_path / "runs")
-    flags["reward_fn"] = f"{tmp_path}/interrupt{number}.py:rule"
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *words(flags)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path("grpo.py", run_name="__main__")
-    (run_dir,) = [*tmp_path.glob("runs/*")] or [None]
-    assert end.value.code == message.replace("{run_dir}", str(run_dir))
+    flags["reward_fn"] = f"{tmp_path}/failing.py:rule"
+    process = start(["grpo.py", *words(flags)], tmp_path / "output")
+    process.join()
+    printed = (tmp_path / "output").read_text()
+    (run_dir,) = tmp_path.glob("runs/*")
+    assert f"if the run is interrupted, --resume {run_dir} continues it" in printed
+    assert "4/7 [" in printed and "5/7 [" not in printed  # the progress bar
+    assert "rule of failing.py, with columns ['answer']: ValueError('no answer" in printed
+    assert checkpoints(run_dir) == ["checkpoint_00000002.pt", "checkpoint_00000004.pt"]

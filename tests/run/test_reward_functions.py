@@ -3,6 +3,7 @@
 import multiprocessing
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def reward_file(tmp_path, source, name="rules"):
 
 
 def call(function):
-    return grpo.rule_rewards(function, PROMPTS, [], TEXTS)
+    return grpo.rule_rewards(function, PROMPTS, TEXTS)
 
 
 def test_a_function_gets_prompts_completions_and_columns():
@@ -83,7 +84,7 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards):
     def rule(prompts, completions, **columns):
         return rewards
 
-    with pytest.raises(ValueError, match="rule must return 2 finite numbers, not "):
+    with pytest.raises(ValueError, match=r"rule of .*\.py must return 2 finite numbers, not "):
         call(rule)
 
 
@@ -96,10 +97,36 @@ def test_what_is_no_number_ends_with_an_error(rewards):
         call(rule)
 
 
-def test_two_functions_of_one_name():
-    spec = "tiny/reviews/gold.py:sentiment"
-    with pytest.raises(ValueError, match="two reward functions have the name sentiment"):
-        grpo.load_reward_fns([spec, spec])
+@pytest.mark.parametrize("name", with_flag("reward_weights"))
+def test_two_rewards_of_one_name(name):
+    """They name the metrics; `reward_model` is that of --reward-model."""
+    for specs in (["a.py:same", "b.py:same"], ["a.py:reward_model"]):
+        with pytest.raises(ValueError, match="--reward-fn: two rewards have one name"):
+            SPECS[name].module.Args(reward_fn=specs)
+
+
+@pytest.mark.parametrize("spec", ["rules.py", "rules:rule", ":rule", "rule"])
+def test_a_spec_that_is_none(spec):
+    with pytest.raises(ValueError, match=r"given as path/to/file\.py:function, not "):
+        grpo.load_reward_fn(spec)
+
+
+def test_a_function_that_does_not_take_the_data_columns(tmp_path):
+    path = reward_file(
+        tmp_path, "def rule(prompts, completions):\n    return [0.0] * len(prompts)\n"
+    )
+    name = Path(path).name
+    with pytest.raises(RuntimeError, match=f"rule of {name}, .*'answer'.*unexpected keyword"):
+        call(grpo.load_reward_fn(f"{path}:rule"))
+
+
+def test_a_column_with_the_name_of_an_argument():
+    def rule(prompts, completions, **columns):
+        return [0.0] * len(prompts)
+
+    prompts = [grpo.Prompt("1+2=", [1], {"completions": "#3"})]
+    with pytest.raises(RuntimeError, match=r"columns .'completions'.: TypeError.*multiple values"):
+        grpo.rule_rewards(rule, prompts, ["#3"])
 
 
 def test_two_functions_in_files_of_one_name(tmp_path):
@@ -109,9 +136,7 @@ def test_two_functions_in_files_of_one_name(tmp_path):
         rule = f"def {folder}(prompts, completions, **columns): return [{ord(folder)}] * 2\n"
         (tmp_path / folder / "twice.py").write_text(rule)
     specs = [f"{tmp_path}/{folder}/twice.py:{folder}" for folder in ("a", "b")]
-    reward_fns = grpo.load_reward_fns(specs)
-    assert [fn(PROMPTS, [], TEXTS)[0].item() for fn in reward_fns.values()] == [97, 98]
-    assert [*reward_fns] == ["a", "b"]
+    assert [call(grpo.load_reward_fn(spec))[0].item() for spec in specs] == [97, 98]
 
 
 RULES = """\
@@ -131,11 +156,10 @@ def rule(prompts, completions, **columns):
 def test_it_may_use_dataclasses_modules_beside_it_and_processes(tmp_path):
     reward_file(tmp_path, "def right(text):\n    return len(text) / 2\n", name="beside")
     path = reward_file(tmp_path, RULES.replace("{name}", tmp_path.name))
-    (rewards,) = grpo.load_reward_fns([f"{path}:rule"]).values()
-    (function,) = rewards.args
+    function = grpo.load_reward_fn(f"{path}:rule")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         in_a_process = pool.apply(function, kwds=dict(prompts=[], completions=TEXTS))
-    assert rewards(PROMPTS, [], TEXTS).tolist() == in_a_process == [1.0, 1.0]
+    assert call(function).tolist() == in_a_process == [1.0, 1.0]
 
 
 BROKEN = """\
@@ -151,11 +175,11 @@ def test_an_error_in_a_reward_file_shows_its_own_line(name, tmp_path):
     flag = "eval_reward_fn" if hasattr(script.Args, "eval_reward_fn") else "reward_fn"
     path = reward_file(tmp_path, BROKEN)
     flags = flags | {flag: f"{path}:rule", "output_dir": str(tmp_path / "runs")}
-    with pytest.raises(NameError, match="completons") as error:
+    with pytest.raises(RuntimeError, match=f"rule of {Path(path).name}.*completons") as error:
         script.main(script.Args(**flags))
-    *_, last = traceback.extract_tb(error.tb)
+    *_, last = traceback.extract_tb(error.value.__cause__.__traceback__)
     assert (last.filename, last.lineno) == (path, 2)
-    assert not (tmp_path / "runs").exists()
+    assert [*(tmp_path / "runs").iterdir()] == []
     flags |= {flag: f"{path}:missing", "model": "no/such/model"}
     with pytest.raises(AttributeError, match="missing"):
         script.main(script.Args(**flags))

@@ -1,12 +1,11 @@
 """Policies, their samples, their scores, and how far two policies are apart."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -42,7 +41,11 @@ def load_reward_model(source: str) -> Callable:
     """A function of (prompts, sequences, texts): rewards (B,), centred as in grpo.py."""
     kind = AutoModelForSequenceClassification
     model = kind.from_pretrained(source, dtype=torch.float32).eval()
-    return partial(grpo.model_rewards, model, MICRO_BATCH_SIZE)
+
+    def rewards(prompts: list, sequences: Sequences, texts: list[str]) -> Tensor:
+        return grpo.model_rewards(model, sequences, MICRO_BATCH_SIZE)
+
+    return rewards
 
 
 def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> list[grpo.Prompt]:
