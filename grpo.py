@@ -50,6 +50,7 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
@@ -58,11 +59,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers import GenerationConfig
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
-from common.distributed import sums_over_ranks
+from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
+from common.distributed import shard, sums_over_ranks
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
-from common.logprobs import rollout_logprobs
+from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
+from common.logprobs import hidden_states, micro_batches, rollout_logprobs
 from common.tokens import UnusableRow, encode, find_stop_ids, pad_rows, report_rows
 
 
@@ -77,6 +78,7 @@ class Args:
     # --- model and data ---
     # folder or hub name of the policy, the reference and their tokenizer
     model: str = "tiny/arithmetic/policy"
+    lora_rank: NonNegativeInt = 0  # rank of adapters, which alone are trained; 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -273,21 +275,27 @@ def main(args: Args) -> Path:
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
-    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    add_adapters(policy, args.lora_rank, args.seed)
+    shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
     ref_model = None
     if args.beta > 0:
-        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
+        ref_model = policy  # without its adapters
+        if args.lora_rank == 0:
+            ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+            shard(ref_model.requires_grad_(False), device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
         if not tokenizer.get_vocab().items() <= vocabulary.items():
             raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
-        reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
+        reward_model = load_model(kind, args.reward_model, tokenizer, positions)
+        shard(reward_model.requires_grad_(False), device)
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
@@ -359,7 +367,8 @@ def main(args: Args) -> Path:
         if needs_old_logprobs:
             old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+            with adapters_off(policy):
+                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
 
         # 4. Advantages: rewards against the group's mean, the same for each token of a completion.
         if args.multi_objective_aggregation == "normalize_then_sum":
@@ -531,7 +540,7 @@ def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Te
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: torch.device) -> Any:
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
@@ -541,7 +550,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
-    return shard(model, device)
+    return model
 
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
@@ -582,7 +591,9 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -614,8 +625,10 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
-    for name, (model, optimizer) in training.items():
-        state[name] = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+    for key, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        state[key] = {name: weights[name] for name in names if name in weights}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
@@ -642,7 +655,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     for name, (model, optimizer) in training.items():
         weights, moments = saved.pop(name)
         dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FULL_STATE
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
         )
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -668,12 +681,13 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
 
 def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
+    weights, adapter = gather_weights(model)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
+        if adapter:  # for peft's `from_pretrained`
+            model.peft_config["default"].save_pretrained(run_dir / "adapter")
+            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir}", flush=True)
 
 

@@ -45,6 +45,7 @@ import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
@@ -59,6 +60,7 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
@@ -67,10 +69,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers import AutoTokenizer, GenerationConfig
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
-from common.distributed import sums_over_ranks
+from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
+from common.distributed import shard, sums_over_ranks
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
+from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
+from common.logprobs import hidden_states, micro_batches
 from common.tokens import UnusableRow, encode, find_stop_ids, pad_rows, report_rows
 
 
@@ -84,6 +87,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
+    lora_rank: NonNegativeInt = 0  # rank of adapters, which alone are trained; 0: all weights
     dataset: str = "tiny/reviews/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -301,23 +305,35 @@ def main(args: Args) -> Path:
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
-    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    add_adapters(policy, args.lora_rank, args.seed)
+    shard(policy, device)
     ref_model = None
     if args.beta > 0:
-        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
+        ref_model = policy  # without its adapters
+        if args.lora_rank == 0:
+            ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+            shard(ref_model.requires_grad_(False), device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
         if not tokenizer.get_vocab().items() <= vocabulary.items():
             raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
-        reward_model = load_model(kind, args.reward_model, tokenizer, positions, device)
+        reward_model = load_model(kind, args.reward_model, tokenizer, positions)
+        reward_model.requires_grad_(False)
+        if args.lora_rank > 0 and args.critic_init == "reward_model":  # it is the critic too
+            add_adapters(reward_model, args.lora_rank, args.seed)
+            reward_model.value_head = deepcopy(reward_model.score).requires_grad_(True)
+        shard(reward_model, device)
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     # The value function: a backbone and a head of its own, or a head on the policy's backbone.
-    critic = load_critic(args, tokenizer, positions, device)
-    if args.critic_init == "policy":
-        value_backbone, value_head = policy, critic
+    if args.lora_rank > 0 and args.critic_init == "reward_model":
+        critic = value_backbone = reward_model
+        value_head = reward_model.value_head
     else:
-        value_backbone, value_head = critic, critic.score
+        critic = load_critic(args, tokenizer, positions, device)
+        shared = args.critic_init == "policy"
+        value_backbone, value_head = (policy, critic) if shared else (critic, critic.score)
     if args.activation_checkpointing:
         for model in {policy, value_backbone}:
             checkpoint_activations(model)
@@ -325,7 +341,7 @@ def main(args: Args) -> Path:
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.parameters(), lr=args.critic_learning_rate)
     highest_rate = max(args.learning_rate, args.critic_learning_rate)
-    if policy.num_parameters() > 1e8 and highest_rate >= 1e-4:
+    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and highest_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
@@ -348,7 +364,9 @@ def main(args: Args) -> Path:
         """Each reward (B,) of the completions, by its name."""
         rewards = {fn.__name__: rule_rewards(fn, prompts, texts) for fn in reward_fns}
         if args.reward_model:
-            rewards["reward_model"] = model_rewards(reward_model, sequences, args.micro_batch_size)
+            with adapters_off(reward_model):
+                size = args.micro_batch_size
+                rewards["reward_model"] = model_rewards(reward_model, sequences, size)
         return rewards
 
     training = {"policy": (policy, policy_optimizer), "critic": (critic, critic_optimizer)}
@@ -398,9 +416,10 @@ def main(args: Args) -> Path:
                         policy, sequences, inds, args.temperature
                     )
                     if ref_model is not None:  # without it beta is 0
-                        ref_logprobs[idx] = completion_logprobs(
-                            ref_model, sequences, inds, args.temperature
-                        )
+                        with adapters_off(policy):
+                            ref_logprobs[idx] = completion_logprobs(
+                                ref_model, sequences, inds, args.temperature
+                            )
                     old_values[idx] = critic_values(value_backbone, value_head, sequences, inds)
         for tensor in (old_logprobs, ref_logprobs, old_values):
             all_reduce_sum(tensor)  # each rank has computed some rows
@@ -550,7 +569,7 @@ def load_critic(args: Args, tokenizer: Any, positions: int, device: torch.device
     """A classifier with one label; for --critic-init policy only its head (Ziegler et al.)."""
     kind = AutoModelForSequenceClassification
     if args.critic_init == "reward_model":
-        return load_model(kind, args.reward_model, tokenizer, positions, device)
+        return shard(load_model(kind, args.reward_model, tokenizer, positions), device)
     config = AutoConfig.from_pretrained(args.model, num_labels=1)
     torch.manual_seed(args.seed)
     if args.critic_init == "scratch":
@@ -564,7 +583,8 @@ def load_critic(args: Args, tokenizer: Any, positions: int, device: torch.device
         missing = set(info["missing_keys"]) - {"score.weight"}
         if missing:
             raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
-        head = critic.score
+        add_adapters(critic, args.lora_rank, args.seed)
+        head = critic.score.requires_grad_(True)
         torch.manual_seed(args.seed)  # loading has drawn numbers
     torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)  # arXiv 2009.01325, B.1
     return shard(critic, device)
@@ -634,7 +654,7 @@ def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Te
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: torch.device) -> Any:
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
@@ -644,7 +664,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
-    return shard(model, device)
+    return model
 
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
@@ -685,7 +705,9 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -717,8 +739,10 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
-    for name, (model, optimizer) in training.items():
-        state[name] = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+    for key, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        state[key] = {name: weights[name] for name in names if name in weights}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
@@ -745,7 +769,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     for name, (model, optimizer) in training.items():
         weights, moments = saved.pop(name)
         dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FULL_STATE
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
         )
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -771,12 +795,13 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
 
 def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
+    weights, adapter = gather_weights(model)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
+        if adapter:  # for peft's `from_pretrained`
+            model.peft_config["default"].save_pretrained(run_dir / "adapter")
+            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir}", flush=True)
 
 

@@ -42,6 +42,7 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
@@ -49,9 +50,9 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
-from common.distributed import transformer_layers
-from common.logprobs import hidden_states, micro_batches
+from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
+from common.distributed import shard, transformer_layers
+from common.logprobs import add_adapters, hidden_states, micro_batches
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, pad_rows, report_rows
 
 
@@ -65,6 +66,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name; a head of scores is added if missing
+    lora_rank: NonNegativeInt = 0  # rank of adapters, which alone are trained; 0: all weights
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -89,6 +91,10 @@ class Args:
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 50  # steps between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out pairs, at most
+
+    def __post_init__(self):
+        if self.train_layers is not None and self.lora_rank > 0:
+            raise ValueError("--train-layers and --lora-rank: give one of the two")
 
 
 class Comparison(NamedTuple):
@@ -144,7 +150,7 @@ def main(args: Args) -> Path:
     optimizer = AdamW(
         model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-    if model.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+    if args.lora_rank == 0 and model.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-5 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
@@ -293,6 +299,10 @@ def load_classifier(
         model.requires_grad_(False)
         for module in (model.score, *layers[len(layers) - args.train_layers :]):
             module.requires_grad_(True)
+    if args.lora_rank > 0:
+        add_adapters(model, args.lora_rank, args.seed)
+        model.score.requires_grad_(True)
+        model.peft_config["default"].modules_to_save = ["score"]
     num_trained = model.num_parameters(only_trainable=True)
     print(f"{args.model}: {model.num_parameters():,} parameters, {num_trained:,} of them trained")
     return shard(model, device)
@@ -360,7 +370,9 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -392,8 +404,10 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
-    for name, (model, optimizer) in training.items():
-        state[name] = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+    for key, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        state[key] = {name: weights[name] for name in names if name in weights}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
@@ -420,7 +434,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     for name, (model, optimizer) in training.items():
         weights, moments = saved.pop(name)
         dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FULL_STATE
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
         )
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -446,12 +460,13 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
 
 def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
+    weights, adapter = gather_weights(model)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
+        if adapter:  # for peft's `from_pretrained`
+            model.peft_config["default"].save_pretrained(run_dir / "adapter")
+            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir}", flush=True)
 
 

@@ -39,6 +39,7 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
@@ -46,9 +47,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, join_processes, leave_processes, shard
+from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
+from common.distributed import shard
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import Sequences, add_adapters, completion_logprobs, micro_batches
+from common.logprobs import rollout_logprobs
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
 
 
@@ -62,6 +65,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/base"  # folder or hub name of the model and its tokenizer
+    lora_rank: NonNegativeInt = 0  # rank of adapters, which alone are trained; 0: all weights
     dataset: str = "tiny/arithmetic/sft"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -115,7 +119,9 @@ def main(args: Args) -> Path:
     eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     longest_prompt = max(len(row.prompt_ids) for row in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
-    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions, device)
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    add_adapters(policy, args.lora_rank, args.seed)
+    shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
     optimizer = AdamW(
@@ -125,7 +131,7 @@ def main(args: Args) -> Path:
         weight_decay=args.weight_decay,
         fused=True,
     )
-    if policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-5 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
@@ -234,7 +240,7 @@ def loss_sequences(args: Args, data: list[Demonstration]) -> Sequences:
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: torch.device) -> Any:
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
@@ -244,7 +250,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int, device: t
     if positions > getattr(model.config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
-    return shard(model, device)
+    return model
 
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
@@ -301,7 +307,9 @@ def to_pairs(args: Args, row: dict) -> list[tuple]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-FULL_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -333,8 +341,10 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
-    for name, (model, optimizer) in training.items():
-        state[name] = dcp.get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks
+    for key, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        state[key] = {name: weights[name] for name in names if name in weights}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
@@ -361,7 +371,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     for name, (model, optimizer) in training.items():
         weights, moments = saved.pop(name)
         dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FULL_STATE
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
         )
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -387,12 +397,13 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]
 
 def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights = dcp.get_model_state_dict(model, options=FULL_STATE)  # all ranks
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    weights = {name: weights[name] for name in names if name in weights}  # a tied one only once
+    weights, adapter = gather_weights(model)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
         model.save_pretrained(run_dir, state_dict=weights)
+        if adapter:  # for peft's `from_pretrained`
+            model.peft_config["default"].save_pretrained(run_dir / "adapter")
+            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir}", flush=True)
 
 

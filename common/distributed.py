@@ -10,11 +10,14 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -70,12 +73,14 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     if isinstance(model, PreTrainedModel):
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
+        store_in_bfloat16(model, device)
     if WORLD_SIZE == 1:
         return model.to(device)
     layers = getattr(model, "_no_split_modules", None) or ()
     # FSDP wants inner modules before those that contain them.
     units = [module for module in reversed([*model.modules()]) if type(module).__name__ in layers]
-    units += [model.base_model, model.score] if hasattr(model, "score") else [model]
+    heads = [module for module in model.children() if isinstance(module, torch.nn.Linear)]
+    units += [model.base_model, *heads] if hasattr(model, "score") else [model]
     for unit in units:
         # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
         bfloat16 = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)
@@ -84,6 +89,42 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
     return model.to(device)
+
+
+def store_in_bfloat16(model: PreTrainedModel, device: torch.device) -> None:
+    """CUDA-only: the frozen matrices that autocast would cast before each product: the same bits in
+    half the memory. Not embeddings, nor a head tied to them, nor a head of scores.
+    """
+    if not use_bfloat16(device):
+        return
+    head = model.get_output_embeddings()
+    modules = [module for layer in transformer_layers(model) for module in layer.modules()]
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        modules.append(head)
+    for module in modules:
+        if isinstance(module, torch.nn.Linear | Conv1D) and not module.weight.requires_grad:
+            module.weight.data = module.weight.data.bfloat16()
+
+
+def gather_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole weights, on rank 0: all of them, adapters merged, by their names in the checkpoint, a
+    tied one once; and, if there are adapters, those that were trained, by peft's names.
+    """
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
+    weights, adapter = {}, {}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if name in gathered and "lora_" not in name:
+            weights[name.replace(".base_layer", "")] = gathered[name]
+        if name in gathered and weight.requires_grad and hasattr(model, "peft_config"):
+            adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and RANK == 0:
+            a, b = [gathered[f"{name}.lora_{x}.default.weight"] for x in "AB"]
+            delta = layer.scaling["default"] * (b @ a)  # W + 2 B A; GPT-2's W is transposed
+            delta = delta.T if layer.fan_in_fan_out else delta
+            weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + delta
+    return weights, adapter
 
 
 def forward_method(function: Callable) -> Callable:

@@ -5,9 +5,12 @@ column t belongs to token t of the completion, and is 0 after its end.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from common.distributed import RANK, WORLD_SIZE, all_reduce_sum, autocast, forward_method
@@ -84,6 +87,38 @@ def rollout_logprobs(
         device_inds = inds.to(model.device, non_blocking=True)  # those on the CPU are waited for
         logprobs[device_inds] = completion_logprobs(model, sequences, inds, temperature)
     return all_reduce_sum(logprobs)
+
+
+def add_adapters(model: Any, rank: int, seed: int) -> None:
+    """LoRA (Hu et al. 2021, arXiv 2106.09685): each matrix W but the output head's is frozen and
+    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Nothing else is
+    trained. Rank 0 adds none, and all weights are trained.
+    """
+    if rank == 0:
+        return
+    model.requires_grad_(False)
+    torch.manual_seed(seed)  # of A
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )
+    inject_adapter_in_model(config, model)
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model as it was before training, for passes without gradient; one without adapters stays
+    as it is.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's public switch freezes A and B too
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
@@ -177,7 +212,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sums)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = None
+        if ctx.needs_input_grad[4]:  # not under adapters
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for chunk in ctx.chunks:
             log_probs = logits_buffer[: len(y[chunk])]
@@ -202,7 +239,9 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_cast = log_probs.to(cast_weight.dtype)  # by now the gradient of W h + b
             states = hidden[chunk].to(cast_weight.dtype)
             grad_hidden[chunk] = (grad_cast @ cast_weight).to(hidden.dtype)
-            if cast_weight.dtype == torch.float32:
+            if grad_weight is None:
+                pass
+            elif cast_weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_cast.T, states)  # no second tensor of the weight's size
             else:
                 grad_weight += grad_cast.T @ states
@@ -227,13 +266,13 @@ def output_head(model: Any, token: Tensor) -> OutputHead:
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
         # Not model(...): sharded, it would begin a forward pass within the one that is running.
-        with torch.no_grad(), torch.autocast(token.device.type, enabled=False):
+        with torch.no_grad(), autocast(token.device):  # frozen weights may be bfloat16
             output = model.forward(input_ids=token, use_cache=False, output_hidden_states=True)
             expected, hidden = output.logits[0].float(), output.hidden_states[-1][0]
             model.head_is_known = False
             if hidden.shape[1:] == head.weight.shape[1:]:
                 logits = head_logits(hidden, torch.empty_like(expected), head)
-                tolerance = 1e-5 if hidden.dtype == torch.float32 else 1e-2
+                tolerance = 1e-2 if use_bfloat16(token.device) else 1e-5
                 model.head_is_known = bool((logits - expected).norm() <= tolerance * logits.norm())
     if not model.head_is_known:
         raise unknown

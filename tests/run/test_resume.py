@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import contents, start, words
+from runs import assert_same_run, start, words
 from scripts import SPECS, WITH_ROLLOUTS
 
 import grpo
@@ -18,20 +18,6 @@ import sft
 EACH = pytest.mark.parametrize("name", SPECS)
 # Its second model and its beta, and one that reads rows.
 TWO_SCRIPTS = pytest.mark.parametrize("whole", ["ppo_rlhf", "dpo"], indirect=True)
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-
-def assert_same_run(run_dir, other_dir):
-    files, others = contents(run_dir), contents(other_dir)
-    assert files.keys() == others.keys()
-    assert [name for name in files if not same(files[name], others[name])] == []
 
 
 def resume(name, run_dir):

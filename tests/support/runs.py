@@ -104,7 +104,7 @@ def read_log(path: Path) -> list[dict]:
 def contents(run_dir: Path) -> dict[str, Any]:
     """All that a finished run leaves, but for what a clock says, by file."""
     files = {}
-    for path in sorted(run_dir.iterdir()):
+    for path in sorted(path for path in run_dir.rglob("*") if path.is_file()):
         if path.suffix == ".jsonl":
             files[path.name] = read_log(path)
         elif path.suffix == ".pt":
@@ -113,3 +113,18 @@ def contents(run_dir: Path) -> dict[str, Any]:
         elif path.name != "args.json":
             files[path.name] = path.read_bytes()
     return files
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two contents are equal to the bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def assert_same_run(run_dir: Path, other_dir: Path) -> None:
+    files, others = contents(run_dir), contents(other_dir)
+    assert files.keys() == others.keys()
+    assert [name for name in files if not same(files[name], others[name])] == []

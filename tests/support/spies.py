@@ -45,7 +45,7 @@ def watch_steps(monkeypatch) -> list[tuple]:
     steps, clip = [], torch.nn.utils.clip_grad_norm_
 
     def spy(parameters, max_norm):
-        parameters = list(parameters)
+        parameters = [p for p in parameters if p.grad is not None]  # no frozen ones
         weights = [p.detach().clone() for p in parameters]
         steps.append((weights, [p.grad.clone() for p in parameters], max_norm))
         return clip(parameters, max_norm)

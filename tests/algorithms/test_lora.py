@@ -1,0 +1,239 @@
+"""--lora-rank: the equation, the reference, what is trained, what is saved, in every script."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_types import take_gpu_types
+from models import tiny_model
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from runs import assert_same_run, metrics_of
+from safetensors.torch import load_file
+from scripts import SPECS
+from spies import spy_by_name, watch_steps
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import ppo_rlhf
+import rm_bradley_terry
+from common.distributed import gather_weights, shard
+from common.logprobs import adapters_off, add_adapters, completion_logprobs, plain_logprobs
+
+EACH = pytest.mark.parametrize("name", SPECS)
+CPU = torch.device("cpu")
+SEQUENCES = [([1, 5, 6], [7, 8, 2]), ([1, 9], [3, 4, 5, 2])]
+
+
+def with_random_adapters(architecture, rank=3):
+    """A model, the weights that it had, and the B A of each of its adapters by name."""
+    model = tiny_model(architecture)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    add_adapters(model, rank, seed=1)
+    products = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            torch.nn.init.normal_(b, std=0.3)
+            products[f"{name}.weight"] = (b @ a).detach()
+    return model, before, products
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_adapters_are_w_plus_two_b_a(architecture):
+    """Of every matrix but the output head's; GPT-2 stores its matrices transposed."""
+    model, before, products = with_random_adapters(architecture)
+    merged = tiny_model(architecture)
+    with torch.no_grad():
+        for name, weight in merged.named_parameters():
+            if name in products:
+                product = products[name]
+                weight += 2 * (product.T if architecture == "gpt2" else product)
+    assert len(products) == {"llama": 7, "gpt2": 4}[architecture] * model.config.num_hidden_layers
+    for prompt, completion in SEQUENCES:
+        expected, _ = plain_logprobs(merged, prompt, completion)
+        found, _ = plain_logprobs(model, prompt, completion)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    weights, adapter = gather_weights(model)
+    assert weights.keys() == {*merged.state_dict()} & weights.keys() and len(weights) >= len(before)
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-6)
+    assert len(adapter) == 2 * len(products)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_reference_is_the_policy_without_its_adapters(architecture):
+    model, _, _ = with_random_adapters(architecture)
+    inds = torch.arange(2)
+    expected = completion_logprobs(tiny_model(architecture), SEQUENCES, inds)
+    with adapters_off(model):
+        assert torch.equal(completion_logprobs(model, SEQUENCES, inds), expected)
+    assert (completion_logprobs(model, SEQUENCES, inds) - expected).abs().max() > 0.01
+
+
+def test_a_comes_from_the_seed_alone_and_b_is_zero():
+    drawn = []
+    for seed, other_draws in ((1, 0), (1, 5), (2, 0)):
+        torch.manual_seed(9)
+        torch.rand(other_draws)
+        model = tiny_model("llama")
+        add_adapters(model, 3, seed)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert all("lora_A" in name or "lora_B" in name for name in trained)
+        assert all(p.abs().sum() == 0 for name, p in trained.items() if "lora_B" in name)
+        drawn.append(torch.cat([p.flatten() for name, p in trained.items() if "lora_A" in name]))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_no_gradient_is_computed_for_a_frozen_head(monkeypatch):
+    """Neither its memory nor its time; the others' gradients are those of the plain definition."""
+    model, _, _ = with_random_adapters("llama")
+    allocated, zeros_like = [], torch.zeros_like
+    monkeypatch.setattr(
+        torch, "zeros_like", lambda x, **o: allocated.append(x.shape) or zeros_like(x, **o)
+    )
+    completion_logprobs(model, SEQUENCES, torch.arange(2)).sum().backward()
+    assert model.lm_head.weight.shape not in allocated and model.lm_head.weight.grad is None
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    sum(plain_logprobs(model, *sequence)[0].sum() for sequence in SEQUENCES).backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(found[name], p.grad, atol=1e-5, rtol=1e-4)
+
+
+# --- runs ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=SPECS)
+def run(request, tmp_path_factory):
+    """A script's name, and the folder of its run."""
+    script, folder = SPECS[request.param].module, tmp_path_factory.mktemp("lora")
+    flags = SPECS[request.param].short_flags | dict(lora_rank=4, learning_rate=1e-2)
+    return request.param, script.main(script.Args(**flags | {"output_dir": str(folder)}))
+
+
+def load(name, folder):
+    kind = AutoModelForCausalLM
+    if name == "rm_bradley_terry":
+        kind = AutoModelForSequenceClassification
+    return kind.from_pretrained(folder, num_labels=1)
+
+
+def test_what_a_run_changes_and_keeps(run):
+    """The merged model differs from the start in the adapted matrices, and in a head of scores."""
+    name, run_dir = run
+    start = load_file(Path(SPECS[name].module.Args.model) / "model.safetensors")
+    end = load_file(run_dir / "model.safetensors")
+    assert {weight.dtype for weight in end.values()} == {torch.float32}
+    changed = {key for key in start if not torch.equal(start[key].float(), end[key])}
+    assert changed == {key for key in start if "_proj." in key}
+    assert end.keys() - start.keys() == ({"score.weight"} if name == "rm_bradley_terry" else set())
+    state = torch.load(max(run_dir.glob("checkpoint_*.pt")), weights_only=True)
+    for model in SPECS[name].models:
+        weights, moments = state[model]
+        heads = {key for key in weights if "lora_" not in key}
+        expected = {"policy": set(), "model": {"score.weight"}, "critic": {"value_head.weight"}}
+        assert heads == expected[model]
+        assert moments["state"].keys() == weights.keys() and len(weights) > 4
+
+
+def test_peft_loads_the_adapter_and_it_is_the_merged_model(run):
+    name, run_dir = run
+    base = load(name, SPECS[name].module.Args.model).float()
+    model = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
+    ids = torch.tensor([[1, 5, 6, 7, 8]])
+    with torch.no_grad():
+        found = model(input_ids=ids).logits
+        expected = load(name, run_dir).float()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    config = json.loads((run_dir / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == SPECS[name].module.Args.model
+
+
+def test_a_run_resumes_to_the_same_bits(run, tmp_path):
+    name, run_dir = run
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for path in run_dir.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    max(copy.glob("checkpoint_*.pt")).unlink()
+    script = SPECS[name].module
+    script.main(script.parse_args(["--resume", str(copy)]))
+    assert_same_run(copy, run_dir)
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo_rlhf", "dpo", "kto"])
+def test_the_reference_stays_where_it_was(name, tmp_path):
+    """The distance to it is 0 at the start, and not at the end: both sides are one model."""
+    flags = SPECS[name].short_flags | dict(lora_rank=4, learning_rate=1e-2)
+    run_dir = SPECS[name].module.main(SPECS[name].module.Args(output_dir=str(tmp_path), **flags))
+    rows = metrics_of(run_dir)
+    key = "eval/kl" if SPECS[name].kind == "rows" else "objective/kl"
+    kls = [row[key] for row in rows if key in row]
+    assert kls[0] == pytest.approx(0, abs=1e-5) and abs(kls[-1]) > 0.05
+
+
+@pytest.mark.parametrize("critic_init", ["reward_model", "sft", "policy"])
+def test_ppo_scores_with_the_reward_model_as_it_was(critic_init, tmp_path, monkeypatch):
+    """Though its critic may be the same model, with adapters and a head of its own."""
+    calls = spy_by_name(ppo_rlhf, monkeypatch, "model_rewards")
+    flags = SPECS["ppo_rlhf"].short_flags | dict(lora_rank=4, critic_learning_rate=3e-2)
+    flags |= dict(critic_init=critic_init, output_dir=str(tmp_path))
+    ppo_rlhf.main(ppo_rlhf.Args(**flags))
+    fresh = AutoModelForSequenceClassification.from_pretrained(ppo_rlhf.Args.reward_model).float()
+    last = calls[-1]
+    monkeypatch.undo()
+    expected = ppo_rlhf.model_rewards(fresh, last["sequences"], 2)
+    torch.testing.assert_close(last["result"], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_a_step_trains_the_adapters_alone_at_one_rate(name, tmp_path, monkeypatch):
+    """Adam's first step is the rate times the sign, of B; A has no gradient while B is 0."""
+    steps = watch_steps(monkeypatch)
+    flags = SPECS[name].short_flags | dict(lora_rank=4, learning_rate=1e-3, max_grad_norm=1e9)
+    flags |= dict(lr_schedule="constant_with_warmup", warmup_ratio=0.0)
+    SPECS[name].module.main(SPECS[name].module.Args(output_dir=str(tmp_path), **flags))
+    (before, _, _), (after, _, _), (third, _, _), *_ = steps
+    moved = [(b - a).abs().max().item() for a, b in zip(before, after, strict=True)]
+    assert {round(move, 5) for move in moved} == {0.0, 1e-3}
+    moved = [(b - a).abs().max().item() for a, b in zip(after, third, strict=True)]
+    assert all(move in (0.0,) or 3e-4 < move < 1.1e-3 for move in moved)
+
+
+# --- frozen weights in two bytes ------------------------------------------------------------------
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_frozen_matrices_in_bfloat16_give_the_same_bits(architecture, monkeypatch):
+    """Where products are computed in bfloat16 anyway: log-probs and the adapters' gradients."""
+    take_gpu_types(monkeypatch)
+    results = []
+    for stored in (False, True):
+        model, _, _ = with_random_adapters(architecture)
+        if stored:
+            shard(model, CPU)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        size = sum(p.nbytes for p in frozen)
+        in_bfloat16 = sum(p.numel() for p in frozen if p.dtype == torch.bfloat16)
+        logprobs = completion_logprobs(model, SEQUENCES, torch.arange(2))
+        logprobs.sum().backward()
+        results.append([logprobs, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert in_bfloat16 > 0 and size == 4 * sum(p.numel() for p in frozen) - 2 * in_bfloat16
+    assert model.get_input_embeddings().weight.dtype == torch.float32
+    tied = model.config.tie_word_embeddings
+    head = model.get_output_embeddings().weight
+    assert head.dtype == (torch.float32 if tied else torch.bfloat16)
+    assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if "norm" in n)
+    for plain, stored in zip(*results, strict=True):
+        assert torch.equal(plain, stored)
+
+
+def test_what_is_trained_stays_in_float32_on_a_gpu(monkeypatch):
+    take_gpu_types(monkeypatch)
+    model = shard(tiny_model("llama"), CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# --- refused --------------------------------------------------------------------------------------
+def test_layers_or_adapters():
+    with pytest.raises(ValueError, match="--train-layers and --lora-rank: give one of the two"):
+        rm_bradley_terry.Args(train_layers=0, lora_rank=4)
