@@ -124,7 +124,7 @@ EXERCISES = {
     ),
     5: Exercise(
         commands=(f"{GRPO_REVIEWS} --beta 0.2 --total-rollouts 12 --eval-every 6",),
-        metrics=("reward/mean", "eval/reward", "objective/kl", "policy/grad_norm"),
+        metrics=("reward/mean", "objective/loss", "objective/kl", "policy/grad_norm"),
         bug=(
             Edit(
                 "grpo.py",
@@ -255,8 +255,9 @@ and here it is
 Both are never negative, and 0 where the policies agree. But on tokens of pi the second
 has another mean, E_pi[pi / pi_ref] - 1 - KL(pi || pi_ref), and pi samples just those
 tokens whose pi / pi_ref is large. One token that the reference finds very improbable
-dominates `objective/kl` and `policy/grad_norm`: both jump by orders of magnitude. As the
-gradient is clipped, such a step trains on little else than this token.""",
+dominates `objective/loss` and `policy/grad_norm`: both jump by orders of magnitude, while
+`objective/kl`, which is k1, does not. As the gradient is clipped, such a step trains on
+little else than this token.""",
     6: """\
 V_t is read one position too late, at token t instead of the token before it. It should
 predict the return from x and y_<t; here it has seen y_t too. In

@@ -25,7 +25,7 @@ SYMPTOMS = {
     "zero": Symptom(
         "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
         "grpo.py --beta 0 --total-rollouts 15",
-        {"reward/zero_variance_groups": 2, "reward/std": 2, "eval/accuracy": 2},
+        {"reward/zero_variance_groups": 2, "reward/group_std": 2, "eval/accuracy": 2},
     ),
     "critic": Symptom(
         "ppo_rlhf.py --critic-learning-rate 1e-6",

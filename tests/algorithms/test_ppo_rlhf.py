@@ -970,18 +970,24 @@ def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
         weights, _ = state[name]
         moved = max((tensor - start[key]).abs().max() for key, tensor in weights.items())
         assert moved.item() == pytest.approx(rate, rel=0.01)
-    last = metrics_of(run_dir)[-1]
-    assert (last["policy/learning_rate"], last["value/learning_rate"]) == (3e-4, 2e-3)
+    assert metrics_of(run_dir)[-1]["policy/learning_rate"] == 3e-4
 
 
-def test_the_learning_rates_rise_for_a_part_of_the_rollouts_and_fall_to_zero(tmp_path):
+def test_the_learning_rates_rise_for_a_part_of_the_rollouts_and_fall_to_zero(tmp_path, monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+
+    def spy(optimizer, *arguments):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     flags = dict(total_rollouts=6, warmup_ratio=0.4, max_new_tokens=2, **ONE_STEP)
     rows = metrics_of(run(tmp_path, **flags))[1:]
     # int(0.4 x 6) = 2 rollouts of warm-up, then down to 0 over the 4 others
     factors = (1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4)
-    for name, peak in (("policy", 5e-4), ("value", 1e-3)):
-        rates = [row[f"{name}/learning_rate"] for row in rows]
-        assert rates == pytest.approx([peak * factor for factor in factors])
+    assert rates[0::2] == pytest.approx([5e-4 * factor for factor in factors])  # of the policy
+    assert rates[1::2] == pytest.approx([1e-3 * factor for factor in factors])  # of the critic
+    assert [row["policy/learning_rate"] for row in rows] == rates[0::2]
 
 
 def test_what_was_logged(tmp_path, monkeypatch):
@@ -995,7 +1001,6 @@ def test_what_was_logged(tmp_path, monkeypatch):
     # The gold reward is a fraction, not right or wrong.
     assert all("eval/reward" in row and "eval/accuracy" not in row for row in rows)
     assert [row["policy/learning_rate"] for row in rows[1:]] == [5e-4, 2.5e-4]
-    assert [row["value/learning_rate"] for row in rows[1:]] == [1e-3, 5e-4]
 
     # The first rollout: two passes of two minibatches of two micro-batches.
     row, call, losses, values = rows[1], estimated[0], losses[:8], values[:8]

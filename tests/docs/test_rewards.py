@@ -27,7 +27,7 @@ def passed(*completions, tests=TESTS):
     """Rewards of completions that shall define `add`, by way of grpo.py."""
     columns = {"function": "add", "tests": tests}
     prompts = [grpo.Prompt("write add", [], columns) for _ in completions]
-    return grpo.rule_rewards(programs.passes, prompts, [], [*completions]).tolist()
+    return grpo.rule_rewards(programs.passes, prompts, [*completions]).tolist()
 
 
 # --- the format ---------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_ppo_learns_in_12_rollouts(tmp_path):
     rows, first, last, _ = learn("ppo_rlhf.py", tmp_path, 1, "--total-rollouts", "12")
     assert abs(first["eval/reward"]) < 0.1  # the gold reward, which training does not see
     assert last["eval/reward"] >= 0.6  # five seeds: 0.69 to 0.74
-    assert last_mean(rows, "objective/kl") < 5  # 1.9 to 2.6
+    assert last_mean(rows, "objective/kl") < 5  # 2.0 to 2.9
     assert last_mean(rows, "value/explained_variance") > 0.15  # 0.19 to 0.30
 
 
