@@ -40,6 +40,9 @@ MORE = {
     "ppo_rlhf-shared": dict(critic_init="policy", activation_checkpointing=True),
     "rm_bradley_terry-layers": dict(train_layers=1, activation_checkpointing=True),
     "dpo-orpo": dict(loss="orpo"),  # without a reference
+    "dpo-lora": dict(lora_rank=4, activation_checkpointing=True),
+    "ppo_rlhf-lora": dict(lora_rank=4),  # critic and reward model are one
+    "rm_bradley_terry-lora": dict(lora_rank=4),
 }
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:

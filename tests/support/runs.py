@@ -110,7 +110,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
         elif path.suffix == ".pt":
             files[path.name] = torch.load(path, weights_only=True)
             del files[path.name]["logs"]  # the sizes of the logs
-        elif path.name != "args.json":
+        elif path.name not in ("args.json", "adapter_config.json"):  # which lists a set
             files[path.name] = path.read_bytes()
     return files
 

@@ -20,7 +20,8 @@ def watch():
         own = sum(weight.to_local().numel() for weight in weights)
         assert abs(own - whole / common.distributed.WORLD_SIZE) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
-        roots = {"model", "score"} if hasattr(model, "score") else {""}
+        heads = {name for name, _ in model.named_children()} & {"score", "value_head"}
+        roots = {"model", *heads} if heads else {""}
         num_layers = model.config.num_hidden_layers if hasattr(model, "config") else 0
         assert units == roots | {f"model.layers.{i}" for i in range(num_layers)}
         return sharded
