@@ -268,7 +268,7 @@ def main(args: Args) -> Path:
     print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    reward_fns = [load_reward_fn(spec) for spec in args.reward_fn]
+    reward_fns = {spec.rpartition(":")[2]: load_reward_fn(spec) for spec in args.reward_fn}
     eval_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     stop_ids = find_stop_ids(args.model, tokenizer)
@@ -316,7 +316,7 @@ def main(args: Args) -> Path:
 
     def score(prompts: list[Prompt], sequences: Sequences, texts: list[str]) -> dict[str, Tensor]:
         """Each reward (B,) of the completions, by its name."""
-        rewards = {fn.__name__: rule_rewards(fn, prompts, texts) for fn in reward_fns}
+        rewards = {name: rule_rewards(fn, prompts, texts) for name, fn in reward_fns.items()}
         if args.reward_model:
             rewards["reward_model"] = model_rewards(reward_model, sequences, args.micro_batch_size)
         return rewards
@@ -510,7 +510,7 @@ def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) ->
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{function.__name__} of {function.__module__}.py"
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
         try:

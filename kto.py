@@ -379,7 +379,7 @@ def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) ->
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{function.__name__} of {function.__module__}.py"
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
         try:
@@ -433,7 +433,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
         if args.chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         try:
-            prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
+            prompt_ids, completion_ids = encode_pair(tokenizer, prompt or "", completion, stop_ids)
             length = len(prompt_ids) + len(completion_ids)
             longest = max(longest, length)
             if length > args.max_length:

@@ -276,7 +276,7 @@ def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) ->
     """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{function.__name__} of {function.__module__}.py"
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
         try:

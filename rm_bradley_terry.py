@@ -353,12 +353,12 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
     """The prompt, the preferred completion and the other one of a row, strings or chat messages."""
     chosen, rejected = row.pop(args.chosen_column), row.pop(args.rejected_column)
     prompt = row.pop(args.prompt_column, None)
-    if isinstance(chosen, list) and len(chosen) > 1 and chosen[0]["role"] != "assistant":
+    if isinstance(chosen, list) and len(chosen) > 1 and chosen[0].get("role") != "assistant":
         # Whole conversations: the prompt is what they share, whatever its own column says.
-        if chosen[:-1] != rejected[:-1]:
+        if not rejected or chosen[:-1] != rejected[:-1]:
             raise UnusableRow("whose conversations begin differently")
         return chosen[:-1], chosen[-1:], rejected[-1:]
-    if prompt is None and isinstance(chosen, str):  # a dialogue as text, up to the last answer
+    if prompt is None and isinstance(chosen, str) and rejected:  # a dialogue up to its last answer
         before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
         prompt = before + assistant
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]

@@ -289,21 +289,21 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list) 
 
 def to_pairs(args: Args, row: dict) -> list[tuple]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
-    if "text" in row and args.completion_column not in row:
-        return [(None, row["text"])]
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"]
         replies = [i for i in range(1, len(turns)) if turns[i]["role"] == "assistant"]
         pairs = [(turns[:i], [turns[i]]) for i in replies]
         # The last pair holds all turns: it is enough where prompts are learned too.
         return pairs[-1:] if args.train_on_prompt else pairs
+    if "text" in row and not {args.prompt_column, args.completion_column} & {*row}:
+        return [(None, row["text"])]
     for column in (args.prompt_column, args.completion_column):
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
     if args.chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return [(prompt, completion)]
+    return [(prompt or "", completion)]
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

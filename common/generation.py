@@ -216,8 +216,10 @@ def float32_head(model: torch.nn.Module) -> Iterator[None]:
         return head_logits(hidden[:, -1], logits_buffer, head)[:, None]
 
     module.forward = last_logits
-    yield
-    del module.forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 class GraphDecoder(Decoder):

@@ -252,6 +252,41 @@ def test_pairs_of_dialogues_as_text():
     assert dpo.to_pair(dpo.Args(), row) == expected
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        dict(chosen="Assistant: 3", rejected=None),
+        dict(chosen=TURNS, rejected=None),
+        dict(chosen=TURNS[1:], rejected=OTHER[1:]),
+        dict(prompt=None, chosen="3", rejected="4"),
+    ],
+)
+def test_pairs_without_a_side_or_a_prompt_are_dropped(row, tokenizer, tmp_path):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    whole = row_of("1+2=", "#3")
+    if isinstance(row["chosen"], list):
+        whole |= dict(prompt=None, chosen=TURNS, rejected=OTHER)
+    data = write_dataset(tmp_path / "data", [whole, row])
+    assert len(dpo.load_preference_pairs(dpo.Args(dataset=data), "train", tokenizer, [2])) == 1
+
+
+def test_turns_without_roles_are_named(tokenizer, tmp_path):
+    """As in ShareGPT's rows."""
+    turns = [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "#3"}]
+    row = dict(chosen=turns, rejected=[turns[0], {"from": "gpt", "value": "#4"}])
+    args = dpo.Args(dataset=write_dataset(tmp_path / "data", [row]))
+    with pytest.raises(ValueError, match="every chat message needs a role and a content"):
+        dpo.load_preference_pairs(args, "train", tokenizer, [2])
+
+
+def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer):
+    row = dict(messages=TURNS, text="1+2=#3")
+    assert sft.to_pairs(sft.Args(), row) == [(TURNS[:1], TURNS[1:])]
+    row = dict(text="1+2=#3", question="1+2=")
+    with pytest.raises(ValueError, match="no column completion"):
+        sft.to_pairs(sft.Args(prompt_column="question"), row)
+
+
 def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(UnusableRow, match="ends with an assistant's turn"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import metrics_of
 from scripts import SPECS, with_flag
 
 import grpo
@@ -118,6 +119,17 @@ def test_a_function_that_does_not_take_the_data_columns(tmp_path):
     name = Path(path).name
     with pytest.raises(RuntimeError, match=f"rule of {name}, .*'answer'.*unexpected keyword"):
         call(grpo.load_reward_fn(f"{path}:rule"))
+
+
+def test_functions_without_a_name_of_their_own(tmp_path):
+    """The metrics have those of the specs."""
+    rules = "from functools import partial\none = lambda prompts, **c: [1.0] * len(prompts)\n"
+    path = reward_file(tmp_path, rules + "two = partial(one, times=2)\nthree = lambda **c: []\n")
+    flags = SPECS["grpo"].short_flags | dict(total_rollouts=1, output_dir=str(tmp_path / "runs"))
+    run_dir = grpo.main(grpo.Args(reward_fn=[f"{path}:one", f"{path}:two"], **flags))
+    assert {"rewards/one", "rewards/two"} <= {*metrics_of(run_dir)[1]}
+    with pytest.raises(ValueError, match="must return 2 finite numbers"):
+        call(grpo.load_reward_fn(f"{path}:three"))
 
 
 def test_a_column_with_the_name_of_an_argument():
