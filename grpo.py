@@ -78,7 +78,7 @@ class Args:
     # --- model and data ---
     # folder or hub name of the policy, the reference and their tokenizer
     model: str = "tiny/arithmetic/policy"
-    lora_rank: NonNegativeInt = 0  # rank of adapters, which alone are trained; 0: all weights
+    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -128,7 +128,7 @@ class Args:
     micro_batch_size: PositiveInt = 64
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak learning rate, for tiny/; for a model of 0.5B parameters or more about 1e-6
+    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-6, for adapters ten times as much
     learning_rate: PositiveFloat = 5e-4
     # how the learning rate changes after its warm-up
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"

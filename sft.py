@@ -65,7 +65,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/base"  # folder or hub name of the model and its tokenizer
-    lora_rank: NonNegativeInt = 0  # rank of adapters, which alone are trained; 0: all weights
+    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/sft"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -81,7 +81,8 @@ class Args:
     micro_batch_size: PositiveInt = 32  # rows per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 1e-3  # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-5
+    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-5, for adapters ten times as much
+    learning_rate: PositiveFloat = 1e-3
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03  # warm-up, as a fraction of all steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
