@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -82,6 +83,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     heads = [module for module in model.children() if isinstance(module, torch.nn.Linear)]
     units += [model.base_model, *heads] if hasattr(model, "score") else [model]
     for unit in units:
+        receive_weights(unit, device)
         # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
         bfloat16 = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)
         precision = MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
@@ -91,6 +93,27 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     return model.to(device)
 
 
+def receive_weights(unit: torch.nn.Module, device: torch.device) -> None:
+    """Rank 0 has read the weights. The others, whose models are on the meta device and take no
+    memory, receive those of this unit that are not sharded yet.
+    """
+    received = {}  # by identity: a tied weight stays tied
+    for module in unit.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if tensor not in received:
+                    whole = torch.empty_like(tensor, device=device, requires_grad=False)
+                    if RANK == 0:
+                        whole.copy_(tensor.detach())
+                    torch.distributed.broadcast(whole, src=0)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        whole = torch.nn.Parameter(whole, tensor.requires_grad)
+                    received[tensor] = whole
+                tensors[name] = received[tensor]
+
+
 def store_in_bfloat16(model: PreTrainedModel, device: torch.device) -> None:
     """CUDA-only: the frozen matrices that autocast would cast before each product: the same bits in
     half the memory. Not embeddings, nor a head tied to them, nor a head of scores.
@@ -98,7 +121,8 @@ def store_in_bfloat16(model: PreTrainedModel, device: torch.device) -> None:
     if not use_bfloat16(device):
         return
     head = model.get_output_embeddings()
-    modules = [module for layer in transformer_layers(model) for module in layer.modules()]
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    modules = [module for layer in layers for module in layer.modules()]
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         modules.append(head)
     for module in modules:
