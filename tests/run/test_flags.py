@@ -46,7 +46,7 @@ def test_every_number_has_a_range(name):
 def test_a_keyword_that_is_no_flag(name, tmp_path):
     """In Python, and in an args.json that was edited by hand."""
     script = SPECS[name].module
-    with pytest.raises(ValidationError, match="lr\n.*Unexpected keyword argument"):
+    with pytest.raises(ValidationError, match=r"lr\n.*Unexpected keyword argument"):
         script.Args(lr=1e-4)
     (tmp_path / "args.json").write_text(json.dumps(vars(script.Args()) | {"lr": 1e-4}))
     with pytest.raises(ValueError, match=f"--resume {tmp_path}: {name} has other flags"):
