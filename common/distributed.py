@@ -131,23 +131,27 @@ def store_in_bfloat16(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def gather_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Whole weights, on rank 0: all of them, adapters merged, by their names in the checkpoint, a
-    tied one once; and, if there are adapters, those that were trained, by peft's names.
+    """After training: whole weights, on rank 0, by their names in the checkpoint, a tied one once.
+    Adapters are merged into them, in float32; the second dictionary has these alone, by peft's
+    names, and the heads that were trained.
     """
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
-    weights, adapter = {}, {}
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+    options = dict(full_state_dict=True, cpu_offload=True)
+    adapter = {}
+    if hasattr(model, "peft_config"):
+        only_trained = dcp.StateDictOptions(**options, ignore_frozen_params=True)
+        trained = dcp.get_model_state_dict(model, options=only_trained)
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and name in trained:
+                adapter["base_model.model." + name.replace(".default", "")] = trained[name]
+        model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.merge()
+    gathered = dcp.get_model_state_dict(model, options=dcp.StateDictOptions(**options))
+    weights = {}
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
         if name in gathered and "lora_" not in name:
             weights[name.replace(".base_layer", "")] = gathered[name]
-        if name in gathered and weight.requires_grad and hasattr(model, "peft_config"):
-            adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer) and RANK == 0:
-            a, b = [gathered[f"{name}.lora_{x}.default.weight"] for x in "AB"]
-            delta = layer.scaling["default"] * (b @ a)  # W + 2 B A; GPT-2's W is transposed
-            delta = delta.T if layer.fan_in_fan_out else delta
-            weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + delta
     return weights, adapter
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_types import take_gpu_types
-from models import tiny_model
+from models import family_model, tiny_model
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from runs import assert_same_run, metrics_of
@@ -59,6 +59,23 @@ def test_adapters_are_w_plus_two_b_a(architecture):
     for name, weight in merged.named_parameters():
         torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-6)
     assert len(adapter) == 2 * len(products)
+
+
+def test_experts_are_merged_too():
+    """transformers has those of a layer in one tensor, which peft adapts."""
+    model = family_model("Mixtral")
+    add_adapters(model, 3, seed=1)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.3)
+    expected, _ = plain_logprobs(model, *SEQUENCES[0])
+    start, _ = plain_logprobs(family_model("Mixtral"), *SEQUENCES[0])
+    assert (expected - start).abs().max() > 0.01
+    merged = family_model("Mixtral")
+    weights, _ = gather_weights(model)
+    assert merged.load_state_dict(weights, strict=False).unexpected_keys == []
+    found, _ = plain_logprobs(merged, *SEQUENCES[0])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

@@ -101,7 +101,11 @@ SETTINGS = [
         micro_batch=64,
         gpus=3,
     ),
+    dict(model="Qwen2.5-7B", lora_rank=16, checkpointing=True, train_layers=4, generation_batch=16),
+    dict(lora_rank=64, gpus=3, micro_batch=2),
+    dict(model="Llama-3.1-8B", lora_rank=1, precision="float32"),
 ]
+LORA = SETTINGS[8]
 
 
 @needs_browser
@@ -151,7 +155,7 @@ def test_the_page_shows_what_the_formula_gives(browser, setting):
 def test_the_commands_are_those_of_the_scripts(browser):
     """Each command's flags are flags of the script, and ask for what is shown."""
     uneven = dict(gpus=16, micro_batch=4, rollout=129, prompt=77, generation_batch=3)
-    for setting in [{}, SETTINGS[5] | uneven]:
+    for setting in [{}, SETTINGS[5] | uneven, LORA, LORA | uneven]:
         browser.open()
         shown = browser.run(CHOOSE, setting, [*ALGORITHMS])
         work = DEFAULTS | setting
@@ -171,6 +175,18 @@ def test_the_commands_are_those_of_the_scripts(browser):
             assert args.micro_batch_size == work["micro_batch"]
             assert args.activation_checkpointing == work.get("checkpointing", False)
             assert args.model == f"Qwen/{setting.get('model', START_MODEL)}-Instruct"
+            assert args.lora_rank == work["lora_rank"]
+            written = dict(re.findall(r"--(\S*learning-rate) (\S+)", ABOUT[name]["flags"]))
+            for flag, rate in written.items():
+                factor = 10 if work["lora_rank"] else 1
+                found = getattr(args, flag.replace("-", "_"))
+                assert found == pytest.approx(factor * float(rate))
+            if algorithm["evaluated"]:
+                assert args.max_new_tokens == work["completion"]
+                of_a_gpu = -(-algorithm["evaluated"] // work["gpus"])
+                assert args.generation_batch_size == min(work["generation_batch"], of_a_gpu)
+                sampled = "eval_samples" if name == "sft" else "eval_rows"
+                assert getattr(args, sampled) == algorithm["evaluated"]
             if algorithm["samples"]:
                 lengths = (args.max_prompt_length, args.max_new_tokens)
                 assert lengths == (work["prompt"], work["completion"])
@@ -190,7 +206,8 @@ def test_the_commands_are_those_of_the_scripts(browser):
                 assert has_reward_model == ("reward" in algorithm["frozen"])
                 assert (args.critic_init == "policy") == ("critic" not in algorithm["trained"])
             if name == "rm":
-                assert args.train_layers == setting.get("train_layers")
+                frozen = None if work["lora_rank"] else setting.get("train_layers")
+                assert args.train_layers == frozen
 
 
 @needs_browser
@@ -214,7 +231,7 @@ def test_every_control_changes_the_address_which_brings_it_back(browser):
     everything = """return Object.fromEntries([...document.querySelectorAll("select, input")].map(
         (x) => [x.id, x.type === "checkbox" ? x.checked : x.value]))"""
     expected = choices | {name: str(value) for name, value in numbers.items()}
-    expected |= dict(checkpointing=True, tied=False)
+    expected |= dict(checkpointing=True, tied=False, lora_rank="0")
     assert browser.run(everything) == expected
     browser.open(address=address[1:])
     assert browser.run(everything) == expected
@@ -223,16 +240,33 @@ def test_every_control_changes_the_address_which_brings_it_back(browser):
 
 
 @needs_browser
+def test_adapters_are_in_the_first_view_and_in_the_address(browser):
+    browser.open(width=360, address="a=grpo&b=rm&model=Qwen2.5-7B")
+    assert browser.text("#size").endswith("122 GB trained, 16.3 GB frozen.")
+    before = browser.text("#cards")
+    browser.type("#lora_rank", "16")
+    assert browser.text("#cards") != before and "lora_rank=16" in browser.hash()
+    assert browser.text("#size").endswith("40 million in adapters: 0.6 GB.")
+    assert not browser.run("return document.getElementById('more').open")
+    shown, address = browser.run(SCRIPT + "return read()"), browser.hash()
+    browser.open(width=360, address=address[1:])
+    assert browser.run(SCRIPT + "return read()") == shown
+    assert not browser.run("return document.getElementById('more').open")
+
+
+@needs_browser
 def test_fields_without_effect_are_hidden(browser):
     visible = """const fields = [...document.querySelectorAll("[data-for] input")];
         return fields.filter((x) => x.getClientRects().length).map((x) => x.id)"""
     shown = {
-        "a=sft&b=dpo": [],
+        "a=rm&b=rm": ["train_layers"],
+        "a=rm&b=rm&lora_rank=8": [],
+        "a=sft&b=dpo": ["generation_batch"],
         "a=sft&b=ppo": ["rollout", "generation_batch"],
         "a=grpo&b=rm": ["rollout", "group", "generation_batch", "train_layers"],
     }
     for address, names in shown.items():
-        browser.open(address=address + "&rollout=64")
+        browser.open(address=address + "&prompt=64")
         assert browser.run(visible) == names
         browser.run(SCRIPT + "set('gpus', 2)")
         assert ("rollout" in browser.hash()) == ("rollout" in names)
@@ -243,6 +277,7 @@ WRONG = dict(
     micro_batch=["0", "1e9"],
     group=["1"],
     train_layers=["29", "-1"],
+    lora_rank=["-1", "1.5", ""],
     vocab=["0", ""],
 )
 
@@ -330,9 +365,9 @@ def test_what_fits_is_said(browser):
     work, float32 = DEFAULTS, PRECISIONS["float32"]
     parts = memory(MODELS[START_MODEL], ALGORITHMS["grpo"], float32, **work).values()
     assert f"{max(sum(x.values()) for x in parts) / 1e9:.1f} GB in float32: needs" in t4
-    browser.open(width=360, address="a=sft&b=grpo&model=Llama-3.1-70B&gpus=32")
-    first, second = browser.text("#summary").split("GRPO")
-    assert "fits 32 x 96 GB, tight on 32 x 80 GB" in first and "tight on 32 x 192 GB" in second
+    browser.open(width=360, address="a=rm&b=ppo&model=Llama-3.1-70B&gpus=48")
+    first, second = browser.text("#summary").split("PPO")
+    assert "fits 48 x 141 GB, tight on 48 x 96 GB" in first and "tight on 48 x 192 GB" in second
     assert "whole policy, 141 GB" in browser.text("article:nth-child(2) .note")
     browser.open(width=360, address="a=dpo&b=ppo&model=Llama-3.1-70B&completion=4096")
     assert "--activation-checkpointing" in browser.text("article .note")
@@ -489,7 +524,8 @@ def test_it_can_be_read_on_a_phone_and_a_desk_in_light_and_dark(browser, width, 
         assert len({*tints.values()}) == len(tints)
         assert look["unnamed"] == []
         if not address:
-            assert {"policy", "ref", "critic", "RM", "grads", "AdamW"} <= {*look["labels"]}
+            names = {"policy", "critic", "grads", "AdamW"}  # on a phone the frozen ones are narrow
+            assert names | ({"ref", "RM"} if width > 360 else set()) <= {*look["labels"]}
 
 
 @needs_browser
