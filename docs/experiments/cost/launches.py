@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import common.generation
 from common.generation import generate
-from common.logprobs import completion_logprobs
+from common.logprobs import add_adapters, completion_logprobs
 from docs.experiments.cost.speed import Work, train_ours, train_trl
 from docs.experiments.lib.measuring import (
     SCRIPTS,
@@ -112,7 +112,7 @@ def counted() -> Iterator[LaunchCounter]:
 
 
 # --- generate and log-probs --------------------------------------------------------------------
-def make_model(vocabulary: int = 151_936) -> torch.nn.Module:
+def make_model(vocabulary: int = 151_936, lora_rank: int = 0) -> torch.nn.Module:
     """A Llama of four layers, by default with Qwen2.5's vocabulary, on the simulated device."""
     model = random_llama(
         device="cpu",
@@ -124,6 +124,7 @@ def make_model(vocabulary: int = 151_936) -> torch.nn.Module:
         num_key_value_heads=2,
         max_position_embeddings=4_096,
     )
+    add_adapters(model, lora_rank, seed=1)
     with SimulatedGPU():
         model.to(SIM)
         generate_ours(model, 2)  # what is tried once: the cache, and below the head
@@ -276,12 +277,13 @@ def count_step(train: Callable, work: Work) -> int:
 
 
 def main() -> None:
-    model = make_model()
+    model, adapted = make_model(), make_model(lora_rank=16)
     print("| a token of | launches | waits |\n|---|---|---|")
     for name, (launches, waits) in {
         "generate, graph": per_token_of_graph(model),
         "generate, growing cache": per_token(generate_ours, model),
         "model.generate": per_token(generate_theirs, model),
+        "generate, growing cache, adapters": per_token(generate_ours, adapted),
     }.items():
         print(f"| `{name}` | {launches:.1f} | {waits:.2f} |")
 
@@ -291,6 +293,7 @@ def main() -> None:
         "TRL, 1,024 tokens": count_logprobs(logprobs_trl, model, 1_024),
         "`completion_logprobs`, one chunk": count_logprobs(logprobs_ours, model, 256),
         "8,192 tokens": count_logprobs(logprobs_ours, model, 8_192),
+        "one chunk, adapters": count_logprobs(logprobs_ours, adapted, 256),
     }.items():
         print(f"| {name} | {counter.launches.total():,} | {len(counter.waits)} |")
 

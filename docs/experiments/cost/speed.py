@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -42,6 +43,7 @@ from docs.experiments.lib.runs import read_jsonl, write_jsonl
 from docs.experiments.lib.tables import spread
 
 SKIPPED_STEPS = 4  # at the start
+ADAPTERS = dict(lora_rank=16)
 
 
 class Work(NamedTuple):
@@ -83,6 +85,8 @@ def works_in(folder: str) -> dict[str, Work]:
         "dpo": Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, pairs),
         "rm": Work("reward model, 16 pairs in micro-batches of 4", "rm_bradley_terry", 16, pairs),
         "sft": Work("SFT, 16 rows in micro-batches of 4", "sft", 16, rows),
+        "dpo_lora": Work("DPO, the same with adapters of rank 16", "dpo", 16, pairs | ADAPTERS),
+        "sft_lora": Work("SFT, the same with adapters of rank 16", "sft", 16, rows | ADAPTERS),
     }
 
 
@@ -140,6 +144,13 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
     settings["gradient_accumulation_steps"] = sequences_per_step // args.micro_batch_size
     model = load_classifier if work.script == "rm_bradley_terry" else load_policy
     inputs = dict(model=model(args.model), train_dataset=data, processing_class=tokenizer)
+    if args.lora_rank > 0:
+        inputs["peft_config"] = LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=2 * args.lora_rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
     if work.script == "grpo":
         config = trl.GRPOConfig(
             **settings,
@@ -153,7 +164,9 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
         trainer = trl.GRPOTrainer(**inputs, args=config, reward_funcs=count_letters)
     elif work.script == "dpo":
         config = trl.DPOConfig(**settings, beta=args.beta, max_length=args.max_length)
-        trainer = trl.DPOTrainer(**inputs, args=config, ref_model=load_policy(args.model))
+        if args.lora_rank == 0:  # with adapters the reference is the policy without them
+            inputs["ref_model"] = load_policy(args.model)
+        trainer = trl.DPOTrainer(**inputs, args=config)
     elif work.script == "rm_bradley_terry":
         config = trl.RewardConfig(**settings, max_length=args.max_length)
         trainer = trl.RewardTrainer(**inputs, args=config)
@@ -253,7 +266,9 @@ def measure(side: str, work: Work, steps: int) -> tuple[float, float]:
 
 
 def main(
-    works: tyro.conf.Positional[tuple[Literal["grpo", "ppo", "dpo", "rm", "sft"], ...]],
+    works: tyro.conf.Positional[
+        tuple[Literal["grpo", "ppo", "dpo", "rm", "sft", "dpo_lora", "sft_lora"], ...]
+    ],
     data: Path,
     tokenizer: str = "openai-community/gpt2",
     repeats: int = 5,
