@@ -105,7 +105,10 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
         task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
-    inject_adapter_in_model(config, model)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ValueError(f"--lora-rank: no matrix of {type(model).__name__} is adapted") from error
 
 
 @contextmanager

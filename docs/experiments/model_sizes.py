@@ -5,6 +5,7 @@ at the size of Qwen2.5-0.5B.
 import os
 import tempfile
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +29,92 @@ from docs.experiments.lib.runs import train
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 BFLOAT16, FLOAT32 = CONSTANTS["precisions"]["mixed"], CONSTANTS["precisions"]["float32"]
-BARS = ("sft", "dpo", "grpo_no_kl", "grpo", "grpo_rm", "ppo")  # algorithms in the figure
+NAMES = [name for name in MODELS if name != "Llama-3.1-8B"]  # of the tables
+CARDS = (16, 24, 48, 80)  # GB
+FITS = 0.92  # of a card, as in docs/explorer.html
+RANK = 16
+WORK = DEFAULTS | {"generation_batch": 16}
+METHODS = {  # by their column: with all weights, and with adapters
+    "SFT": ("sft", "sft"),
+    "reward model": ("rm", "rm"),
+    "DPO": ("dpo", "dpo"),
+    "GRPO": ("grpo_no_kl", "grpo"),
+    "PPO": ("ppo", "ppo"),
+}
+VARIANTS = ("ppo_rule", "ppo_shared", "grpo_rm", "simpo")  # not in the tables
+BARS = [  # algorithms in the figure, and the rank of their adapters
+    *[(name, 0) for name in ("sft", "dpo", "grpo_no_kl", "grpo", "grpo_rm", "ppo")],
+    *[(name, RANK) for name in ("sft", "dpo", "grpo", "ppo")],
+]
+
+
+def size_of(name: str) -> str:
+    """7B of Qwen2.5-7B."""
+    return name.rpartition("-")[2]
+
+
+def largest_fitting(algorithm: str, card: int, lora_rank: int) -> str:
+    """The size of the largest model whose peak is at most `FITS` of the card."""
+    work = WORK | {"checkpointing": True, "lora_rank": lora_rank}
+    fitting = [
+        size_of(name)
+        for name, model in MODELS.items()
+        if name in NAMES
+        and peak(model, ALGORITHMS[algorithm], BFLOAT16, **work) <= FITS * card * GB
+    ]
+    return fitting[-1] if fitting else "none"
+
+
+def fits_table() -> dict:
+    """What one card holds: with all weights / with adapters."""
+    rows = []
+    for card in CARDS:
+        cells = [
+            f"{largest_fitting(full, card, 0)} / {largest_fitting(adapted, card, RANK)}"
+            for full, adapted in METHODS.values()
+        ]
+        rows.append([f"{card} GB", *cells])
+    return {"columns": ["one card", *METHODS], "rows": rows}
 
 
 def peaks_table(gpus: int) -> dict:
-    """Peaks in GB; the algorithms that need the same share a row."""
-    names = [name for name in MODELS if name != "Llama-3.1-8B"]
+    """Peaks in GB, with all weights / with adapters; algorithms that need the same share a row."""
+
+    def gigabytes(name: str, algorithm: dict, lora_rank: int) -> str:
+        work = WORK | {"gpus": gpus, "lora_rank": lora_rank}
+        size = peak(MODELS[name], algorithm, BFLOAT16, **work) / GB
+        return f"{size:,.0f}" if size >= 10 else f"{size:.1f}"
+
     names_by_cells = {}
-    for algorithm in ALGORITHMS.values():
-        cells = []
-        for name in names:
-            size = peak(MODELS[name], algorithm, BFLOAT16, **DEFAULTS | {"gpus": gpus}) / GB
-            cells.append(f"{size:,.0f}" if size >= 10 else f"{size:.1f}")
-        names_by_cells.setdefault(tuple(cells), []).append(algorithm["name"])
+    for key, algorithm in ALGORITHMS.items():
+        if key not in VARIANTS:
+            cells = tuple(
+                " / ".join(gigabytes(name, algorithm, rank) for rank in (0, RANK)) for name in NAMES
+            )
+            names_by_cells.setdefault(cells, []).append(algorithm["name"])
     rows = [["; ".join(same), *cells] for cells, same in names_by_cells.items()]
-    return {"columns": ["algorithm", *(name.rpartition("-")[2] for name in names)], "rows": rows}
+    return {"columns": ["algorithm", *map(size_of, NAMES)], "rows": rows}
 
 
 def tables(_: dict) -> dict:
-    return {"model_sizes one": peaks_table(gpus=1), "model_sizes eight": peaks_table(gpus=8)}
+    return {
+        "model_sizes fits": fits_table(),
+        "model_sizes one": peaks_table(gpus=1),
+        "model_sizes eight": peaks_table(gpus=8),
+    }
 
 
 def draw(_: dict) -> dict:
     """The parts of a 7B model on one GPU at the moment that needs most, as stacked bars, each part
     with its own tint, hatching and label."""
     parts_by_label = {}
-    for name in BARS:
-        moments = memory(MODELS["Qwen2.5-7B"], ALGORITHMS[name], BFLOAT16, **DEFAULTS)
+    for name, lora_rank in BARS:
+        work = WORK | {"lora_rank": lora_rank}
+        moments = memory(MODELS["Qwen2.5-7B"], ALGORITHMS[name], BFLOAT16, **work)
         highest = max(moments.values(), key=lambda parts: sum(parts.values()))
         label = ALGORITHMS[name]["name"].partition(" (")[0]
+        if lora_rank > 0:
+            label = label.partition(",")[0] + " with LoRA"
         parts_by_label[label] = {
             PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size
         }
@@ -71,7 +129,7 @@ def draw(_: dict) -> dict:
         "activations": ("#a5dde0", "", ""),
     }
     xlabel = "GB on one GPU, 7B parameters, a micro-batch of 1 with 512 + 512 tokens"
-    axis = panel("PPO needs twice the memory of SFT", xlabel, width=8, height=3.4)
+    axis = panel("With LoRA 7B needs about a sixth", xlabel, width=8, height=4.6)
     axis.set_title(axis.get_title("left"), pad=20)
     axis.grid(visible=False, axis="y")
     left_ends = dict.fromkeys(parts_by_label, 0.0)
@@ -88,7 +146,7 @@ def draw(_: dict) -> dict:
             label=part,
             height=0.62,
         )
-        labels = [written if width else "" for width in widths]
+        labels = [written if width > 4 * len(written) else "" for width in widths]  # has room
         axis.bar_label(drawn, labels, label_type="center", bbox=dict(fc=tint, lw=0, pad=1))
         for label, width in zip(left_ends, widths, strict=True):
             left_ends[label] += width
@@ -107,13 +165,15 @@ REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
     "sft": ("sft", dict(max_length=64)),
     "dpo": ("dpo", dict(max_length=64)),
     "grpo": ("grpo", dict(max_new_tokens=48, group_size=2, prompts_per_rollout=2)),
+    "ppo": ("ppo_rlhf", dict(max_new_tokens=48)),
     "ppo_shared": ("ppo_rlhf", dict(max_new_tokens=48, critic_init="policy")),
 }
+TOO_LARGE = [("ppo", 0)]  # of these with all weights or adapters: 20 GB
 
 
 def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
     """Two optimiser steps with random models of the size of Qwen2.5-0.5B: the tokens of the longest
-    row, and the peak."""
+    row, and the peak of the second step, without what loading and saving need."""
     script = import_module(name)
     flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
     lengths = []
@@ -123,43 +183,56 @@ def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
             lengths.extend(map(len, rows))
         return pad_rows(rows, device, left)
 
+    def peak_of_step() -> int:
+        highest = measuring.peak()
+        measuring.reset_peak()
+        return highest
+
     with tempfile.TemporaryDirectory() as folder:
         large_models = measuring.large_models(script, Path(folder), llama_sizes(MODELS[QWEN]))
         train(script, output_dir=f"{folder}/first", **flags)  # what is made once
         common.logprobs.pad_rows = script.pad_rows = noted_pad_rows
         before = measuring.reset_peak()
-        train(script, output_dir=f"{folder}/second", **flags | large_models)
-        return max(lengths), measuring.peak() - before
+        with measuring.noted_steps(peak_of_step) as peaks:
+            train(script, output_dir=f"{folder}/second", **flags | large_models)
+        return max(lengths), peaks[1] - before
 
 
-def predicted_peak(algorithm: str, length: int) -> float:
+def predicted_peak(algorithm: str, length: int, lora_rank: int) -> float:
     """Bytes of the update with a micro-batch of one element, of which a row has so many tokens."""
-    work = DEFAULTS | {"prompt": length, "completion": 0}
+    work = DEFAULTS | {"prompt": length, "completion": 0, "lora_rank": lora_rank}
     return sum(memory(MODELS[QWEN], ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
 
 
 def measure_real_size() -> dict:
     """Two micro-batches of one row (or pair) per step, in float32 on a CPU. Needs 16 GB."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    numbers = {}
-    for algorithm, (script, flags) in REAL_RUNS.items():
-        length, measured = measuring.in_own_process(measure_script, script, flags)
-        numbers[algorithm] = {"length": length, "measured": measured}
+    numbers = {algorithm: {} for algorithm in REAL_RUNS}
+    for algorithm, lora_rank in product(REAL_RUNS, (0, RANK)):
+        if (algorithm, lora_rank) not in TOO_LARGE:
+            script, flags = REAL_RUNS[algorithm]
+            all_flags = flags | {"lora_rank": lora_rank}
+            length, highest = measuring.in_own_process(measure_script, script, all_flags)
+            numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
     return {"numbers": numbers}
 
 
 def real_size_tables(results: dict) -> dict:
+    """With all weights and with adapters: GB that are predicted, measured, and their ratio."""
     rows = []
     for algorithm, measured in results["numbers"].items():
-        script, _ = REAL_RUNS[algorithm]
+        script, flags = REAL_RUNS[algorithm]
         run = f"`{script}.py`"
-        if algorithm == "ppo_shared":
-            run += " --critic-init policy"
-        predicted = predicted_peak(algorithm, measured["length"])
-        gigabytes = [f"{size / GB:.1f}" for size in (predicted, measured["measured"])]
-        ratio = f"{measured['measured'] / predicted:.2f}"
-        rows.append([run, str(measured["length"]), *gigabytes, ratio])
-    columns = ["run", "tokens", "predicted, GB", "measured, GB", "measured / predicted"]
+        if "critic_init" in flags:
+            run += f" --critic-init {flags['critic_init']}"
+        cells = []
+        for lora_rank in (0, RANK):
+            predicted = predicted_peak(algorithm, measured["length"], lora_rank)
+            highest = measured.get(f"rank {lora_rank}")
+            found = f"{highest / GB:.1f} ({highest / predicted:.2f})" if highest else "not measured"
+            cells.append(f"{predicted / GB:.1f}, {found}")
+        rows.append([run, str(measured["length"]), *cells])
+    columns = ["run", "tokens", "all weights: predicted, measured", f"`--lora-rank {RANK}`"]
     return {"real_size": {"columns": columns, "rows": rows}}
 
 

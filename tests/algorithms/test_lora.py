@@ -251,6 +251,11 @@ def test_what_is_trained_stays_in_float32_on_a_gpu(monkeypatch):
 
 
 # --- refused --------------------------------------------------------------------------------------
+def test_a_model_without_a_matrix_to_adapt():
+    with pytest.raises(ValueError, match="--lora-rank: no matrix of LlamaForCausalLM is adapted"):
+        add_adapters(tiny_model("llama", num_hidden_layers=0), 4, seed=1)
+
+
 def test_layers_or_adapters():
     with pytest.raises(ValueError, match="--train-layers and --lora-rank: give one of the two"):
         rm_bradley_terry.Args(train_layers=0, lora_rank=4)

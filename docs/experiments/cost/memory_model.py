@@ -38,11 +38,18 @@ def llama_sizes(model: dict) -> dict:
 
 
 def needs(
-    name: str, trained: list[str], frozen: list[str] | None = None, samples: str = "", rows: int = 1
+    name: str,
+    trained: list[str],
+    frozen: list[str] | None = None,
+    samples: str = "",
+    evaluated: int = 0,
+    rows: int = 1,
 ) -> dict:
-    """The models of an algorithm; what it samples: nothing, one completion for each prompt, or a
-    group; and the rows of one element of a micro-batch: a pair has two."""
-    return dict(name=name, trained=trained, frozen=frozen or [], samples=samples, rows=rows)
+    """The models of an algorithm; what a rollout samples: nothing, one completion for each prompt,
+    or a group; without rollouts, how many completions an evaluation samples; and the rows of one
+    element of a micro-batch: a pair has two."""
+    fixed = dict(samples=samples, evaluated=evaluated, rows=rows)
+    return dict(name=name, trained=trained, frozen=frozen or []) | fixed
 
 
 CONSTANTS = {
@@ -57,7 +64,7 @@ CONSTANTS = {
         "Llama-3.1-70B": shape(8_192, 80, 8_192, 1_024, 28_672, 128_256, False),
     },
     "algorithms": {  # by the first word of their script's name, and variants
-        "sft": needs("SFT", ["policy"]),
+        "sft": needs("SFT", ["policy"], evaluated=8),
         "rm": needs("Reward model", ["reward"], rows=2),
         "reinforce": needs("REINFORCE, RLOO", ["policy"], samples="group"),
         "reinforce_kl": needs(
@@ -73,9 +80,9 @@ CONSTANTS = {
         "grpo_rm": needs(
             "GRPO with a reward model", ["policy"], ["reference", "reward"], samples="group"
         ),
-        "dpo": needs("DPO, IPO", ["policy"], ["reference"], rows=2),
-        "simpo": needs("SimPO, ORPO", ["policy"], rows=2),
-        "kto": needs("KTO", ["policy"], ["reference"]),
+        "dpo": needs("DPO, IPO", ["policy"], ["reference"], evaluated=500, rows=2),
+        "simpo": needs("SimPO, ORPO", ["policy"], evaluated=500, rows=2),
+        "kto": needs("KTO", ["policy"], ["reference"], evaluated=500),
     },
     # Bytes of a number that a matrix product reads and writes: bfloat16 on GPUs that have it.
     "precisions": {"mixed": 2, "float32": 4},
@@ -84,6 +91,11 @@ CONSTANTS = {
         "float32": dict(hidden=24, query=8, kv=8, ffn=16),
         "autocast": dict(hidden=26, query=4, kv=4, ffn=8),  # bfloat16 on one GPU
         "bfloat16": dict(hidden=16, query=4, kv=4, ffn=8),  # under FSDP
+    },
+    "lora_activations": {  # the norms are frozen; on one GPU each adapter casts its own input
+        "float32": dict(hidden=16, query=8, kv=8, ffn=16),
+        "autocast": dict(hidden=18, query=6, kv=4, ffn=8),
+        "bfloat16": dict(hidden=12, query=4, kv=4, ffn=8),
     },
     # Bytes of a layer's input, per unit of the hidden size: what checkpointing keeps of a layer.
     "layer_input": dict(float32=4, autocast=4, bfloat16=2),
@@ -117,20 +129,37 @@ PARTS = {
     "reading": "reading the prompts",
 }
 DEFAULTS = dict(
-    gpus=1, micro_batch=1, prompt=512, completion=512, rollout=128, group=8, generation_batch=256
+    gpus=1,
+    lora_rank=0,
+    micro_batch=1,
+    prompt=512,
+    completion=512,
+    rollout=128,
+    group=8,
+    generation_batch=256,
 )
 
 
 # --- the formula -------------------------------------------------------------------------------
-def parameters(model: dict) -> dict[str, int]:
-    """Of a layer, of the embeddings with the output head, of the policy, and of a classifier. The
-    biases of Qwen2.5's queries, keys and values, a ten-thousandth of all, are left out."""
-    embedding = model["vocab"] * model["hidden"]
-    layer = model["hidden"] * (2 * model["query"] + 2 * model["kv"] + 3 * model["ffn"] + 2)
-    ends = embedding * (1 if model["tied"] else 2) + model["hidden"]
+def parameters(model: dict, lora_rank: int = 0) -> dict[str, int]:
+    """Of a layer, its seven matrices, and their adapters; of the embeddings with the output head,
+    the policy, and a classifier. The biases of Qwen2.5's queries, keys and values, a ten-thousandth
+    of all, are left out."""
+    h, q, kv, f = (model[width] for width in ("hidden", "query", "kv", "ffn"))
+    embedding = model["vocab"] * h
+    matrices = h * (2 * q + 2 * kv + 3 * f)
+    adapters = lora_rank * (2 * (h + q) + 2 * (h + kv) + 3 * (h + f))
+    layer = matrices + 2 * h
+    ends = embedding * (1 if model["tied"] else 2) + h
     layers = model["layers"] * layer
-    backbone = layers + embedding + model["hidden"]
-    return dict(layer=layer, ends=ends, policy=layers + ends, backbone=backbone)
+    return dict(
+        layer=layer,
+        matrices=matrices,
+        adapters=adapters,
+        ends=ends,
+        policy=layers + ends,
+        backbone=layers + embedding + h,
+    )
 
 
 def weighted_widths(model: dict, per_unit: dict[str, int]) -> int:
@@ -151,59 +180,77 @@ def memory(
     generation_batch: int = 256,  # completions that a GPU samples at a time
     checkpointing: bool = False,
     train_layers: int | None = None,  # the last layers of a reward model; None: all weights
+    lora_rank: int = 0,  # of adapters, which alone are trained; 0: all weights
 ) -> dict[str, dict[str, float]]:
     """Bytes on one GPU by part, while the script updates, and while it samples (if it does)."""
-    counts = parameters(model)
+    counts = parameters(model, lora_rank)
     embedding = model["vocab"] * model["hidden"]
     has_policy = "policy" in algorithm["trained"]  # which has an output head over the vocabulary
-    freezes_layers = train_layers is not None and algorithm["trained"] == ["reward"]
+    trained_names, frozen_names = algorithm["trained"], algorithm["frozen"]
+    if lora_rank > 0:  # a model without its adapters is the reference, or the reward model
+        doubles = {"reference"} | ({"reward"} if "critic" in trained_names else set())
+        frozen_names = [name for name in frozen_names if name not in doubles]
+    freezes_layers = train_layers is not None and trained_names == ["reward"] and lora_rank == 0
     trained_layers = train_layers if freezes_layers else model["layers"]
 
-    # 1. Weights, gradients and AdamW's two moments, in float32, sharded over the GPUs.
-    model_sizes = {
-        "policy": counts["policy"],
-        "reference": counts["policy"],
-        "critic": counts["backbone"],
-        "reward": counts["backbone"],
-    }
+    # 1. Weights, gradients and AdamW's two moments, sharded over the GPUs: in float32, but for the
+    # frozen matrices of layers and of an untied head, which are in the precision of products.
     update = dict.fromkeys(PARTS, 0.0)
-    for name in algorithm["trained"]:
-        trained = trained_layers * counts["layer"] if freezes_layers else model_sizes[name]
+    for name in trained_names + frozen_names:
+        is_policy = name in ("policy", "reference")
+        weights = counts["policy" if is_policy else "backbone"]
+        matrices = model["layers"] * counts["matrices"]
+        if is_policy and not model["tied"]:
+            matrices += embedding
+        if name in frozen_names:
+            trained = 0
+        elif lora_rank > 0:
+            trained = model["layers"] * counts["adapters"]
+            weights += trained
+        elif freezes_layers:
+            trained = trained_layers * counts["layer"]
+            matrices -= trained_layers * counts["matrices"]
+        else:
+            trained, matrices = weights, 0
+        update[name] = (4 * weights - (4 - compute_bytes) * matrices) / gpus
         update["gradients"] += 4 * trained / gpus
         update["adamw"] += 8 * trained / gpus
-    for name in algorithm["trained"] + algorithm["frozen"]:
-        update[name] = 4 * model_sizes[name] / gpus
     sampling = dict(update)
 
     # 2. Copies of weights: on one GPU autocast keeps a copy in low precision of the trained weights
-    # that it multiplies by; several gather two layers at a time, and what stands at the ends.
-    autocast_copies = 0
-    if compute_bytes == 2:
-        multiplied = counts["backbone"] - (0 if has_policy else embedding)
-        if freezes_layers:
-            multiplied = trained_layers * counts["layer"]
-        autocast_copies = 2 * multiplied
+    # that it multiplies by, and a head that is tied to frozen embeddings is cast too; several
+    # gather two layers at a time, and what stands at the ends.
+    multiplied = counts["backbone"] - (0 if has_policy else embedding)
+    if freezes_layers:
+        multiplied = trained_layers * counts["layer"]
+    if lora_rank > 0:
+        tied_head = embedding if has_policy and model["tied"] else 0
+        multiplied = model["layers"] * counts["adapters"] + tied_head
+    autocast_copies = 2 * multiplied if compute_bytes == 2 else 0
     if gpus == 1:
         update["copies"] = autocast_copies
     else:
         gathered_ends = counts["ends"] if has_policy else embedding
-        update["copies"] = compute_bytes * (gathered_ends + 2 * counts["layer"])
+        two_layers = 2 * (counts["layer"] + counts["adapters"])
+        update["copies"] = compute_bytes * (gathered_ends + two_layers)
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
+    # Of each adapter's two matrices the second keeps its input too; the head is then frozen.
     # The backward pass has the logits first, and then, one after another, the layers' activations.
     if compute_bytes == 4:
         kind = "float32"
     else:
         kind = "autocast" if gpus == 1 else "bfloat16"
     rows = micro_batch * algorithm["rows"]
-    bytes_per_token = weighted_widths(model, CONSTANTS["activations"][kind])
+    activations = CONSTANTS["lora_activations" if lora_rank > 0 else "activations"][kind]
+    bytes_per_token = weighted_widths(model, activations) + 7 * lora_rank * compute_bytes
     tokens = rows * (prompt + completion)
     chunk_bytes = head_gradient = 0
     if has_policy:
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
         chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
-        head_gradient = CONSTANTS["logit"] * model["vocab"] * model["hidden"]
+        head_gradient = CONSTANTS["logit"] * embedding if lora_rank == 0 else 0
     if checkpointing:
         inputs = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
         one_layer = tokens * bytes_per_token if trained_layers > 0 else 0
@@ -211,21 +258,23 @@ def memory(
     else:
         kept = tokens * trained_layers * bytes_per_token
         update["activations"] = float(kept + chunk_bytes + head_gradient)
-    if not algorithm["samples"]:
+    if not algorithm["samples"] and not algorithm["evaluated"]:
         return {"update": update}
 
     # 4. Sampling: all weights on each GPU, and the larger of what reading the prompts takes and
-    # what a batch of completions takes. Each prompt is read once, before the rows of its group are
-    # made.
+    # what a batch of completions takes, of a rollout or else of an evaluation. Each prompt is read
+    # once, before the rows of its group are made.
     group_size = group if algorithm["samples"] == "group" else 1
     whole_groups = ceil(rollout / group_size) * group_size
-    completions = min(ceil(whole_groups / gpus), generation_batch)
+    of_all = whole_groups if algorithm["samples"] else algorithm["evaluated"]
+    completions = min(ceil(of_all / gpus), generation_batch)
     prompts = ceil(completions / group_size)
     cache_bytes = 2 * model["layers"] * model["kv"] * (prompt + completion) * compute_bytes
     logits = completions * CONSTANTS["sampled_logit"] * model["vocab"]
     reading = prompts * prompt * weighted_widths(model, CONSTANTS["prefill"]) * compute_bytes
+    whole_policy = compute_bytes * (counts["policy"] + model["layers"] * counts["adapters"])
     sampling["gradients"] = 0.0
-    sampling["copies"] = autocast_copies if gpus == 1 else compute_bytes * counts["policy"]
+    sampling["copies"] = autocast_copies if gpus == 1 else whole_policy
     if prompts * cache_bytes + reading > completions * cache_bytes + logits:
         sampling["cache"], sampling["reading"] = float(prompts * cache_bytes), float(reading)
     else:
