@@ -269,13 +269,15 @@ def output_head(model: Any, token: Tensor) -> OutputHead:
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
         # Not model(...): sharded, it would begin a forward pass within the one that is running.
-        with torch.no_grad(), autocast(token.device):  # frozen weights may be bfloat16
+        types = {weight.dtype for weight in model.parameters()}  # frozen ones may be bfloat16
+        cast = torch.autocast(token.device.type, torch.bfloat16, enabled=len(types) > 1)
+        with torch.no_grad(), cast:
             output = model.forward(input_ids=token, use_cache=False, output_hidden_states=True)
             expected, hidden = output.logits[0].float(), output.hidden_states[-1][0]
             model.head_is_known = False
             if hidden.shape[1:] == head.weight.shape[1:]:
                 logits = head_logits(hidden, torch.empty_like(expected), head)
-                tolerance = 1e-2 if use_bfloat16(token.device) else 1e-5
+                tolerance = 1e-5 if types == {torch.float32} else 1e-2
                 model.head_is_known = bool((logits - expected).norm() <= tolerance * logits.norm())
     if not model.head_is_known:
         raise unknown
