@@ -160,7 +160,7 @@ RATES = {rate: GRPO_AT.replace("3e-4", rate) for rate in ("5e-4", "5e-5", "5e-6"
 def rate_tables(numbers: Numbers) -> dict:
     columns = {
         "happy words": ("rewards/happy_words", 2),
-        "KL, nats per completion": ("objective/kl", 2),
+        "KL (k3), nats per completion": ("objective/kl", 2),
     }
     return {"stories_rates": numbers.table(columns, "learning rate")}
 
