@@ -58,11 +58,9 @@ EXERCISES = {
         bug=(
             Edit(
                 "ppo_rlhf.py",
-                "        ref_model = load_model("
-                "AutoModelForCausalLM, args.model, tokenizer, positions, device)\n",
-                "        ref_model = load_model("
-                "AutoModelForCausalLM, args.model, tokenizer, positions, device)\n"
-                "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
+                "            shard(ref_model.requires_grad_(False), device)\n",
+                "            shard(ref_model.requires_grad_(False), device)\n"
+                "            ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
             ),
         ),
         test="test_ppo_rlhf.py::test_reference_and_reward_model_stay_while_policy_and_critic_move",

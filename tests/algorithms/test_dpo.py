@@ -787,6 +787,15 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
         file.write("of a step after the checkpoint\n")  # what rank 0 would cut off
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
+    load_model = dpo.load_model
+
+    def read(*arguments):
+        """With the weights, which another rank would receive."""
+        with monkeypatch.context() as patch:
+            patch.setattr(dpo, "RANK", 0)
+            return load_model(*arguments)
+
+    monkeypatch.setattr(dpo, "load_model", read)
     monkeypatch.setattr(dpo, "RANK", 1)
     saved = spy_on(monkeypatch, "save_checkpoint")
     monkeypatch.setattr(dpo.wandb, "init", None)  # a call would fail

@@ -72,9 +72,9 @@ def tokenizer():
 def test_weights_that_are_missing_are_not_made_up(tokenizer, tmp_path):
     folder = save(tmp_path / "model", tokenizer, without="model.norm.weight")
     with pytest.raises(ValueError, match=r"has no weights for \['model.norm.weight'\]"):
-        grpo.load_model(AutoModelForCausalLM, folder, tokenizer, 10, CPU)
+        grpo.load_model(AutoModelForCausalLM, folder, tokenizer, 10)
     with pytest.raises(ValueError, match=r"has no weights for \['score.weight'\]"):
-        grpo.load_model(AutoModelForSequenceClassification, POLICY, tokenizer, 10, CPU)
+        grpo.load_model(AutoModelForSequenceClassification, POLICY, tokenizer, 10)
     args = rm_bradley_terry.Args(model=folder)  # it may add a head, and nothing else
     with pytest.raises(ValueError, match=r"has no weights for .*'model.norm.weight'"):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
@@ -94,7 +94,7 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
     tokenizer.add_tokens([f"word{i}" for i in range(50)])
     folder = save(tmp_path / "model", tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has more tokens than the embedding"):
-        grpo.load_model(AutoModelForCausalLM, folder, tokenizer, 10, CPU)
+        grpo.load_model(AutoModelForCausalLM, folder, tokenizer, 10)
     args = rm_bradley_terry.Args(model=folder)
     with pytest.raises(ValueError, match="the tokenizer has more tokens than the embedding"):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
