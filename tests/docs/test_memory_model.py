@@ -11,7 +11,7 @@ from common.distributed import checkpoint_activations, transformer_layers
 from common.logprobs import add_adapters
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
 from docs.experiments.lib.experiment import saved_results
-from docs.experiments.model_sizes import RANK, REAL_RUNS, predicted_peak
+from docs.experiments.model_sizes import RANK, REAL_RUNS, TOO_LARGE, predicted_peak
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 PRECISIONS = CONSTANTS["precisions"]
@@ -203,6 +203,12 @@ def test_a_model_by_hand():
     inputs = 30 * 2 * 20
     assert large["update"]["activations"] == inputs + 4 * 9_000 * 18 + 4 * 90_000
     assert short["update"]["activations"] == 21 * (2 * 20 + 460) + 4 * 1_000
+    # Few tokens: the embeddings' gradient, beside that of a head tied to them, is more.
+    few = run | {"prompt": 1, "completion": 1, "gpus": 1}
+    for name, tied, size in (("sft", True, 8), ("rm", True, 4), ("rm", False, 4)):
+        large = model | {"vocab": 9_000, "tied": tied}
+        found = memory(large, ALGORITHMS[name], PRECISIONS["mixed"], **few)
+        assert found["update"]["activations"] == size * 90_000
 
 
 def test_adapters_by_hand():
@@ -297,9 +303,10 @@ def test_frozen_layers_of_a_reward_model_by_hand():
 
 def test_the_measured_peaks_are_near_the_computed_ones():
     numbers = saved_results("real_size")["numbers"]
-    assert numbers.keys() <= REAL_RUNS.keys()
+    assert numbers.keys() == REAL_RUNS.keys()
     for name, run in numbers.items():
         for lora_rank in (0, RANK):
-            if f"rank {lora_rank}" in run:  # what was measured so far
+            assert (f"rank {lora_rank}" in run) == ((name, lora_rank) not in TOO_LARGE)
+            if (name, lora_rank) not in TOO_LARGE:
                 predicted = predicted_peak(name, run["length"], lora_rank)
-                assert 0.94 < run[f"rank {lora_rank}"] / predicted < 1.07
+                assert 0.94 < run[f"rank {lora_rank}"] / predicted < 1.06

@@ -236,8 +236,9 @@ def memory(
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
-    # Of each adapter's two matrices the second keeps its input too; the head is then frozen.
-    # The backward pass has the logits first, and then, one after another, the layers' activations.
+    # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
+    # The backward pass has the logits first, and then, one after another, the layers' activations;
+    # last the embeddings' gradient, for which that of a head tied to them has waited.
     if compute_bytes == 4:
         kind = "float32"
     else:
@@ -246,18 +247,21 @@ def memory(
     activations = CONSTANTS["lora_activations" if lora_rank > 0 else "activations"][kind]
     bytes_per_token = weighted_widths(model, activations) + 7 * lora_rank * compute_bytes
     tokens = rows * (prompt + completion)
+    trains_ends = lora_rank == 0 and not freezes_layers
+    end_gradient = CONSTANTS["logit"] * embedding if trains_ends else 0
+    last_bytes = end_gradient * (2 if has_policy and model["tied"] else 1)
     chunk_bytes = head_gradient = 0
     if has_policy:
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
         chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
-        head_gradient = CONSTANTS["logit"] * embedding if lora_rank == 0 else 0
+        head_gradient = end_gradient
     if checkpointing:
         inputs = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
         one_layer = tokens * bytes_per_token if trained_layers > 0 else 0
-        update["activations"] = float(inputs + max(one_layer, chunk_bytes) + head_gradient)
+        first_bytes = inputs + max(one_layer, chunk_bytes) + head_gradient
     else:
-        kept = tokens * trained_layers * bytes_per_token
-        update["activations"] = float(kept + chunk_bytes + head_gradient)
+        first_bytes = tokens * trained_layers * bytes_per_token + chunk_bytes + head_gradient
+    update["activations"] = float(max(first_bytes, last_bytes))
     if not algorithm["samples"] and not algorithm["evaluated"]:
         return {"update": update}
 
