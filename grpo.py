@@ -263,7 +263,7 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     sources = f"{args.model} on {args.dataset}, rewards {args.reward_fn}, {args.reward_model}"
     print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
@@ -393,7 +393,7 @@ def main(args: Args) -> Path:
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
-                    idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+                    idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
                     loss, loss_sums = grpo_loss(
                         logprobs,
                         logprobs.detach() if old_logprobs is None else old_logprobs[idx],
@@ -497,7 +497,7 @@ def load_reward_fn(spec: str) -> Callable:
     """The reward function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py"):
-        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
+        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
     module_spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(module_spec)
     sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -516,10 +516,10 @@ def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) ->
         try:
             rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
         except Exception as error:
-            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
+            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
+            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -534,7 +534,7 @@ def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Te
         ids, mask = pad_rows(rows, model.device)
         hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
-        idx = inds.to(model.device, non_blocking=True)  # an index on the CPU is waited for
+        idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
         scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 

@@ -161,7 +161,7 @@ def kto_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
@@ -230,7 +230,7 @@ def main(args: Args) -> Path:
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
-            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
             losses = kto_loss(
                 r, z0, labels[idx], args.beta, args.desirable_weight, args.undesirable_weight
             )
@@ -367,7 +367,7 @@ def load_reward_fn(spec: str) -> Callable:
     """The reward function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py"):
-        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
+        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
     module_spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(module_spec)
     sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -386,10 +386,10 @@ def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) ->
         try:
             rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
         except Exception as error:
-            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
+            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
+            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 

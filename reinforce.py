@@ -135,7 +135,7 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     sources = f"{args.model} on {args.dataset}, reward {args.reward_fn}"
     print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
@@ -211,7 +211,7 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
             loss = policy_gradient_loss(logprobs, advantages[idx], num_completions=len(sequences))
             loss.backward()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
@@ -264,7 +264,7 @@ def load_reward_fn(spec: str) -> Callable:
     """The reward function of path/to/file.py:function."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py"):
-        raise ValueError(f"a reward function is given as path/to/file.py:function, not {spec}")
+        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
     module_spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(module_spec)
     sys.path.append(str(Path(path).parent))  # for modules beside it
@@ -283,10 +283,10 @@ def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) ->
         try:
             rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
         except Exception as error:
-            raise RuntimeError(f"{name}, with columns {[*columns]}: {error!r}") from error
+            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"{name} must return {len(texts)} finite numbers, not {rewards}")
+            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 

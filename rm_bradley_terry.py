@@ -137,7 +137,7 @@ def calibration_error(score_gaps: Tensor, bins: int = 5) -> float:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
@@ -181,7 +181,7 @@ def main(args: Args) -> Path:
         results = torch.zeros(3, len(pairs), device=device)  # of each pair: loss, r_w, r_l
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
             r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            idx = inds.to(device, non_blocking=True)  # an index on the CPU is waited for
+            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
             pair_losses = bradley_terry_loss(r_w, r_l, margins[idx], args.center_coef)  # (b,)
             loss = pair_losses.sum() / len(pairs)
             loss.backward()

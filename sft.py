@@ -110,7 +110,7 @@ def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # fails before a model is loaded
+    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---

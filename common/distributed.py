@@ -62,7 +62,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def sums_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Named numbers (), each summed over all ranks; a GPU is waited for once, not for each."""
+    """Named numbers (), each summed over all ranks, in one message and one copy from the GPU."""
     totals = all_reduce_sum(torch.stack([*sums.values()])).tolist()
     return dict(zip(sums, totals, strict=True))
 

@@ -83,7 +83,7 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
     sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
     rows = torch.arange(len(prompts), device=model.device)  # of `sampled`, of the batch's sequences
     ended = torch.zeros_like(rows, dtype=torch.bool)
-    interval = 1 if model.device.type == "cpu" else 8  # tokens; to read `ended` a GPU is waited for
+    interval = 1 if model.device.type == "cpu" else 8  # tokens: reading `ended` stalls a GPU
     for t in range(uniform.shape[1]):
         tokens = sample_tokens(logits, temperature, uniform[rows, t])
         sampled[rows, t] = tokens.masked_fill(ended, -1)

@@ -46,7 +46,7 @@ def completion_logprobs(
     width = max(len(completion) for _, completion in sequences)
     # A rank without rows runs a dummy: sharded, all ranks must run every forward pass.
     batch = [sequences[i] for i in inds] or [([0], [])]
-    # On the CPU: a GPU would be waited for, to learn how many tokens are of completions.
+    # On the CPU: counting the completions' tokens on a GPU would make the CPU wait for it.
     ids, mask = pad_rows([prompt + completion for prompt, completion in batch], "cpu")
     starts = torch.tensor([len(prompt) for prompt, _ in batch])
     is_completion = mask & (torch.arange(ids.shape[1]) >= starts[:, None])
@@ -84,8 +84,8 @@ def rollout_logprobs(
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for inds in batches:
-        device_inds = inds.to(model.device, non_blocking=True)  # those on the CPU are waited for
-        logprobs[device_inds] = completion_logprobs(model, sequences, inds, temperature)
+        idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
+        logprobs[idx] = completion_logprobs(model, sequences, inds, temperature)
     return all_reduce_sum(logprobs)
 
 
@@ -215,9 +215,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sums)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[4]:  # not under adapters
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        trains_head = ctx.needs_input_grad[4]  # not under adapters
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for chunk in ctx.chunks:
             log_probs = logits_buffer[: len(y[chunk])]
@@ -242,11 +241,9 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_cast = log_probs.to(cast_weight.dtype)  # by now the gradient of W h + b
             states = hidden[chunk].to(cast_weight.dtype)
             grad_hidden[chunk] = (grad_cast @ cast_weight).to(hidden.dtype)
-            if grad_weight is None:
-                pass
-            elif cast_weight.dtype == torch.float32:
+            if trains_head and cast_weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_cast.T, states)  # no second tensor of the weight's size
-            else:
+            elif trains_head:
                 grad_weight += grad_cast.T @ states
             if bias is not None:
                 grad_bias += log_probs.sum(dim=0)

@@ -42,7 +42,7 @@ def with_same_adapters(theirs):
     return policy
 
 
-def check(policy, our_loss, trainer, tmp_path):
+def check(policy, our_loss, trainer):
     """Both losses' gradients, on the batch that TRL's trainer makes."""
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, batch)
@@ -90,7 +90,7 @@ def test_dpo(tmp_path):
         ref_logprobs = dpo.pair_logprobs(policy, sequences, inds)
     logprobs = dpo.pair_logprobs(policy, sequences, inds)
     losses, _ = dpo.pair_losses(args, logprobs, ref_logprobs, lengths)
-    check(policy, losses.mean(), trainer, tmp_path)
+    check(policy, losses.mean(), trainer)
 
 
 def test_sft(tmp_path):
@@ -109,4 +109,4 @@ def test_sft(tmp_path):
     sequences = sft.loss_sequences(args, data)
     logprobs = completion_logprobs(policy, sequences, torch.arange(len(data)))
     num_tokens = sum(len(completion) for _, completion in sequences)
-    check(policy, sft.negative_log_likelihood(logprobs, num_tokens), trainer, tmp_path)
+    check(policy, sft.negative_log_likelihood(logprobs, num_tokens), trainer)

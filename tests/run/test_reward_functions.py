@@ -85,7 +85,7 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards):
     def rule(prompts, completions, **columns):
         return rewards
 
-    with pytest.raises(ValueError, match=r"rule of .*\.py must return 2 finite numbers, not "):
+    with pytest.raises(ValueError, match=r"reward rule of .*\.py: 2 finite numbers expected, not "):
         call(rule)
 
 
@@ -108,7 +108,7 @@ def test_two_rewards_of_one_name(name):
 
 @pytest.mark.parametrize("spec", ["rules.py", "rules:rule", ":rule", "rule"])
 def test_a_spec_that_is_none(spec):
-    with pytest.raises(ValueError, match=r"given as path/to/file\.py:function, not "):
+    with pytest.raises(ValueError, match=r"reward-fn .*: expected path/to/file\.py:function"):
         grpo.load_reward_fn(spec)
 
 
@@ -128,7 +128,7 @@ def test_functions_without_a_name_of_their_own(tmp_path):
     flags = SPECS["grpo"].short_flags | dict(total_rollouts=1, output_dir=str(tmp_path / "runs"))
     run_dir = grpo.main(grpo.Args(reward_fn=[f"{path}:one", f"{path}:two"], **flags))
     assert {"rewards/one", "rewards/two"} <= {*metrics_of(run_dir)[1]}
-    with pytest.raises(ValueError, match="must return 2 finite numbers"):
+    with pytest.raises(ValueError, match="2 finite numbers expected"):
         call(grpo.load_reward_fn(f"{path}:three"))
 
 
