@@ -85,6 +85,7 @@ def works_in(folder: str) -> dict[str, Work]:
         "dpo": Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, pairs),
         "rm": Work("reward model, 16 pairs in micro-batches of 4", "rm_bradley_terry", 16, pairs),
         "sft": Work("SFT, 16 rows in micro-batches of 4", "sft", 16, rows),
+        "grpo_lora": Work("GRPO, the same with adapters of rank 16", "grpo", 4, grpo | ADAPTERS),
         "dpo_lora": Work("DPO, the same with adapters of rank 16", "dpo", 16, pairs | ADAPTERS),
         "sft_lora": Work("SFT, the same with adapters of rank 16", "sft", 16, rows | ADAPTERS),
     }
@@ -267,7 +268,7 @@ def measure(side: str, work: Work, steps: int) -> tuple[float, float]:
 
 def main(
     works: tyro.conf.Positional[
-        tuple[Literal["grpo", "ppo", "dpo", "rm", "sft", "dpo_lora", "sft_lora"], ...]
+        tuple[Literal["grpo", "ppo", "dpo", "rm", "sft", "grpo_lora", "dpo_lora", "sft_lora"], ...]
     ],
     data: Path,
     tokenizer: str = "openai-community/gpt2",
@@ -275,13 +276,13 @@ def main(
     steps: int = 4,
     side: Literal["ours", "both"] = "both",
 ) -> None:
-    """Compare the speed and memory of works.
+    """Compare the speed and memory of works, which take turns.
 
     Args:
         works: which
         data: folder with the texts
         tokenizer: folder or hub name
-        repeats: turns of each side
+        repeats: turns of each work and side
         steps: optimiser steps measured (PPO: 4, 8...)
         side: without TRL if `ours`
     """
@@ -295,17 +296,16 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         quietly(make_inputs, folder, tokenizer, data)
         all_works = works_in(folder)
-        for work_name in works:
-            work = all_works[work_name]
-            runs = {name: [] for name in sides}
-            for _ in range(repeats):
-                for name in sides:
-                    runs[name].append(in_own_process(measure, name, work, steps))
-            cells = [work.title]
-            for quantity in (0, 1):
-                values = [[run[quantity] for run in runs[name]] for name in sides]
-                cells += [spread(of_side, 0, statistics.median) for of_side in values]
-                if side == "both":
-                    ours, theirs = map(statistics.median, values)
-                    cells.append(f"{theirs / ours:.1f}")
-            print(f"| {' | '.join(cells)} |", flush=True)
+        runs = {(work, name): [] for work in works for name in sides}
+        for _ in range(repeats):
+            for work, name in runs:
+                runs[work, name].append(in_own_process(measure, name, all_works[work], steps))
+    for work in works:
+        cells = [all_works[work].title]
+        for quantity in (0, 1):
+            values = [[run[quantity] for run in runs[work, name]] for name in sides]
+            cells += [spread(of_side, 0, statistics.median) for of_side in values]
+            if side == "both":
+                ours, theirs = map(statistics.median, values)
+                cells.append(f"{theirs / ours:.1f}")
+        print(f"| {' | '.join(cells)} |")
