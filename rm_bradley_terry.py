@@ -273,10 +273,10 @@ def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
 def load_classifier(
     args: Args, tokenizer: Any, stop_ids: list[int], device: torch.device
 ) -> torch.nn.Module:
-    """A transformer with a head of one output, in float32 and in eval mode: dropout is off."""
+    """A transformer with a head of one output, in eval mode: dropout is off."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        args.model, dtype=torch.float32, num_labels=1, device_map=where, output_loading_info=True
+        args.model, num_labels=1, device_map=where, output_loading_info=True
     )
     missing = {*info["missing_keys"]} - {"score.weight"}
     if missing:  # they would be random

@@ -242,11 +242,9 @@ def loss_sequences(args: Args, data: list[Demonstration]) -> Sequences:
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in float32 and in eval mode: dropout is off, while sampling and while training."""
+    """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
-    model, info = kind.from_pretrained(
-        source, dtype=torch.float32, device_map=where, output_loading_info=True
-    )
+    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

@@ -74,7 +74,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     if isinstance(model, PreTrainedModel):
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
-        store_in_bfloat16(model, device)
+        set_types(model, device)
     if WORLD_SIZE == 1:
         return model.to(device)
     layers = getattr(model, "_no_split_modules", None) or ()
@@ -114,20 +114,23 @@ def receive_weights(unit: torch.nn.Module, device: torch.device) -> None:
                 tensors[name] = received[tensor]
 
 
-def store_in_bfloat16(model: PreTrainedModel, device: torch.device) -> None:
-    """CUDA-only: the frozen matrices that autocast would cast before each product: the same bits in
-    half the memory. Not embeddings, nor a head tied to them, nor a head of scores.
+def set_types(model: PreTrainedModel, device: torch.device) -> None:
+    """float32 weights, whatever the checkpoint has. CUDA-only: bfloat16 for frozen matrices, which
+    autocast would cast before each product: the same bits in half the memory. Not for embeddings,
+    a head tied to them, or a head of scores.
     """
-    if not use_bfloat16(device):
-        return
-    head = model.get_output_embeddings()
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    modules = [module for layer in layers for module in layer.modules()]
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
-        modules.append(head)
-    for module in modules:
-        if isinstance(module, torch.nn.Linear | Conv1D) and not module.weight.requires_grad:
-            module.weight.data = module.weight.data.bfloat16()
+    frozen_matrices = set()
+    if use_bfloat16(device):
+        layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+        modules = [module for layer in layers for module in layer.modules()]
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is not model.get_input_embeddings().weight:
+            modules.append(head)
+        for module in modules:
+            if isinstance(module, torch.nn.Linear | Conv1D) and not module.weight.requires_grad:
+                frozen_matrices.add(module.weight)
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16 if weight in frozen_matrices else torch.float32)
 
 
 def gather_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -13,8 +13,9 @@ from runs import assert_same_run, metrics_of
 from safetensors.torch import load_file
 from scripts import SPECS
 from spies import spy_by_name, watch_steps
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import grpo
 import ppo_rlhf
 import rm_bradley_terry
 from common.distributed import gather_weights, shard
@@ -248,6 +249,23 @@ def test_what_is_trained_stays_in_float32_on_a_gpu(monkeypatch):
     take_gpu_types(monkeypatch)
     model = shard(tiny_model("llama"), CPU)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
+    """7B in bfloat16: 15 GB of host memory, not 30. What is trained becomes float32."""
+    kind, source = AutoModelForCausalLM, "tiny/arithmetic/policy"
+    kind.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    trained, frozen = (grpo.load_model(kind, str(tmp_path), tokenizer, 8) for _ in range(2))
+    assert {p.dtype for p in trained.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in shard(trained, CPU).parameters()} == {torch.float32}
+
+    take_gpu_types(monkeypatch)
+    projection = frozen.model.layers[0].mlp.up_proj.weight
+    place = projection.data_ptr()
+    shard(frozen.requires_grad_(False), CPU)
+    assert projection.dtype == torch.bfloat16 and projection.data_ptr() == place  # never float32
+    assert torch.equal(projection.float(), trained.model.layers[0].mlp.up_proj.weight)
 
 
 # --- refused --------------------------------------------------------------------------------------
