@@ -586,7 +586,7 @@ def load_critic(args: Args, tokenizer: Any, positions: int, device: torch.device
         if missing:
             raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
         add_adapters(critic, args.lora_rank, args.seed)
-        head = critic.score.requires_grad_(True)
+        head = critic.score.float().requires_grad_(True)
         torch.manual_seed(args.seed)  # loading has drawn numbers
     torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)  # arXiv 2009.01325, B.1
     return shard(critic, device)

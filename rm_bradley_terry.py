@@ -286,6 +286,7 @@ def load_classifier(
     if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
         raise ValueError(f"{args.model} has fewer positions than --max-length {args.max_length}")
     torch.manual_seed(args.seed)
+    model.score.float()
     if "score.weight" in info["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
         torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     # transformers scores the last id that is not the padding, so the padding must not end a text.
