@@ -10,11 +10,8 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
-reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. Later
-papers: --clip-coef-high 0.28 --loss-norm token --mask-truncated --beta 0 (DAPO, arXiv 2503.14476,
-without dynamic sampling and length penalty); --no-scale-rewards --loss-norm constant --beta 0
-(Dr. GRPO, 2503.20783); --importance-sampling-level sequence --clip-coef 3e-4 --clip-coef-high 4e-4
-(GSPO, 2507.18071); --multi-objective-aggregation normalize_then_sum (GDPO, 2601.05242).
+reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
+Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -97,22 +94,30 @@ class Args:
     # subtracted from the reward of a completion that --max-new-tokens cuts off: a reward model has
     # only seen completions that end, so what it says of others means little
     missing_eos_penalty: NonNegativeFloat = 0.0
+    # length penalty: from 0 to 1 over the last so many of --max-new-tokens (DAPO); 0: none
+    overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
     # rollouts, each followed by its optimiser steps
     total_rollouts: PositiveInt = 60
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: PositiveInt = 8  # G, completions per prompt (DeepSeekMath: 64)
+    # rounds of sampling; in all but the last, other prompts replace groups of equal rewards (DAPO)
+    max_sampling_rounds: PositiveInt = 1
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
-    kl_placement: Literal["loss", "reward"] = "loss"  # KL in the loss (k3) or in the reward (k1)
+    # KL in the loss (k3), there times the ratio (`unbiased`), or in the reward (k1)
+    kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
+    # no gradient where the ratio is clipped (PPO), or the clipped ratio as a weight (CISPO)
+    loss: Literal["clip", "cispo"] = "clip"
     # lower clip: ratios below 1 - this get no gradient if the advantage is negative (GSPO: 3e-4)
     clip_coef: PositiveFloat = 0.2
     # upper clip: no gradient above 1 + this if it is positive (GSPO: 4e-4); default: --clip-coef
     clip_coef_high: PositiveFloat | None = None
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
-    scale_rewards: bool = True  # divide advantages by the group's standard deviation
+    # divide advantages by the standard deviation of the group's rewards or of the whole batch's
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     # mean over tokens: of each completion (GRPO), of all (DAPO), or sum by a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     # leave cut-off completions out of the loss (DAPO) and its means: the others then weigh more
@@ -135,7 +140,8 @@ class Args:
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
-    eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
+    eval_rows: PositiveInt = 500  # held-out prompts, at most
+    eval_samples: PositiveInt = 1  # completions of each; above 1 pass@2, @4, ... are logged too
     eval_temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
     def __post_init__(self):
@@ -147,10 +153,12 @@ class Args:
             raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
         shapes_rewards = self.kl_placement == "reward" or self.missing_eos_penalty > 0
-        if is_gdpo and (shapes_rewards or not self.scale_rewards):
+        if is_gdpo and (
+            shapes_rewards or self.overlong_buffer > 0 or self.scale_rewards != "group"
+        ):
             raise ValueError(
                 "--multi-objective-aggregation normalize_then_sum has no place for --kl-placement "
-                "reward, --missing-eos-penalty and --no-scale-rewards"
+                "reward, --missing-eos-penalty, --overlong-buffer and another --scale-rewards"
             )
         if not self.reward_fn and not self.reward_model:
             self.reward_fn = ["tiny/arithmetic/reward.py:last_number"]
@@ -170,17 +178,19 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def group_advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
+def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). Dr. GRPO does not `scale`.
+    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
+    that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
     """
     groups = rewards.double().view(-1, group_size)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     advantages = (groups - groups.mean(dim=1, keepdim=True)).masked_fill(all_equal, 0.0)
-    if scale:
-        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
+    if scale != "none":
+        std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
+        advantages = advantages / (std + 1e-4)
     return advantages.view(-1).float()
 
 
@@ -192,6 +202,13 @@ def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) ->
     advantages = torch.stack([group_advantages(reward, group_size) for reward in rewards])  # (K, B)
     weighted_sum = reward_weights @ advantages
     return (weighted_sum - weighted_sum.mean()) / (weighted_sum.std() + 1e-4)
+
+
+def length_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
+    """0 up to max_new_tokens - buffer tokens, then linearly to 1 at max_new_tokens (DAPO, equation
+    13, with the sign of a penalty). Lengths are (B,).
+    """
+    return (1 - (max_new_tokens - lengths) / buffer).clamp(min=0)
 
 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -229,6 +246,8 @@ def grpo_loss(
     clip_high: float,
     beta: float,
     level: str = "token",
+    loss_type: str = "clip",
+    unbiased_kl: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-J(theta) (equation 3) over some completions of a step, and sums over tokens for the log.
 
@@ -239,6 +258,7 @@ def grpo_loss(
     advantages = advantages[:, None]
     mask = weights > 0  # elsewhere a ratio may be inf, and 0 * inf is NaN
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    token_ratio = log_ratio.exp()
     if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
         mean_log_ratio = log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         log_ratio = mean_log_ratio[:, None] * mask
@@ -246,6 +266,8 @@ def grpo_loss(
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    if loss_type == "cispo":  # the clipped ratio is a constant weight: no token loses its gradient
+        objective = clipped_ratio.detach() * advantages * logprobs.masked_fill(~mask, 0.0)
     sums = {
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
@@ -255,7 +277,10 @@ def grpo_loss(
         sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1 of KL(pi_old || pi_ref)
         if beta > 0:  # 0 if the KL is in the rewards
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
-            objective = objective - beta * k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs)
+            kl = k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs)
+            if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and so are the gradients
+                kl = token_ratio * kl
+            objective = objective - beta * kl
     return -(weights * objective).sum(), sums
 
 
@@ -323,7 +348,7 @@ def main(args: Args) -> Path:
 
     training = {"policy": (policy, optimizer)}
     trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
-    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
+    state = {"step": 0, "prompts_read": 0, "data": zlib.crc32(repr(trained_on).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -332,28 +357,44 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     data_rng = Generator().manual_seed(args.seed)
-    data_epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_prompts))
+    most_prompts = args.total_rollouts * args.max_sampling_rounds * args.prompts_per_rollout
+    data_epochs = math.ceil(most_prompts / len(train_prompts))
     shuffles = [torch.randperm(len(train_prompts), generator=data_rng) for _ in range(data_epochs)]
-    prompt_batches = torch.cat(shuffles).split(args.prompts_per_rollout)
+    prompt_order = torch.cat(shuffles)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     # With one optimiser step per rollout pi_old is pi_theta itself and needs no pass.
     needs_old_logprobs = args.update_epochs * args.num_minibatches > 1 or kl_in_reward
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out: G completions per prompt, from the policy as it is now.
-        start_time = time.perf_counter()
+        start_time, score_seconds = time.perf_counter(), 0.0
+        first_prompt = state["prompts_read"]
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        prompts = [train_prompts[i] for i in prompt_batches[step] for _ in range(args.group_size)]
-        sequences, texts = sample(prompts, args.temperature, rng)  # B = prompts x G of each
+        sequences, all_rewards = [], torch.empty(len(reward_weights), 0)
+        for sampling_round in range(1, args.max_sampling_rounds + 1):
+            # 1. Roll out: G completions per prompt, from the policy as it is now.
+            missing = args.prompts_per_rollout - len(sequences) // args.group_size
+            prompt_inds = prompt_order[state["prompts_read"] :][:missing]
+            state["prompts_read"] += missing
+            prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
+            new_sequences, texts = sample(prompts, args.temperature, rng)
+
+            # 2. Score: each reward. Further prompts take the places of groups of equal rewards.
+            score_start = time.perf_counter()
+            rewards_by_name = score(prompts, new_sequences, texts)
+            score_seconds += time.perf_counter() - score_start
+            new_rewards = torch.stack([*rewards_by_name.values()])  # (K, missing x G)
+            weighted = (reward_weights[:, None] * new_rewards).view(-1, missing, args.group_size)
+            differ = (weighted != weighted[:, :, :1]).any(dim=(0, 2))  # (missing,)
+            is_last_round = sampling_round == args.max_sampling_rounds
+            keep = (differ | is_last_round).repeat_interleave(args.group_size)
+            sequences += [new_sequences[i] for i in keep.nonzero()]
+            all_rewards = torch.cat([all_rewards, new_rewards[:, keep]], dim=1)  # in the end (K, B)
+            if len(sequences) == args.prompts_per_rollout * args.group_size:
+                break
+        rewards = reward_weights @ all_rewards  # (B,)
         lengths = torch.tensor([len(ids) for _, ids in sequences], device=device)  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences], device=device)  # (B,)
         mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
-        rollout_time = time.perf_counter()
-
-        # 2. Score: each reward, and their weighted sum.
-        rewards_by_name = score(prompts, sequences, texts)
-        all_rewards = torch.stack([*rewards_by_name.values()])  # (K, B)
-        rewards = reward_weights @ all_rewards  # (B,)
         score_time = time.perf_counter()
 
         # 3. Log-probs under the old policy and the reference, fixed during the update. In the first
@@ -375,6 +416,8 @@ def main(args: Args) -> Path:
             advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size).to(device)
         else:
             shaped_rewards = rewards.to(device) - args.missing_eos_penalty * ~ended
+            if args.overlong_buffer > 0:
+                shaped_rewards -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
             if kl_in_reward:  # k1, summed over the completion's tokens
                 shaped_rewards -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1)
             advantages = group_advantages(shaped_rewards, args.group_size, args.scale_rewards)
@@ -404,6 +447,8 @@ def main(args: Args) -> Path:
                         clip_high=args.clip_coef_high or args.clip_coef,
                         beta=0.0 if kl_in_reward else args.beta,
                         level=args.importance_sampling_level,
+                        loss_type=args.loss,
+                        unbiased_kl=args.kl_placement == "unbiased",
                     )
                     loss.backward()
                     loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
@@ -417,11 +462,15 @@ def main(args: Args) -> Path:
         # 6. Log, evaluate, save.
         sums = sums_over_ranks(sums)
         groups = rewards.view(-1, args.group_size)
+        means = all_rewards.mean(dim=1).tolist()  # of each reward
         num_tokens = lengths.sum().item()
         loss_tokens = max(loss_mask.sum().item(), 1) * args.update_epochs
         metrics = {
             "reward/mean": rewards.mean().item(),
-            **{f"rewards/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
+            **{f"rewards/{name}": mean for name, mean in zip(rewards_by_name, means, strict=True)},
+            "prompts/rounds": sampling_round,
+            "prompts/sampled": state["prompts_read"] - first_prompt,
+            "prompts/kept": (groups != groups[:, :1]).any(dim=1).sum().item(),
             "reward/group_std": groups.std(dim=1).mean().item(),
             "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
             "completions/length_mean": lengths.float().mean().item(),
@@ -433,8 +482,8 @@ def main(args: Args) -> Path:
             "policy/clip_fraction_high": sums["policy/clip_fraction_high"] / loss_tokens,
             "policy/grad_norm": np.mean(grad_norms),
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/rollout_seconds": rollout_time - start_time,
-            "time/score_seconds": score_time - rollout_time,
+            "time/rollout_seconds": score_time - start_time - score_seconds,
+            "time/score_seconds": score_seconds,
             "time/update_seconds": update_time - score_time,
             "time/tokens_per_second": num_tokens / (update_time - start_time),
         }
@@ -472,8 +521,10 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 def evaluate(
     args: Args, sample: Callable, score: Callable, eval_fn: Callable | None, prompts: list[Prompt]
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics and samples of one completion per held-out prompt."""
+    """Metrics and samples of --eval-samples completions per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
+    n = args.eval_samples
+    prompts = [prompt for prompt in prompts for _ in range(n)]
     sequences, texts = sample(prompts, args.eval_temperature, rng)
     if eval_fn is not None:
         rewards = rule_rewards(eval_fn, prompts, texts).tolist()
@@ -484,6 +535,10 @@ def evaluate(
     metrics = {"eval/reward": np.mean(rewards)}
     if {*rewards} <= {0, 1}:  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
+        num_correct = np.reshape(rewards, (-1, n)).sum(axis=1)  # of each prompt's n
+        for k in (2**i for i in range(1, n.bit_length())):  # unbiased: arXiv 2107.03374, equation 1
+            misses = [math.comb(n - int(c), k) / math.comb(n, k) for c in num_correct]
+            metrics[f"eval/pass_at_{k}"] = 1 - np.mean(misses)
     metrics["eval/length_mean"] = np.mean(lengths)
     samples = []
     for i, prompt in enumerate(prompts):

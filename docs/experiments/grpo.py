@@ -7,15 +7,13 @@ COMMANDS = variants(
     "grpo.py",
     "",
     "--beta 0",
-    "--no-scale-rewards",
+    "--scale-rewards none",
     "--loss-norm token",
     "--loss-norm constant",
     "--group-size 2 --prompts-per-rollout 128",
     "--group-size 32 --prompts-per-rollout 8",
     "--num-minibatches 1 --learning-rate 1e-3",
     "--num-minibatches 8",
-    "--beta 0 --clip-coef-high 0.28 --loss-norm token --mask-truncated",
-    "--beta 0 --loss-norm constant --no-scale-rewards",
 )
 
 

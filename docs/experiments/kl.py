@@ -64,11 +64,13 @@ def gradients_table() -> dict:
     logits, logprobs = softmax_policy(FAR)
     terms = estimators(logprobs)
     rho_k2 = k2_kl(logprobs, tensor(NEAR).log(), tensor(REFERENCE).log())
+    rho = (logprobs - tensor(NEAR).log()).exp()
     cases = {  # the term, the policy that sampled its tokens, and what it is the gradient of
         "k1": (terms["k1"], FAR, "nothing"),
         "k2": (terms["k2"], FAR, FORWARD),
         "k3": (terms["k3"], FAR, REVERSE),
         "rho k2, tokens of π_old": (rho_k2, NEAR, FORWARD),
+        "rho k3, tokens of π_old": (rho * terms["k3"], NEAR, FORWARD),
         # As a reward: a constant times the log-prob.
         "k1 in the reward": (terms["k1"].detach() * logprobs, FAR, FORWARD),
         "k3 in the reward": (terms["k3"].detach() * logprobs, FAR, "neither"),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import dpo
 import grpo
 from docs.experiments.lib.experiment import saved_results
-from docs.experiments.lib.runs import Numbers, experiment_of_runs, run_of, train, value
+from docs.experiments.lib.runs import Numbers, experiment_of_runs, train, value
 from docs.experiments.lib.tables import spread
 
 
@@ -16,12 +16,21 @@ class Method(NamedTuple):
     metric: str
     digits: int
     stored: str | None  # the results that have the default run, with all weights
+    label: str = "(default)"  # its label there
 
 
 METHODS = {
     "SFT of random weights, loss": Method("sft", "--learning-rate 2e-3", "eval/loss", 2, None),
     "reward model, pair accuracy": Method(
         "rm_bradley_terry", "--learning-rate 5e-3", "eval/pair_accuracy", 2, "rm_bradley_terry"
+    ),
+    "REINFORCE, accuracy": Method(
+        "reinforce",
+        "--learning-rate 5e-3",
+        "eval/reward",
+        2,
+        "reinforce",
+        "`--baseline leave_one_out`",
     ),
     "GRPO, accuracy": Method("grpo", "--learning-rate 5e-3", "eval/accuracy", 2, "grpo"),
     "PPO, gold reward": Method(
@@ -39,7 +48,8 @@ COMMANDS = {
 }
 COMMANDS["SFT of random weights, loss, all weights"] = "sft.py"
 RANKS, RATES = (1, 8, 32), ("2e-3", "5e-3", "1e-2")
-SWEEP_SEEDS = (1,)
+for rank, rate in product(RANKS, RATES):
+    COMMANDS[f"rank {rank}, rate {rate}"] = f"grpo.py --lora-rank {rank} --learning-rate {rate}"
 
 
 def without_embeddings(script: Any, seed: int, folder: str, metric: str) -> float:
@@ -67,20 +77,14 @@ def measure_seed(seed: int) -> dict:
             "eval/reward": without_embeddings(dpo, seed, folder, "eval/reward")
         },
     }
-    for rank, rate in product(RANKS, RATES):
-        accuracy = None
-        if seed in SWEEP_SEEDS:
-            command = f"grpo.py --lora-rank {rank} --learning-rate {rate}"
-            accuracy = value(run_of(command, seed).rows, "eval/accuracy")
-        numbers[f"rank {rank}, rate {rate}"] = {"eval/accuracy": accuracy}
     return numbers
 
 
 def tables(numbers: Numbers) -> dict:
     rows = []
-    for name, (_, _, metric, digits, stored) in METHODS.items():
+    for name, (_, _, metric, digits, stored, label) in METHODS.items():
         if stored:
-            all_weights = saved_results(stored)["numbers"]["(default)"][metric]
+            all_weights = saved_results(stored)["numbers"][label][metric]
         else:
             all_weights = numbers.values(f"{name}, all weights", metric)
         frozen = "not run"
@@ -93,8 +97,7 @@ def tables(numbers: Numbers) -> dict:
     for rank in RANKS:
         cells = []
         for rate in RATES:
-            accuracies = numbers.values(f"rank {rank}, rate {rate}", "eval/accuracy")
-            cells.append(", ".join(f"{accuracy:.2f}" for accuracy in accuracies if accuracy))
+            cells.append(spread(numbers.values(f"rank {rank}, rate {rate}", "eval/accuracy"), 2))
         sweep.append([str(rank), *cells])
     return {
         "lora": {"columns": columns, "rows": rows},

@@ -5,6 +5,7 @@ import math
 import sys
 from fractions import Fraction
 from functools import partial
+from itertools import combinations
 from statistics import mean, stdev
 
 import pytest
@@ -22,6 +23,7 @@ from grpo import (
     group_advantages,
     grpo_loss,
     k3_kl,
+    length_penalty,
     model_rewards,
     token_weights,
 )
@@ -54,18 +56,21 @@ def test_group_advantages_by_hand():
     expected = torch.tensor([a, -a, -a, a, -b, 0, 0, b])
     torch.testing.assert_close(group_advantages(rewards, 4), expected)
     unscaled = torch.tensor([0.5, -0.5, -0.5, 0.5, -2, 0, 0, 2])
-    torch.testing.assert_close(group_advantages(rewards, 4, scale=False), unscaled)
+    torch.testing.assert_close(group_advantages(rewards, 4, scale="none"), unscaled)
+    # All eight: mean 10/8, squares 26, sample variance (26 - 8 (10/8)^2) / 7 = 27/14.
+    of_batch = unscaled / (math.sqrt(27 / 14) + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, 4, scale="batch"), of_batch)
 
 
 def test_group_advantages_are_rounded_only_at_the_end():
     # In float32 the mean and the deviation of 49 numbers are off by more than the last bit.
     rewards = 100 + 3 * torch.randn(980, generator=torch.Generator().manual_seed(0))
-    for group_size, scale in ((2, True), (49, True), (49, False)):
+    for group_size, scale in ((2, "group"), (49, "group"), (49, "none")):
         found = group_advantages(rewards, group_size, scale).view(-1, group_size).tolist()
         groups = rewards.view(-1, group_size).tolist()
         for group, advantages in zip(groups, found, strict=True):
             exact = [Fraction(reward) for reward in group]
-            divisor = stdev(exact) + 1e-4 if scale else 1
+            divisor = stdev(exact) + 1e-4 if scale == "group" else 1
             expected = [float(r - mean(exact)) / divisor for r in exact]
             assert advantages == pytest.approx(expected, rel=6e-8)  # 2 ** -24: half of the last bit
 
@@ -195,6 +200,64 @@ def test_clipping_in_each_sign_and_side(ratio, advantage, value, gradient):
     assert log_ratio.grad.item() == pytest.approx(gradient)  # d(rho A)/d(log rho) = rho A
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [(1.5, 2.0, 1.28), (1.5, -1.0, 1.28), (0.5, 2.0, 0.8), (0.5, -1.0, 0.8), (1.1, 2.0, 1.1)],
+)
+def test_cispo_weighs_the_gradient_of_log_pi_by_the_clipped_ratio(ratio, advantage, weight):
+    """Under `clip` the first and the fourth have no gradient at all (the test above)."""
+    old = torch.tensor([[-2.0]])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    arguments = (None, torch.tensor([advantage]), torch.ones(1, 1), 0.2, 0.28, 0.0)
+    loss, _ = grpo_loss(logprobs, old, *arguments, loss_type="cispo")
+    assert -loss.item() == pytest.approx(weight * advantage * (-2 + math.log(ratio)))
+    (-loss).backward()
+    assert logprobs.grad.item() == pytest.approx(weight * advantage)
+
+
+# --- penalties and pass@k -------------------------------------------------------------------------
+
+
+def test_length_penalty_by_hand():
+    lengths = torch.tensor([1, 5, 6, 7, 9, 10])
+    expected = torch.tensor([0, 0, 0, 0.25, 0.75, 1])
+    assert torch.equal(length_penalty(lengths, max_new_tokens=10, buffer=4), expected)
+
+
+def test_long_completions_are_penalised_in_what_is_ranked_and_not_in_the_metric(
+    tmp_path, monkeypatch
+):
+    ranked, judged = spy_on(monkeypatch, "group_advantages"), spy_on(monkeypatch, "rule_rewards")
+    sampled = spy_on(monkeypatch, "generate")
+    _, last = metrics_of(run(tmp_path, overlong_buffer=10, max_new_tokens=12))
+    penalties = {3: 0.1, 4: 0.2, 5: 0.3, 6: 0.4, 7: 0.5, 8: 0.6, 9: 0.7, 10: 0.8, 11: 0.9, 12: 1}
+    lengths = [len(completion) for completion in sampled[1][1]]
+    expected = judged[1][1] - torch.tensor([penalties.get(length, 0) for length in lengths])
+    assert len({*lengths} & {*penalties}) > 1
+    torch.testing.assert_close(ranked[0][0][0], expected)
+    assert last["reward/mean"] == pytest.approx(judged[1][1].mean().item())
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
+    outcomes = [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
+    prompts = [grpo.Prompt(str(i), [i], {}) for i in range(4)]
+
+    def sample(prompts, temperature, rng):
+        assert [prompt.text for prompt in prompts] == [*"00000111112222233333"]
+        return [(prompt.ids, [7]) for prompt in prompts], ["x"] * len(prompts)
+
+    def score(*_):
+        return {"rule": torch.tensor(outcomes).flatten().float()}
+
+    args = Args(eval_samples=5, reward_weights=[1.0])
+    metrics, samples = grpo.evaluate(args, sample, score, None, prompts)
+    assert len(samples) == 20 and metrics["eval/accuracy"] == pytest.approx(9 / 20)
+    for k in (2, 4):
+        hits = [any(subset) for row in outcomes for subset in combinations(row, k)]
+        assert metrics[f"eval/pass_at_{k}"] == pytest.approx(mean(hits))
+    assert "eval/pass_at_8" not in metrics and 0.45 < metrics["eval/pass_at_2"] < 0.75
+
+
 # --- k3 -----------------------------------------------------------------------------------------
 
 
@@ -214,6 +277,42 @@ def test_k3_value_sign_and_gradient_by_enumeration():
     # derivative with respect to the logits is pi - pi_ref.
     (p * per_token).sum().backward()
     torch.testing.assert_close(logits.grad, p - q)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_the_unbiased_kl_and_its_gradient_by_enumeration(unbiased, level):
+    """All completions of two tokens over three, drawn from a pi_old that pi has left: the sum over
+    positions of the exact KL at a prefix, whose prefixes are pi_old's.
+    """
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)  # rows: prefix -, 0, 1, 2
+    logp = logits.log_softmax(1)
+    old, ref = (torch.randn(4, 3, dtype=torch.float64).log_softmax(1) for _ in range(2))
+    first, second = torch.arange(9) // 3, torch.arange(9) % 3
+
+    def of_completions(log_p):  # (9, 2)
+        return torch.stack([log_p[0, first], log_p[first + 1, second]], dim=1)
+
+    drawn = of_completions(old).sum(dim=1, keepdim=True).exp().expand(9, 2)
+    loss, _ = grpo_loss(
+        of_completions(logp),
+        of_completions(old),
+        of_completions(ref),
+        torch.zeros(9),
+        drawn,
+        clip_low=0.2,
+        clip_high=0.2,
+        beta=0.5,
+        level=level,
+        unbiased_kl=unbiased,
+    )
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    chances = torch.cat([torch.ones(1, dtype=torch.float64), old[0].exp()])  # of each prefix
+    kl = 0.5 * chances @ (logp.exp() * (logp - ref)).sum(dim=1)
+    (expected,) = torch.autograd.grad(kl, logits)
+    assert torch.allclose(found, expected, atol=1e-12) == unbiased
+    assert math.isclose(loss.item(), kl.item(), rel_tol=1e-9) == unbiased
 
 
 # --- the whole loss -----------------------------------------------------------------------------
@@ -561,11 +660,22 @@ def test_default_clipping_is_symmetric_and_clip_higher_is_read(tmp_path, monkeyp
     calls = spy_by_name(monkeypatch, "grpo_loss")
     run(tmp_path)
     flags = dict(num_minibatches=2)  # with a single step all ratios are 1, and nothing is clipped
-    run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, scale_rewards=False, **flags)
+    run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, scale_rewards="none", **flags)
     assert (calls[0]["clip_low"], calls[0]["clip_high"]) == (0.2, 0.2)
     assert (calls[1]["clip_low"], calls[1]["clip_high"]) == (0.1, 0.28)
     quarters = 4 * calls[1]["advantages"]  # four rewards of 0 and 1 less their mean, not divided
     assert quarters.any() and torch.equal(quarters, quarters.round())
+
+
+def test_the_flags_of_the_recipes_reach_the_mathematics(tmp_path, monkeypatch):
+    losses = spy_by_name(monkeypatch, "grpo_loss")
+    ranked = spy_by_name(monkeypatch, "group_advantages")
+    run(tmp_path)
+    run(tmp_path, loss="cispo", kl_placement="unbiased", scale_rewards="batch")
+    for call, loss_type, unbiased_kl in zip(losses, ("clip", "cispo"), (False, True), strict=True):
+        assert (call["loss_type"], call["unbiased_kl"]) == (loss_type, unbiased_kl)
+        assert call["beta"] == 0.04
+    assert [call["scale"] for call in ranked] == ["group", "batch"]
 
 
 def test_a_prompt_as_long_as_allowed_is_kept():
@@ -673,6 +783,62 @@ def test_data_order_visits_every_row_once_an_epoch(tmp_path, monkeypatch):
         assert len({arguments[-2].initial_seed() for arguments, _ in sampled[1:-1]}) == 10
         orders.append(prompts)
     assert orders[0] != orders[1]
+
+
+RULE = """
+def rule(prompts, completions, **columns):
+    return [float(i % 2) if prompt[0] in "036" else 0.5 for i, prompt in enumerate(prompts)]
+"""
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 20])
+def test_groups_of_equal_rewards_are_replaced_until_the_last_round(rounds, tmp_path, monkeypatch):
+    """Prompts that begin with 0, 3 or 6 have different rewards, the others equal ones."""
+    (tmp_path / "rule.py").write_text(RULE)
+    sampled, losses = spy_on(monkeypatch, "generate"), spy_by_name(monkeypatch, "grpo_loss")
+    scored = spy_on(monkeypatch, "rollout_logprobs")
+    flags = dict(reward_fn=[f"{tmp_path}/rule.py:rule"], total_rollouts=2, seed=2, eval_every=9)
+    rows = metrics_of(run(tmp_path, max_sampling_rounds=rounds, num_minibatches=2, **flags))
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+
+    def teaches(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)[0] in "036"
+
+    calls = [[tuple(ids) for ids in arguments[1][::4]] for arguments, _ in sampled[1:-1]]
+    order = [ids for prompts in calls for ids in prompts]
+    assert len({*order}) == len(order)  # each prompt once: the data order goes on
+    whole_order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
+    rows_of_data = grpo.load_prompts(Args(), "train[:64]", tokenizer)
+    assert order == [tuple(rows_of_data[i].ids) for i in whole_order[: len(order)]]
+    for row, trained_on, of_ref in zip(rows[1:], scored[::2], scored[1::2], strict=True):
+        assert trained_on[0][1] == of_ref[0][1]
+        (_, sequences, *_), _ = trained_on
+        kept = []
+        for used in range(1, rounds + 1):
+            prompts = calls.pop(0)
+            assert len(prompts) == 4 - len(kept)
+            kept += [ids for ids in prompts if used == rounds or teaches(ids)]
+            if len(kept) == 4:
+                break
+        assert [tuple(ids) for ids, _ in sequences] == [ids for ids in kept for _ in range(4)]
+        assert row["prompts/rounds"] == used
+        assert row["prompts/kept"] == sum(map(teaches, kept))
+        assert row["reward/zero_variance_groups"] == 1 - row["prompts/kept"] / 4
+    assert calls == [] and sum(row["prompts/sampled"] for row in rows[1:]) == len(order)
+    assert (rows[1]["prompts/kept"] < 4) == (rounds < 20)
+    if rounds == 20:  # every completion has an advantage
+        assert all((call["advantages"] != 0).all() for call in losses)
+
+
+def test_rewards_of_weight_0_do_not_keep_a_group(tmp_path):
+    (tmp_path / "rule.py").write_text(RULE.replace("else 0.5", "else float(i % 2)"))
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, **_):\n    return [1.0 for _ in prompts]\n"
+    )
+    rules = [f"{tmp_path}/rule.py:rule", f"{tmp_path}/same.py:same"]
+    flags = dict(reward_fn=rules, reward_weights=[0.0, 1.0], max_sampling_rounds=2)
+    _, row = metrics_of(run(tmp_path, **flags))
+    assert (row["prompts/rounds"], row["prompts/sampled"], row["prompts/kept"]) == (2, 8, 0)
 
 
 def test_a_cut_off_completion_is_penalised_in_what_is_ranked_and_not_in_the_metric(

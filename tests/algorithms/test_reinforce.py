@@ -143,7 +143,7 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
     flags += " --micro-batch-size 5"
     page = Path("docs/reinforce.md").read_text()
     as_told = page.partition("`python grpo.py ")[2].partition("`")[0]
-    assert as_told == "--num-minibatches 1 --no-scale-rewards --beta 0 --loss-norm constant"
+    assert as_told == "--num-minibatches 1 --scale-rewards none --beta 0 --loss-norm constant"
     prompts = {}
 
     def completions_of(original, script):

@@ -32,6 +32,7 @@ REVIEWS = dict(
 # What stands behind a hyphen is another run of a script.
 MORE = {
     "grpo": dict(REVIEWS, kl_placement="reward", missing_eos_penalty=0.5),
+    "grpo-dynamic": dict(max_sampling_rounds=4, loss="cispo", kl_placement="unbiased"),
     "grpo-gdpo": dict(
         REVIEWS,
         multi_objective_aggregation="normalize_then_sum",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_same_run, start, words
+from runs import assert_same_run, metrics_of, start, words
 from scripts import SPECS, WITH_ROLLOUTS
 
 import grpo
@@ -76,6 +76,21 @@ def test_the_older_checkpoint_serves_where_the_last_was_deleted(whole, tmp_path)
     assert older < last
     (copy / last).unlink()
     resume(name, copy)
+    assert_same_run(copy, run_dir)
+
+
+def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
+    """A rollout reads as many prompts as it needs: where the data are is in the checkpoint."""
+    flags = SPECS["grpo"].short_flags | dict(max_sampling_rounds=3, output_dir=str(tmp_path))
+    run_dir = grpo.main(grpo.Args(**flags))
+    sampled = [row["prompts/sampled"] for row in metrics_of(run_dir)[1:]]
+    assert len({*sampled[:-1]}) > 1
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    older, last = checkpoints(copy)
+    state = torch.load(copy / older, weights_only=True)
+    assert state["prompts_read"] == sum(sampled[: state["step"]])
+    (copy / last).unlink()
+    resume("grpo", copy)
     assert_same_run(copy, run_dir)
 
 

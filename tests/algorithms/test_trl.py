@@ -1,4 +1,4 @@
-"""Gradients of adapters beside TRL's trainers with peft (needs the `bench` extra)."""
+"""Gradients beside those of TRL's trainers (needs the `bench` extra)."""
 
 import json
 
@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
+import grpo
 import sft
 from common.logprobs import adapters_off, add_adapters, completion_logprobs
 
@@ -110,3 +111,85 @@ def test_sft(tmp_path):
     logprobs = completion_logprobs(policy, sequences, torch.arange(len(data)))
     num_tokens = sum(len(completion) for _, completion in sequences)
     check(policy, sft.negative_log_likelihood(logprobs, num_tokens), trainer)
+
+
+# --- recipes of grpo.py -------------------------------------------------------------------------
+RECIPES = {
+    "clip": (dict(loss_type="grpo"), {}, "sequence"),
+    # TRL bounds the ratio by epsilon_high itself, and not from below; ours is 1 + clip_high.
+    "cispo": (
+        dict(loss_type="cispo", epsilon_high=1.05),
+        dict(loss_type="cispo", clip_low=1.0, clip_high=0.05),
+        "token",
+    ),
+    "unbiased": (
+        dict(loss_type="grpo", use_bias_correction_kl=True, beta=0.3),
+        dict(unbiased_kl=True, beta=0.3),
+        "sequence",
+    ),
+    "batch": (dict(loss_type="grpo", scale_rewards="batch"), {}, "sequence"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_grpo(recipe, tmp_path):
+    """The second of two optimiser steps on one rollout, after a first one with a high rate."""
+    theirs, ours, norm = RECIPES[recipe]
+    config = trl.GRPOConfig(
+        **settings(tmp_path)
+        | dict(per_device_train_batch_size=8, max_steps=2, learning_rate=3e-3)
+        | dict(num_generations=4, num_iterations=2, max_completion_length=8, max_grad_norm=1e9)
+        | dict(weight_decay=0.0, lr_scheduler_type="constant", save_strategy="no")
+        | theirs
+    )
+    rewards = []
+
+    def letters(completions, **columns):
+        """A reward that differs within and between groups."""
+        rewards.extend(float(len({*text})) for text in completions)
+        return rewards
+
+    rows = first_rows("prompts", ["prompt"])
+    trainer = trl.GRPOTrainer(
+        load_policy(), letters, args=config, train_dataset=Dataset.from_list(rows)
+    )
+    compute, seen = trainer._compute_loss, []
+
+    def watch(model, inputs):
+        loss = compute(model, inputs)
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        seen.append((inputs, weights, torch.autograd.grad(loss, parameters, retain_graph=True)))
+        return loss
+
+    trainer._compute_loss = watch
+    trainer.train()
+    (first, _, _), (inputs, weights, expected) = seen
+    assert torch.equal(first["completion_ids"], inputs["completion_ids"])
+
+    policy = load_policy()
+    policy.load_state_dict(weights, strict=False)
+    mask = inputs["completion_mask"].bool()
+    sequences = [
+        (prompt[keep.bool()].tolist(), completion[real].tolist())
+        for prompt, keep, completion, real in zip(
+            inputs["prompt_ids"], inputs["prompt_mask"], inputs["completion_ids"], mask, strict=True
+        )
+    ]
+    advantages = inputs["advantages"]
+    scale = theirs.get("scale_rewards", "group")
+    ours_sorted = grpo.group_advantages(torch.tensor(rewards), 4, scale).sort().values
+    torch.testing.assert_close(ours_sorted, advantages.sort().values)  # TRL shuffles them
+    logprobs = completion_logprobs(policy, sequences, torch.arange(8))
+    width = logprobs.shape[1]
+    mask, old = mask[:, :width], inputs["old_per_token_logps"][:, :width]
+    ref = inputs["ref_per_token_logps"][:, :width] if "beta" in theirs else None
+    coefs = dict(clip_low=0.2, clip_high=0.2, beta=0.0) | ours
+    weights = grpo.token_weights(mask, norm, 8)
+    loss, _ = grpo.grpo_loss(logprobs, old, ref, advantages, weights, **coefs)
+    assert not torch.allclose(logprobs[mask], old[mask], atol=1e-2)
+    for found, gradient in zip(
+        torch.autograd.grad(loss, policy.parameters()), expected, strict=True
+    ):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(found, gradient, atol=2e-6, rtol=1e-4)
