@@ -61,7 +61,8 @@ from common.distributed import shard, sums_over_ranks
 from common.generation import generate
 from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
 from common.logprobs import hidden_states, micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, encode, find_stop_ids, pad_rows, report_rows
+from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, pad_rows
+from common.tokens import report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -71,6 +72,7 @@ class Args:
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to continue, with its own flags and no others
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
+    log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     # folder or hub name of the policy, the reference and their tokenizer
@@ -391,6 +393,7 @@ def main(args: Args) -> Path:
             all_rewards = torch.cat([all_rewards, new_rewards[:, keep]], dim=1)  # in the end (K, B)
             if len(sequences) == args.prompts_per_rollout * args.group_size:
                 break
+        rewards_by_name = dict(zip(rewards_by_name, all_rewards, strict=True))  # of what is kept
         rewards = reward_weights @ all_rewards  # (B,)
         lengths = torch.tensor([len(ids) for _, ids in sequences], device=device)  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences], device=device)  # (B,)
@@ -462,12 +465,11 @@ def main(args: Args) -> Path:
         # 6. Log, evaluate, save.
         sums = sums_over_ranks(sums)
         groups = rewards.view(-1, args.group_size)
-        means = all_rewards.mean(dim=1).tolist()  # of each reward
         num_tokens = lengths.sum().item()
         loss_tokens = max(loss_mask.sum().item(), 1) * args.update_epochs
         metrics = {
             "reward/mean": rewards.mean().item(),
-            **{f"rewards/{name}": mean for name, mean in zip(rewards_by_name, means, strict=True)},
+            **{f"rewards/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
             "prompts/rounds": sampling_round,
             "prompts/sampled": state["prompts_read"] - first_prompt,
             "prompts/kept": (groups != groups[:, :1]).any(dim=1).sum().item(),
@@ -489,6 +491,14 @@ def main(args: Args) -> Path:
         }
         if ref_model is not None:  # nats per completion
             metrics["objective/kl"] = sums["objective/kl"] / (len(sequences) * args.update_epochs)
+        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            columns = {f"rewards/{name}": reward for name, reward in rewards_by_name.items()}
+            columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
+            if ref_logprobs is not None and old_logprobs is not None:
+                columns["log_ratio"] = old_logprobs - ref_logprobs
+            rows = completion_rows(tokenizer, sequences[: args.group_size], columns)
+            with open(run_dir / "rollouts.jsonl", "a") as file:
+                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:

@@ -74,7 +74,8 @@ from common.distributed import shard, sums_over_ranks
 from common.generation import generate
 from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
 from common.logprobs import hidden_states, micro_batches
-from common.tokens import UnusableRow, encode, find_stop_ids, pad_rows, report_rows
+from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, pad_rows
+from common.tokens import report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -84,6 +85,7 @@ class Args:
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to continue, with its own flags and no others
     save_every: PositiveInt = 10  # rollouts between checkpoints; there is always one at the end
+    log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
@@ -513,6 +515,14 @@ def main(args: Args) -> Path:
             metrics["objective/reward"] += metrics["objective/non_score_reward"]
             if args.kl_target:
                 beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
+        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            columns = {f"rewards/{name}": reward for name, reward in rewards_by_name.items()}
+            columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
+            if ref_model is not None:
+                columns["log_ratio"] = k1
+            rows = completion_rows(tokenizer, sequences[:4], columns)
+            with open(run_dir / "rollouts.jsonl", "a") as file:
+                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:

@@ -54,7 +54,7 @@ from common.distributed import gather_weights, join_processes, leave_processes, 
 from common.generation import generate
 from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
 from common.logprobs import micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, encode, find_stop_ids, report_rows
+from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -64,6 +64,7 @@ class Args:
     output_dir: str = "runs"  # where the run's folder is made
     resume: str | None = None  # folder of a run to continue, with its own flags and no others
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
+    log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     # folder or hub name of the policy, the reference and their tokenizer
@@ -229,6 +230,14 @@ def main(args: Args) -> Path:
         }
         if ref_model is not None:
             metrics["objective/kl"] = log_ratio.mean().item()  # nats per completion
+        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            columns = {"reward": rewards, "advantage": advantages}
+            columns["truncated"] = torch.tensor(truncated)
+            if ref_model is not None:
+                columns["log_ratio"] = policy_logprobs - ref_logprobs
+            rows = completion_rows(tokenizer, sequences[:4], columns)
+            with open(run_dir / "rollouts.jsonl", "a") as file:
+                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:

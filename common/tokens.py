@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -41,6 +42,30 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not stop_ids:  # sampling would never stop, and training would teach no end
         raise ValueError(f"{source}: neither tokenizer nor generation config has an EOS")
     return sorted(stop_ids)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """The pieces of text of token ids, which join to their text; special tokens are shown. The last
+    token of a character that takes several has it.
+    """
+    prefixes = [tokenizer.decode(ids[: i + 1]).rstrip("\ufffd") for i in range(len(ids))]
+    ends = [0, *accumulate(map(len, prefixes), max)]  # a cut character may undo one before it
+    text = tokenizer.decode(ids)
+    return [text[start:end] for start, end in pairwise([*ends[:-1], len(text)])]
+
+
+def completion_rows(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> list[dict]:
+    """For rollouts.jsonl: of each pair (prompt, completion) of ids the texts, and with three digits
+    its number in each column (B,), or its numbers per token in columns (B, T).
+    """
+    rows = []
+    for i, (prompt_ids, ids) in enumerate(sequences):
+        row = {"prompt": tokenizer.decode(prompt_ids), "tokens": token_texts(tokenizer, ids)}
+        for name, values in columns.items():
+            numbers = values[i, : len(ids)] if values.dim() == 2 else values[i]
+            row[name] = numbers.double().round(decimals=3).tolist()
+        rows.append(row)
+    return rows
 
 
 class UnusableRow(ValueError):

@@ -1,10 +1,19 @@
 """From texts to tokens: chat messages, their templates, and what tokenizers add by themselves."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from common.tokens import UnusableRow, content, encode, encode_pair, find_stop_ids
+from common.tokens import (
+    UnusableRow,
+    content,
+    encode,
+    encode_pair,
+    find_stop_ids,
+    token_texts,
+)
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -166,3 +175,18 @@ def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer
     """Nothing is written of a string: what comes "after" it is not the whole text."""
     tokenizer.chat_template = "<bos>{% for m in messages %}{% endfor %}1+"
     assert find_stop_ids("no/such/folder", tokenizer) == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi-3-mini"])
+def test_the_texts_of_tokens_join_to_the_text(name):
+    folder = Path("../shared/real/tokenizers", name)
+    if not folder.exists():
+        pytest.skip(f"{folder} is absent")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = " Été: 3 \U0001f642\U0001f642 日本\n\tend"
+    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    for end in range(1, len(ids) + 1):  # some cut a character in two
+        pieces = token_texts(tokenizer, ids[:end])
+        assert len(pieces) == end and "".join(pieces) == tokenizer.decode(ids[:end])
+    assert pieces[-1] == tokenizer.eos_token and "\ufffd" not in "".join(pieces)
+    assert {"\U0001f642", "日"} <= {piece.strip() for piece in pieces}

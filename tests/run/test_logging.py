@@ -4,15 +4,18 @@ import json
 import sys
 from datetime import datetime
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
 import wandb
 from runs import read_log
-from scripts import SPECS
+from scripts import SPECS, WITH_ROLLOUTS
+from spies import spy_on
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
 )
 
 import grpo
@@ -115,6 +118,58 @@ def test_what_a_run_leaves_and_prints(name, track, tracked, tmp_path, monkeypatc
             assert row.items() <= {**metrics, "step": row["step"]}.items()
     else:
         assert tracked == []
+
+
+ADVANTAGES = {
+    "grpo": "group_advantages",
+    "reinforce": "baseline_advantages",
+    "ppo_rlhf": "whiten",
+}
+
+
+@pytest.mark.parametrize("name", WITH_ROLLOUTS)
+def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
+    """Of one group of four in GRPO and REINFORCE, of four completions in PPO: these are all."""
+    script = SPECS[name].module
+    sampled = spy_on(script, monkeypatch, "generate")
+    ranked = spy_on(script, monkeypatch, ADVANTAGES[name])
+    flags = SPECS[name].short_flags | dict(total_rollouts=4, log_rollouts_every=2, save_every=9)
+    flags |= dict(prompts_per_rollout=4, max_new_tokens=9, eval_every=9, learning_rate=5e-3)
+    if name != "ppo_rlhf":
+        flags |= dict(prompts_per_rollout=1, group_size=4)
+    run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path)))
+    tokenizer = AutoTokenizer.from_pretrained(run_dir)
+    rows = {row["step"]: row for row in read_log(run_dir / "metrics.jsonl")}
+    rollouts = read_log(run_dir / "rollouts.jsonl")
+    assert [rollout["step"] for rollout in rollouts] == [2, 4]
+    for rollout in rollouts:
+        metrics, shown = rows[rollout["step"]], rollout["completions"]
+        (_, prompts, *_), completions = sampled[rollout["step"]]
+        _, advantages = ranked[rollout["step"] - 1]
+        assert ["".join(row["tokens"]) for row in shown] == tokenizer.batch_decode(completions)
+        assert [row["prompt"] for row in shown] == tokenizer.batch_decode(prompts)
+        assert [len(row["tokens"]) for row in shown] == [*map(len, completions)]
+        for row, expected in zip(shown, advantages, strict=True):
+            expected = expected.tolist()
+            if name == "ppo_rlhf":
+                expected = expected[: len(row["tokens"])]
+            assert row["advantage"] == pytest.approx(expected, abs=5.1e-4)
+        kls = [sum(row["log_ratio"]) for row in shown]
+        assert metrics["objective/kl"] == pytest.approx(mean(kls), abs=9 * 5.1e-4)
+        assert any(abs(kl) > 0.01 for kl in kls)
+        for metric, key in (
+            ("reward/mean", "reward"),
+            ("completions/truncated_fraction", "truncated"),
+        ):
+            assert metrics[metric] == pytest.approx(mean(row[key] for row in shown), abs=1e-3)
+        by_name = {key for key in metrics if key.startswith("rewards/")}
+        assert all(by_name <= row.keys() for row in shown) and (by_name or name == "reinforce")
+
+
+def test_no_rollouts_are_written_where_none_are_asked_for(tmp_path):
+    flags = SPECS["grpo"].short_flags | dict(total_rollouts=1, log_rollouts_every=0)
+    run_dir = grpo.main(grpo.Args(**flags, output_dir=str(tmp_path)))
+    assert not (run_dir / "rollouts.jsonl").exists()
 
 
 def test_wandb_offline(tmp_path, monkeypatch):
