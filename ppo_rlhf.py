@@ -815,7 +815,7 @@ def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
         if adapter:  # for peft's `from_pretrained`
             model.peft_config["default"].save_pretrained(run_dir / "adapter")
             save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
-    print(f"model: {run_dir}", flush=True)
+    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":
