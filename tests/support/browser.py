@@ -113,6 +113,20 @@ class Browser:
         keyboard = {"type": "key", "id": "keyboard", "actions": downs_and_ups}
         self.send("POST", "/actions", {"actions": [keyboard]})
 
+    def drop(self, *paths):
+        """Files or folders, on the page, as from a file manager."""
+        data = {"items": [], "files": [*map(str, paths)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.emulate("Input.dispatchDragEvent", type=kind, x=99, y=99, data=data)
+
+    def until(self, css, expected):
+        """Waits for a text in an element."""
+        script = "return document.querySelector(arguments[0])?.textContent ?? ''"
+        deadline = time.monotonic() + 20
+        while expected not in (found := self.run(script, css)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert expected in found
+
     def text(self, css):
         return self.run("return document.querySelector(arguments[0]).innerText", css)
 

@@ -1,0 +1,166 @@
+"""docs/viewer.html in a real browser: what it shows of small runs, against the files' numbers."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from browser import needs_browser
+
+PAGE, LEFT = Path("docs/viewer.html"), "\ue012"
+LOSS, MEAN, ACCURACY = "objective/loss", "reward/mean", "eval/accuracy"
+VALUES = [
+    {ACCURACY: 0.25},
+    {LOSS: 0.5, MEAN: 1234.5678},
+    {LOSS: math.nan, MEAN: -7, ACCURACY: 0.75},
+]
+ROWS = [{"step": i} | row for i, row in enumerate([*VALUES, {LOSS: 2e-6, MEAN: 0.1}])]
+TOKENS = ["<b>6", "\n", " , <img src=x>", "<eos>"]
+CHAT = [{"role": "system", "content": "Add <i>up</i>."}, {"role": "user", "content": "6+0="}]
+SHOWN_CHAT = "system: Add <i>up</i>.\nuser: 6+0="
+RATIOS = dict(log_ratio=[1, -1, 0, -0.5])
+GRPO = [dict(prompt=CHAT, advantage=x, reward=x + 2) | RATIOS for x in (0.75, 0.0, -0.5)]
+# A prompt for each completion, a number for each token, no reference.
+PPO = [dict(prompt=f"{x}+0=", advantage=[x, 1, 0, -1], reward=x) for x in (2, -3)]
+
+
+def write_run(folder, completions=GRPO, rows=ROWS):
+    """Rollouts of steps 1 to 3, samples of steps 0 and 2; the next line of each file is cut."""
+    rest = {"completion": f"{folder.name} <b>\n", "reward": 0.25, "length": 5}
+    samples = [{"step": step, "prompt": x} | rest for step in (0, 2) for x in ("1+1=", CHAT)]
+    common = {"tokens": TOKENS, "rewards": {"right": 1.0}}
+    completions = [x | common | {"truncated": x["reward"] < 2} for x in reversed(completions)]
+    long = {"completions": completions, "unused": "." * 2**21}  # the file is read in several chunks
+    rollouts = [{"step": step} | long for step in (1, 2, 3)]
+    folder.mkdir()
+    (folder / "args.json").write_text(json.dumps({"exp_name": folder.name, "beta": 0.1}))
+    for name, lines in (("metrics", rows), ("samples", samples), ("rollouts", rollouts)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text + '{"step": 4, "completions": [')
+    return folder
+
+
+def open_page(browser, *folders, **look):
+    browser.open(page=PAGE.absolute().as_uri(), **look)
+    for folder in folders:
+        browser.drop(folder)
+        browser.until("#rollouts > :last-child .key", folder.name)
+
+
+# What each chart tells at its last steps, and the heights of its first line and first dots.
+CURVES = """
+return [...document.querySelectorAll("figure")].map((figure) => {
+  const told = {}, left = () => new KeyboardEvent("keydown", { key: "ArrowLeft" });
+  const [line, dots] = [...figure.querySelectorAll(".run0")].slice(-2).map((path) =>
+    (path.getAttribute("d") ?? "").match(/ [\\d.]+/g)?.map(Number));
+  for (let i = 0; i < 4; i++, figure.querySelector("svg").dispatchEvent(left())) {
+    const [step, values] = figure.querySelector("span").textContent.slice(5).split(": ");
+    told[step] = values;
+  }
+  return [`${figure.closest("details").dataset.group}/${figure.querySelector("b").textContent}`,
+    told, line, dots];
+});
+"""
+# Of each completion: facts, how it is set, and each token's text, title, sign and underline.
+COMPLETIONS = """
+const all = (x, css) => [...x.querySelectorAll(css)], style = (x) => getComputedStyle(x);
+const colour = (x) => style(x).backgroundColor.match(/[\\d.]+/g).map(Number);
+const token = (x) => [x.textContent, x.title, Math.sign(colour(x)[2] - colour(x)[0]),
+  style(x).textDecorationLine === "underline"];
+return all(document, "#rollouts article").map((x) => [
+  all(x, ".facts span").map((y) => y.textContent), style(x.lastChild).whiteSpace,
+  all(x, ".token").map(token)]);
+"""
+
+
+def expected(one, by):
+    """The same from the file's numbers."""
+    known = {name: one[name] for name in ("advantage", "log_ratio") if name in one}
+    each = {name: x if isinstance(x, list) else [x] * 4 for name, x in known.items()}
+    mean = "mean " * ("log_ratio" not in one) + f"advantage {sum(each['advantage']) / 4:g}"
+    facts = [f"reward {one['reward']:g}", "right 1", mean, "tokens 4"]
+    tokens = []
+    for i, (text, x) in enumerate(zip(TOKENS, each.get(by, [0] * 4), strict=True)):
+        title = ", ".join(f"{name} {each[name][i]:g}" for name in each)
+        tokens.append([text, title, (x > 0) - (x < 0), x < 0])
+    return [facts + ["truncated"] * (one["reward"] < 2), "pre-wrap", tokens]
+
+
+def test_the_page_needs_nothing_else():
+    text = PAGE.read_text()
+    assert not re.findall(r"\bsrc=|href=|@import|url\(|fetch\(|https?://|innerHTML", text)
+
+
+@needs_browser
+def test_curves(browser, tmp_path):
+    open_page(browser, write_run(tmp_path / "a"))
+    accuracy, mean, loss = browser.run(CURVES)  # in the groups' order
+    assert accuracy == [ACCURACY, {"0": "0.25", "2": "0.75"}, [82, 8], [82, 8]]
+    low = pytest.approx(82 - 74 * 7.1 / 1241.5678, abs=0.05)
+    assert mean == [MEAN, {"1": "1235", "2": "-7", "3": "0.1"}, [8, 82, low], None]
+    assert loss == [LOSS, {"1": "0.5", "2": "NaN", "3": "2e-6"}, [8, 82], None]
+    rows = [{"step": i, "time/s": 9 if i == 777 else i % 2} for i in range(4000)]
+    open_page(browser, write_run(tmp_path / "long", rows=rows))
+    ((_, told, heights, _),) = browser.run(CURVES)
+    assert told["3997"] == "1" and len(heights) <= 500 and heights.count(8) == 1
+    assert browser.run("return performance.getEntriesByType('resource')") == []
+
+
+@needs_browser
+@pytest.mark.parametrize("completions", [GRPO, PPO])
+def test_completions(browser, tmp_path, completions):
+    open_page(browser, write_run(tmp_path / "a", completions))
+    for by in ("advantage", "log_ratio"):
+        browser.run(f"document.querySelector('[value={by}]').click()")
+        browser.until("#legend", f"{by} of a token")
+        assert browser.run(COMPLETIONS) == [expected(one, by) for one in completions]
+        assert (", no log_ratio" in browser.text("#rollouts p")) == (by not in completions[0])
+    prompts = "return [...document.querySelectorAll('#rollouts .prompt')].map((x) => x.innerText)"
+    assert browser.run(prompts) == ([SHOWN_CHAT] if completions is GRPO else ["2+0=", "-3+0="])
+    assert browser.run("return document.querySelector('#completions :is(img, i)')") is None
+    browser.run("document.getElementById('slider').focus()")
+    for step, evaluation in ((3, 2), (2, 2), (1, 0)):
+        browser.until("#step", f"{step}")
+        facts = browser.text("#samples .facts").split("\n")
+        assert facts == [f"step {evaluation}", "reward 0.25", "length 5"]
+        browser.press(LEFT)
+
+
+@needs_browser
+def test_two_runs_on_a_phone_in_light_and_dark(browser, tmp_path):
+    a, b, c = (write_run(tmp_path / f"run-{name * 60}") for name in "abc")
+    grounds = set()
+    for dark in (False, True):
+        open_page(browser, a, b, width=390, dark=dark)
+        assert browser.run("return document.documentElement.scrollWidth") == 390
+        grounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 2
+    assert browser.run(CURVES)[1][1]["2"] == "-7 -7"
+    assert f'exp_name "{b.name}"' in browser.text("#runs") and "beta" not in browser.text("#runs")
+    samples = "return [...document.querySelectorAll('#samples article')].map((x) => x.innerText)"
+    for text, prompt in zip(browser.run(samples), ("1+1=", SHOWN_CHAT), strict=True):
+        both = rf"{re.escape(prompt)}\n.*\n{a.name} <b>\n.*\n{b.name} <b>\n?"
+        assert re.fullmatch(both, text, re.S)
+    browser.drop(c)
+    browser.until("#rollouts > :last-child .key", c.name)
+    assert a.name in browser.text("#curves") and b.name not in browser.text("main")
+
+
+@needs_browser
+def test_a_run_that_goes_on_and_a_folder_that_is_no_run(browser, tmp_path):
+    folder = write_run(tmp_path / "run")
+    open_page(browser, folder)
+    with (folder / "rollouts.jsonl").open("a") as file:
+        file.write("]}\n")
+    browser.click(".run button")
+    browser.until("#step", "4")
+    open_page(browser)
+    browser.send("POST", f"{browser.element('#folder')}/value", {"text": str(folder)})
+    browser.until("#step", "4")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    browser.click(".run button")
+    browser.until("#note", "run has changed, and the browser cannot read it again: drop")
+    (tmp_path / "none").mkdir()
+    browser.drop(tmp_path / "none")
+    browser.until("#note", "none is not the folder of a run")
