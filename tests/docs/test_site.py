@@ -158,7 +158,7 @@ def test_the_reading_order_is_that_of_the_contents(config):
         page for page in order if page != "glossary.md"
     ]
     assert sorted([*order, "index.md", "README.md", "README.md"]) == sorted(
-        [*(page.name for page in pages()), "explorer.html"]
+        [*(page.name for page in pages()), "explorer.html", "viewer.html"]
     )
 
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser
+from runs import read_log
+from scripts import SPECS
+
+import grpo
 
 PAGE, LEFT = Path("docs/viewer.html"), "\ue012"
 LOSS, MEAN, ACCURACY = "objective/loss", "reward/mean", "eval/accuracy"
@@ -29,8 +33,10 @@ def write_run(folder, completions=GRPO, rows=ROWS):
     """Rollouts of steps 1 to 3, samples of steps 0 and 2; the next line of each file is cut."""
     rest = {"completion": f"{folder.name} <b>\n", "reward": 0.25, "length": 5}
     samples = [{"step": step, "prompt": x} | rest for step in (0, 2) for x in ("1+1=", CHAT)]
-    common = {"tokens": TOKENS, "rewards": {"right": 1.0}}
-    completions = [x | common | {"truncated": x["reward"] < 2} for x in reversed(completions)]
+    common = {"tokens": TOKENS, "rewards/right": 1.0}
+    completions = [
+        x | common | {"truncated": float(x["reward"] < 2)} for x in reversed(completions)
+    ]
     long = {"completions": completions, "unused": "." * 2**21}  # the file is read in several chunks
     rollouts = [{"step": step} | long for step in (1, 2, 3)]
     folder.mkdir()
@@ -79,7 +85,7 @@ def expected(one, by):
     known = {name: one[name] for name in ("advantage", "log_ratio") if name in one}
     each = {name: x if isinstance(x, list) else [x] * 4 for name, x in known.items()}
     mean = "mean " * ("log_ratio" not in one) + f"advantage {sum(each['advantage']) / 4:g}"
-    facts = [f"reward {one['reward']:g}", "right 1", mean, "tokens 4"]
+    facts = [f"reward {one['reward']:g}", "rewards/right 1", mean, "tokens 4"]
     tokens = []
     for i, (text, x) in enumerate(zip(TOKENS, each.get(by, [0] * 4), strict=True)):
         title = ", ".join(f"{name} {each[name][i]:g}" for name in each)
@@ -125,6 +131,20 @@ def test_completions(browser, tmp_path, completions):
         facts = browser.text("#samples .facts").split("\n")
         assert facts == [f"step {evaluation}", "reward 0.25", "length 5"]
         browser.press(LEFT)
+
+
+@needs_browser
+def test_a_run_of_a_script(browser, tmp_path):
+    flags = SPECS["grpo"].short_flags | dict(total_rollouts=2, output_dir=str(tmp_path))
+    run_dir = grpo.main(grpo.Args(**flags))
+    open_page(browser, run_dir)
+    browser.until("#step", "2")
+    rows = read_log(run_dir / "rollouts.jsonl")[-1]["completions"]
+    rows.sort(key=lambda row: -row["advantage"])
+    for row, (facts, _, tokens) in zip(rows, browser.run(COMPLETIONS), strict=True):
+        assert facts[:2] == [f"reward {row['reward']:g}", f"rewards/last_number {row['reward']:g}"]
+        assert [text for text, *_ in tokens] == row["tokens"]
+        assert facts[2] == f"advantage {row['advantage']:g}"
 
 
 @needs_browser
