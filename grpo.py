@@ -110,17 +110,17 @@ class Args:
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
     # KL in the loss (k3), there times the ratio (`unbiased`), or in the reward (k1)
     kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
-    # no gradient where the ratio is clipped (PPO), or the clipped ratio as a weight (CISPO)
+    # no gradient where the ratio is clipped (PPO), or the clipped ratio as a weight of all (CISPO)
     loss: Literal["clip", "cispo"] = "clip"
-    # lower clip: ratios below 1 - this get no gradient if the advantage is negative (GSPO: 3e-4)
+    # lower clip, at 1 - this: no gradient below it if the advantage is negative (GSPO: 3e-4)
     clip_coef: PositiveFloat = 0.2
-    # upper clip: no gradient above 1 + this if it is positive (GSPO: 4e-4); default: --clip-coef
+    # upper clip, at 1 + this: none above it if it is positive (GSPO: 4e-4); default: --clip-coef
     clip_coef_high: PositiveFloat | None = None
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
     # divide advantages by the standard deviation of the group's rewards or of the whole batch's
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    # mean over tokens: of each completion (GRPO), of all (DAPO), or sum by a constant (Dr. GRPO)
+    # tokens' mean in each completion (GRPO), in all (DAPO), or sum over a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     # leave cut-off completions out of the loss (DAPO) and its means: the others then weigh more
     mask_truncated: bool = False
@@ -149,6 +149,8 @@ class Args:
     def __post_init__(self):
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError("--overlong-buffer: longer than --max-new-tokens, all are penalised")
         if self.group_size == 1:
             raise ValueError("--group-size must be at least 2: with 1 all advantages are 0")
         if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
@@ -280,7 +282,7 @@ def grpo_loss(
         if beta > 0:  # 0 if the KL is in the rewards
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
             kl = k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs)
-            if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and so are the gradients
+            if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
                 kl = token_ratio * kl
             objective = objective - beta * kl
     return -(weights * objective).sum(), sums
@@ -384,13 +386,13 @@ def main(args: Args) -> Path:
             score_start = time.perf_counter()
             rewards_by_name = score(prompts, new_sequences, texts)
             score_seconds += time.perf_counter() - score_start
-            new_rewards = torch.stack([*rewards_by_name.values()])  # (K, missing x G)
-            weighted = (reward_weights[:, None] * new_rewards).view(-1, missing, args.group_size)
-            differ = (weighted != weighted[:, :, :1]).any(dim=(0, 2))  # (missing,)
+            round_rewards = torch.stack([*rewards_by_name.values()])  # (K, missing x G)
+            groups = (reward_weights @ round_rewards).view(missing, args.group_size)
+            differ = (groups != groups[:, :1]).any(dim=1)  # (missing,)
             is_last_round = sampling_round == args.max_sampling_rounds
             keep = (differ | is_last_round).repeat_interleave(args.group_size)
             sequences += [new_sequences[i] for i in keep.nonzero()]
-            all_rewards = torch.cat([all_rewards, new_rewards[:, keep]], dim=1)  # in the end (K, B)
+            all_rewards = torch.cat([all_rewards, round_rewards[:, keep]], dim=1)  # at last (K, B)
             if len(sequences) == args.prompts_per_rollout * args.group_size:
                 break
         rewards_by_name = dict(zip(rewards_by_name, all_rewards, strict=True))  # of what is kept

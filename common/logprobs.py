@@ -90,9 +90,9 @@ def rollout_logprobs(
 
 
 def add_adapters(model: Any, rank: int, seed: int) -> None:
-    """LoRA (Hu et al. 2021, arXiv 2106.09685): each matrix W but the output head's is frozen and
-    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Nothing else is
-    trained. Rank 0 adds none, and all weights are trained.
+    """LoRA (Hu et al. 2021, arXiv 2106.09685): the model is frozen, and W of each linear layer but
+    the output head becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first.
+    Rank 0 adds none, and all weights are trained.
     """
     if rank == 0:
         return

@@ -38,15 +38,16 @@ def difference(values: list[float], others: list[float]) -> str:
 
 
 def tables(numbers: Numbers) -> dict:
-    default = saved_results("grpo")["numbers"]["(default)"]
-    rows = [["(default)", spread(default["eval/accuracy"], 3), "", "32"]]
+    saved = saved_results("grpo")["numbers"]
+    default, without_kl = (saved[label]["eval/accuracy"] for label in ("(default)", "`--beta 0`"))
+    rows = [["(default)", spread(default, 3), "", "32"]]
+    rows.append(["(default), `--beta 0`", spread(without_kl, 3), "", "32"])
     for name in RECIPES:
         accuracy = numbers.values(name, "eval/accuracy")
+        base = without_kl if "--beta 0" in RECIPES[name] else default
         sampled = spread(numbers.values(name, "average prompts/sampled"), 0)
-        rows.append(
-            [name, spread(accuracy, 3), difference(accuracy, default["eval/accuracy"]), sampled]
-        )
-    columns = ["recipe", "accuracy", "minus the default's", "prompts per rollout"]
+        rows.append([name, spread(accuracy, 3), difference(accuracy, base), sampled])
+    columns = ["recipe", "accuracy", "minus the default's of that β", "prompts per rollout"]
     steps = []
     for step in (0, 20, 40, 60):
         metrics = [f"eval/{name} at {step}" for name in ("accuracy", "pass_at_8", "pass_at_64")]

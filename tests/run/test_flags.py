@@ -70,6 +70,7 @@ CONTRADICTIONS = [
         dict(importance_sampling_level="sequence", loss_norm="token"),
         "--importance-sampling-level sequence needs --loss-norm sequence",
     ),
+    ("grpo", dict(overlong_buffer=25), "--overlong-buffer: longer than --max-new-tokens"),
     ("grpo", GDPO | dict(kl_placement="reward"), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(overlong_buffer=4), "normalize_then_sum has no place for"),
