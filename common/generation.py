@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
@@ -21,6 +23,9 @@ from common.logprobs import OutputHead, head_logits
 from common.tokens import pad_rows
 
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
+CACHE_NAMES = ("cache",)  # a model's arguments, and fields of its output
+if Version(transformers.__version__) < Version("5.24"):
+    CACHE_NAMES = ("past_key_values", "cache_params")  # attention caches, state-space caches
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
@@ -152,8 +157,7 @@ class Decoder:
             inputs |= {"attention_mask": self.mask, "position_ids": self.positions}
         output = self.model(**inputs, use_cache=True, logits_to_keep=1)
         self.positions += 1  # in place, so that a graph does it too
-        names = ("past_key_values", "cache_params")  # attention caches, state-space caches
-        self.cache = {name: output[name] for name in names if output.get(name) is not None}
+        self.cache = {name: output[name] for name in CACHE_NAMES if output.get(name) is not None}
         return output.logits[:, -1]
 
     def can_drop(self, num_ended: int) -> bool:
@@ -231,7 +235,7 @@ class GraphDecoder(Decoder):
         super().__init__(model, prompts, left_padded=True)
         # Ones for columns to come, which the causal mask hides.
         self.mask = pad(self.mask, (0, max_new_tokens), value=1)
-        self.cache["past_key_values"] = SameTypeStaticCache(model.config, self.mask.shape[1])
+        self.cache[CACHE_NAMES[0]] = SameTypeStaticCache(model.config, self.mask.shape[1])
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.tokens.copy_(tokens[:, None])

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import common.distributed
 import common.generation
-from common.generation import SameTypeStaticCache, generate, sample_tokens
+from common.generation import CACHE_NAMES, SameTypeStaticCache, generate, sample_tokens
 from common.tokens import find_stop_ids, pad_rows
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kin
 
     def spy(**inputs):
         output = forward(**inputs)
-        seen.append(type(output.past_key_values))
+        seen.append(type(output[CACHE_NAMES[0]]))
         return output
 
     monkeypatch.setattr(model, "forward", spy)
@@ -558,7 +558,7 @@ def test_static_steps_run_on_the_same_memory(cache_kind, monkeypatch):
     def spy(**inputs):
         output = forward(**inputs)
         tensors = [inputs[name] for name in ("input_ids", "attention_mask", "position_ids")]
-        for layer in inputs["past_key_values"].layers:
+        for layer in inputs[CACHE_NAMES[0]].layers:
             tensors += [layer.keys, layer.values, layer.cumulative_length]
         seen.append([(x.data_ptr(), x.shape) for x in tensors])
         return output
