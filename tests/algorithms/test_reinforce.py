@@ -223,7 +223,7 @@ def load_another_reference(monkeypatch):
     def load_and_move(*source):
         models.append(load(*source))
         if len(models) == 2:
-            move(models[1])
+            move(models[1].float())  # before it moves: tiny/ is stored in bfloat16
         return models[-1]
 
     monkeypatch.setattr(reinforce, "load_model", load_and_move)
