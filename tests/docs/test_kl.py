@@ -111,6 +111,8 @@ def test_the_variances_of_the_gradients():
         "k2": (FAR, logs),
         "k3": (FAR, [1 - x for x in u]),
         "rho k2, tokens of π_old": (NEAR, [a * b for a, b in zip(rho, logs, strict=True)]),
+        # d/dlog pi of rho (u - 1 - log u) is rho (u - 1 - log u) + rho (1 - u) = -rho log u.
+        "rho k3, tokens of π_old": (NEAR, [a * b for a, b in zip(rho, logs, strict=True)]),
         "k1 in the reward": (FAR, logs),
         "k3 in the reward": (FAR, [x - 1 + y for x, y in zip(u, logs, strict=True)]),
     }
@@ -129,7 +131,7 @@ def test_beta_in_the_loss_and_in_the_reward():
     # KLs of the four completions in the reward, at that price, and in the loss, after the scaling.
     nats = (3.0, 1.0, 0.0, 2.0)
     returns = [r - 0.04 * std * x for r, x in zip(rewards, nats, strict=True)]
-    in_reward = grpo.group_advantages(torch.tensor(returns), 4, scale=False) / std
+    in_reward = grpo.group_advantages(torch.tensor(returns), 4, scale="none") / std
     in_loss = grpo.group_advantages(torch.tensor(rewards), 4).tolist()
     in_loss = [a - 0.04 * (x - 1.5) for a, x in zip(in_loss, nats, strict=True)]
     assert in_reward.tolist() == pytest.approx(in_loss, abs=2e-4)

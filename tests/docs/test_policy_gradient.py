@@ -45,7 +45,7 @@ def test_the_baselines_table():
     for name, expected in {"leave_one_out": 2 / 3, "batch_mean": 1 / 2}.items():
         found = reinforce.baseline_advantages(torch.tensor([1.0, 0, 0, 1]), 4, name)
         assert found.tolist() == pytest.approx([expected, -expected, -expected, expected])
-    found = grpo.group_advantages(torch.tensor([1.0, 0, 0, 1]), 4, scale=False)
+    found = grpo.group_advantages(torch.tensor([1.0, 0, 0, 1]), 4, scale="none")
     assert found.tolist() == pytest.approx([2 / 3 * 3 / 4 * sign for sign in (1, -1, -1, 1)])
 
 

@@ -109,7 +109,7 @@ def test_what_a_run_leaves_and_prints(name, track, tracked, tmp_path, monkeypatc
     # The console: evaluations, how to resume, and the model's folder.
     printed = capsys.readouterr().out
     assert "step 0: held-out " in printed and f"--resume {run_dir} continues it" in printed
-    assert printed.endswith(f"\nmodel: {run_dir}\n")
+    assert printed.endswith(f"\nmodel: {run_dir} (docs/viewer.html shows the run)\n")
 
     # wandb: the same metrics with --track, and nothing without.
     if track:

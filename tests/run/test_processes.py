@@ -101,8 +101,9 @@ def compare(found, expected, where):
     elif torch.is_tensor(found):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-4, msg=lambda m: where + m)
         assert (found - expected).double().square().mean().sqrt() < 1e-6, where
-    elif isinstance(found, float):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), where
+    elif isinstance(found, float):  # those of rollouts.jsonl have three digits
+        absolute = 1.1e-3 if "rollouts.jsonl" in where else 1e-5
+        assert found == pytest.approx(expected, rel=1e-4, abs=absolute), where
     else:
         assert found == expected, where
 
