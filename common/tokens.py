@@ -3,7 +3,6 @@
 import warnings
 from collections import Counter
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -45,13 +44,18 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The pieces of text of token ids, which join to their text; special tokens are shown. The last
-    token of a character that takes several has it.
+    """The pieces of text of token ids; special tokens are shown. They join to the whole text (bytes
+    that are no UTF-8 aside); the last token of a character that takes several has it.
     """
-    prefixes = [tokenizer.decode(ids[: i + 1]).rstrip("\ufffd") for i in range(len(ids))]
-    ends = [0, *accumulate(map(len, prefixes), max)]  # a cut character may undo one before it
-    text = tokenizer.decode(ids)
-    return [text[start:end] for start, end in pairwise([*ends[:-1], len(text)])]
+    pieces, start, done = [], 0, 0  # a token's text depends on the one before it: its space
+    for end in range(1, len(ids) + 1):
+        before, text = tokenizer.decode(ids[start:done]), tokenizer.decode(ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids):  # a part of a character
+            pieces.append("")
+        else:
+            pieces.append(text[len(before) :])
+            start, done = done, end
+    return pieces
 
 
 def completion_rows(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> list[dict]:
