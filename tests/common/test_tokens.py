@@ -1,5 +1,7 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
+import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from common.tokens import UnusableRow, completion_rows, content, encode, encode_pair
-from common.tokens import find_stop_ids, pad_rows, token_texts
+from common.tokens import find_stop_ids, pad_rows, report_rows, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -226,6 +228,19 @@ def test_a_string_beside_messages_is_a_message(tokenizer):
     of_messages = encode_pair(tokenizer, QUESTION, [message("assistant", "#11")], [2])
     assert encode_pair(tokenizer, "5+6", [message("assistant", "#11")], [2]) == of_messages
     assert encode_pair(tokenizer, QUESTION, "#11", [2]) == of_messages
+
+
+def test_rows_that_are_left_are_reported(capsys):
+    few, many = Counter(empty=1, long=2), Counter(empty=1, long=1)
+    with pytest.warns(UserWarning, match="ONLY 2 OF 5 ROWS ARE LEFT of train: 2"):
+        report_rows("train", 2, few, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report_rows("train", 2, many, 9)
+    line = "train: 2 rows, dropped {'empty': 1, 'long': 1}; longest 9 tokens"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    with pytest.raises(ValueError, match="--dataset: no row is left of train: 0 rows"):
+        report_rows("train", 0, many, 9)
 
 
 # --- back to texts --------------------------------------------------------------------------------
