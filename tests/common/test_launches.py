@@ -101,7 +101,12 @@ def test_launches_and_waits_are_seen():
     with counted() as counter:
         torch.ones(3).to(SIM, non_blocking=True)
     assert counter.waits == []
-    waiting = [torch.Tensor.tolist, torch.Tensor.cpu, lambda x: x[x > 0], lambda x: x.sum().item()]
+    waiting = [
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 0],
+        lambda x: x.sum().item(),
+    ]
     waiting += [lambda x: torch.tensor([1.0], device=SIM), lambda x: torch.ones(3).to(SIM)]
     for operation in waiting:
         with counted() as counter:

@@ -172,11 +172,24 @@ def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_
 
 
 # --- what may go wrong: once, as these functions are the same in all scripts (test_source.py) -----
-def test_a_resume_on_other_data_is_refused(copied):
-    args = json.loads((copied / "args.json").read_text())
-    (copied / "args.json").write_text(json.dumps(args | {"train_split": "train[1:20]"}))
+def test_a_resume_that_would_be_another_run_is_refused(copied):
+    with pytest.raises(ValueError, match=f"--resume {copied}: grpo has other flags"):
+        ppo_rlhf.parse_args(["--resume", str(copied)])
+    file = copied / "args.json"
+    args = json.loads(file.read_text())
+    file.write_text(json.dumps(args | {"train_split": "train[1:20]"}))
     with pytest.raises(ValueError, match="the training rows of tiny/arithmetic/prompts have chan"):
         resume("grpo", copied)
+    for checkpoint in checkpoints(copied):
+        (copied / checkpoint).unlink()
+    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint that"):
+        resume("grpo", copied)
+
+
+def test_a_log_that_was_shortened_is_not_filled_up(copied):
+    (copied / "metrics.jsonl").write_text("")
+    resume("grpo", copied)
+    assert (copied / "metrics.jsonl").read_bytes() == b""
 
 
 def test_a_save_that_dies_leaves_the_last_checkpoint(copied, grpo_run, monkeypatch):
@@ -191,19 +204,6 @@ def test_a_save_that_dies_leaves_the_last_checkpoint(copied, grpo_run, monkeypat
         resume("grpo", copied)
     resume("grpo", copied)
     assert_same_run(copied, grpo_run)
-
-
-def test_a_log_that_was_shortened_is_not_filled_up(copied):
-    (copied / "metrics.jsonl").write_text("")
-    resume("grpo", copied)
-    assert (copied / "metrics.jsonl").read_bytes() == b""
-
-
-def test_a_run_without_a_checkpoint_cannot_be_resumed(copied):
-    for checkpoint in checkpoints(copied):
-        (copied / checkpoint).unlink()
-    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint that"):
-        resume("grpo", copied)
 
 
 def test_where_the_newest_checkpoint_cannot_be_read_the_one_before_is_taken(
@@ -226,11 +226,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(copied, monkeypatch
     resume("grpo", copied)
     newest = checkpoints(copied)[-1]
     assert [*map(str, calls)] == [str(copied / "checkpoint.tmp"), str(copied / newest)]
-
-
-def test_a_run_of_another_script_is_refused(copied):
-    with pytest.raises(ValueError, match=f"--resume {copied}: grpo has other flags"):
-        ppo_rlhf.parse_args(["--resume", str(copied)])
 
 
 FAILING = """
