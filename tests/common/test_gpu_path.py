@@ -4,17 +4,15 @@ Two simulations, because neither shows all. (1) bfloat16 autocast and the static
 the types. (2) A device made of CPU memory (`simulated_gpu.py`): that tensors meet on one device.
 """
 
-import io
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import simulated_graph
 from gpu_types import take_gpu_types
 from models import STATIC, archetypes_first, family_model, tiny_model
-from runs import torchrun, words
+from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
@@ -26,9 +24,9 @@ import common.logprobs
 from common.generation import generate
 from common.logprobs import completion_logprobs
 
-SHORT = dict(train_split="train[:16]", epochs=2.0, batch_size=8, total_rollouts=4)
+SHORT = dict(train_split="train[:16]", epochs=1.0, batch_size=8, total_rollouts=2)
 SHORT |= dict(prompts_per_rollout=4, group_size=3, micro_batch_size=4, max_new_tokens=16)
-SHORT |= dict(eval_split="test[:5]", eval_every=2, save_every=2)
+SHORT |= dict(eval_split="test[:5]", eval_every=1, save_every=1)
 MORE = {
     "reinforce": dict(beta=0.1),
     "grpo": dict(
@@ -38,8 +36,6 @@ MORE = {
     ),
 }
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
-# One that samples and reads a reward model, and one that reads rows, with a reference.
-TWO_SCRIPTS = pytest.mark.parametrize("name", ["grpo", "dpo"])
 
 
 def prompts(task, count):
@@ -51,23 +47,40 @@ def prompts(task, count):
 
 def check(run_dir):
     """A run that trained, evaluated and saved in float32; its metrics."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    rows = metrics_of(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     weights = load_file(run_dir / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    state = torch.load(run_dir / "checkpoint_00000004.pt", weights_only=True)
-    assert state["step"] == 4
+    state = torch.load(run_dir / "checkpoint_00000002.pt", weights_only=True)
+    assert state["step"] == 2
     return rows
 
 
 # --- 1. types -------------------------------------------------------------------------------------
 
 
-@TWO_SCRIPTS
-def test_training_in_bfloat16_with_the_static_cache(name, tmp_path, monkeypatch):
+@pytest.fixture(scope="module", params=["grpo", "dpo"])
+def float32_run(request, tmp_path_factory):
+    """Of one that samples and reads a reward model, and of one that reads rows: its metrics."""
+    script, folder = SCRIPTS[request.param], tmp_path_factory.mktemp("float32")
+    return request.param, check(
+        script.main(script.Args(output_dir=str(folder), **RUNS[request.param]))
+    )
+
+
+def assert_bfloat16(rows, plain):
+    """bfloat16 keeps 8 bits: losses agree to about a hundredth, sampled entropies to a tenth."""
+    loss, step = ("eval/loss", 0) if "eval/loss" in rows[0] else ("policy/entropy", 1)
+    assert rows[step][loss] == pytest.approx(plain[step][loss], rel=0.1)
+    norm = next(metric for metric in rows[1] if metric.endswith("grad_norm"))
+    rounding = abs(rows[1][norm] / plain[1][norm] - 1)
+    assert 1e-4 < rounding < 0.3  # several processes alone change it by 1e-6
+
+
+def test_training_in_bfloat16_with_the_static_cache(float32_run, tmp_path, monkeypatch):
+    name, plain = float32_run
     script = SCRIPTS[name]
-    plain = check(script.main(script.Args(output_dir=str(tmp_path / "plain"), **RUNS[name])))
     take_gpu_types(monkeypatch, script)
     taken = []
     update = common.generation.SameTypeStaticCache.update
@@ -77,38 +90,19 @@ def test_training_in_bfloat16_with_the_static_cache(name, tmp_path, monkeypatch)
         return update(self, keys, values, *args, **options)
 
     monkeypatch.setattr(common.generation.SameTypeStaticCache, "update", spy)
-    rows = check(script.main(script.Args(output_dir=str(tmp_path / "low"), **RUNS[name])))
+    assert_bfloat16(check(script.main(script.Args(output_dir=str(tmp_path), **RUNS[name]))), plain)
     if hasattr(script, "generate"):  # rotated keys come in float32: what no static cache takes
         trial = {(torch.float32, torch.float32)}  # of the cache, once per model
         assert set(taken) - trial == {(torch.float32, torch.bfloat16)}
-    # bfloat16 keeps 8 bits: losses agree to about a hundredth, sampled entropies to a tenth.
-    losses = ("eval/loss", "policy/entropy", "eval/length_mean")
-    loss = next(loss for loss in losses if loss in rows[4])
-    step = 0 if loss in rows[0] else 1
-    assert rows[step][loss] == pytest.approx(plain[step][loss], rel=0.1)
-    norm = next(metric for metric in rows[4] if metric.endswith("grad_norm"))
-    assert rows[4][norm] != plain[4][norm]  # something was computed in bfloat16
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "reviews"])
-def test_bfloat16_logprobs_of_sampled_tokens_are_near_those_of_float32(task):
-    """Each within 0.1 nats, 0.01 on average, and neither higher nor lower on the whole."""
-    model = AutoModelForCausalLM.from_pretrained(f"tiny/{task}/policy", dtype=torch.float32).eval()
-    stop_ids = [model.generation_config.eos_token_id]
-    settings = dict(max_new_tokens=40, temperature=0.7, stop_ids=stop_ids)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        take_gpu_types(patch, common.logprobs)
-        asked = prompts(task, 100)
-        sampled = generate(model, asked, **settings, rng=torch.Generator().manual_seed(0))
-        pairs = list(zip(asked, sampled, strict=True))
-        low = completion_logprobs(model, pairs, range(100), 0.7)
-    with torch.no_grad():
-        high = completion_logprobs(model, pairs, range(100), 0.7)
-    difference = (low - high)[high != 0]
-    assert low.dtype == torch.float32
-    assert 0 < difference.abs().max() < 0.1
-    assert difference.abs().mean() < 0.01
-    assert difference.mean().abs() < 0.001
+def test_sharded_training_in_bfloat16_with_the_static_cache(float32_run, tmp_path):
+    name, plain = float32_run
+    command = [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / "runs"})]
+    statuses = torchrun(2, command, tmp_path / "output", "gpu_types:compute_in_bfloat16")
+    assert statuses == [0, 0], (tmp_path / "output.0").read_text()[-3000:]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert_bfloat16(check(run_dir), plain)
 
 
 def sharp_model(architecture, **overrides):
@@ -175,27 +169,12 @@ def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, 
     assert "forward" not in vars(model.lm_head)  # outside of `generate` nothing is changed
 
 
-@TWO_SCRIPTS
-def test_sharded_training_in_bfloat16_with_the_static_cache(name, tmp_path):
-    command = [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / "runs"})]
-    output = tmp_path / "output"
-    statuses = torchrun(2, command, output, before="gpu_types:compute_in_bfloat16")
-    assert statuses == [0, 0], Path(f"{output}.0").read_text()[-3000:]
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    check(run_dir)
-
-
 # --- the CUDA graph and its fallback --------------------------------------------------------------
 
 
-def complete(model, rows, max_new_tokens=40, temperature=1.0):
+def complete_until(stop_ids, model, rows, max_new_tokens=40):
     """`generate` with the same random numbers at each call."""
-    stop_ids = [model.generation_config.eos_token_id]
-    return complete_until(stop_ids, model, rows, max_new_tokens, temperature)
-
-
-def complete_until(stop_ids, model, rows, max_new_tokens, temperature=1.0):
-    options = dict(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids)
+    options = dict(max_new_tokens=max_new_tokens, temperature=1.0, stop_ids=stop_ids)
     return generate(model, rows, **options, rng=torch.Generator().manual_seed(0))
 
 
@@ -250,27 +229,6 @@ def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch,
         assert complete_and_drop(model.to(SIM)) == expected
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
-        lambda self: self.tokens.sum().item(),
-        lambda self: self.tokens[self.tokens > 3],
-    ],
-    ids=["item", "mask"],
-)
-def test_a_step_that_reads_a_value_back_is_not_captured(planted, monkeypatch, graph):
-    model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    step = common.generation.Decoder.step
-
-    def reads_back(self):
-        planted(self)
-        return step(self)
-
-    monkeypatch.setattr(common.generation.Decoder, "step", reads_back)
-    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
-        complete(model, prompts("reviews", 4))
-
-
 # Of the experts of a mixture transformers counts integers, with an operation that CPUs lack.
 EXPERTS = "GraniteMoe MiniMaxM2 Mixtral Olmoe Qwen2Moe Qwen3Moe DeepseekV2 DeepseekV3".split()
 # Each kind of position, and layers between the model and its decoder.
@@ -297,48 +255,34 @@ def test_a_captured_step_stays_on_its_device(name, graph):
 @pytest.mark.parametrize(
     "planted",
     [
-        lambda self: self.tokens.cpu(),
-        lambda self: torch.ones(3).to(self.tokens.device),
-        lambda self: torch.tensor([1, 2], device=self.tokens.device),
-        lambda self: torch.zeros_like(self.tokens).copy_(torch.ones(self.tokens.shape)),
+        lambda tokens: tokens.sum().item(),
+        lambda tokens: tokens[tokens > 3],
+        lambda tokens: tokens.cpu(),
+        lambda tokens: torch.ones(3).to(tokens.device),
     ],
-    ids=["cpu", "to", "tensor", "copy"],
+    ids=["item", "mask", "to the CPU", "from the CPU"],
 )
-def test_a_step_that_copies_between_devices_is_not_captured(planted, monkeypatch, graph):
-    model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    step = common.generation.Decoder.step
+def test_what_a_gpu_refuses_in_a_step_is_seen(planted, monkeypatch, graph):
+    """Or the tests above would say nothing."""
+    model, step = tiny_model("llama"), common.generation.Decoder.step
 
-    def copies(self):
-        planted(self)
+    def with_more(self):
+        planted(self.tokens)
         return step(self)
 
-    monkeypatch.setattr(common.generation.Decoder, "step", copies)
-    with SimulatedGPU(), pytest.warns(UserWarning, match="not permitted when stream is capturing"):
-        complete(model.to(SIM), prompts("reviews", 4), max_new_tokens=4)
-
-
-def test_a_number_of_python_in_a_step_shows(monkeypatch, graph):
-    """A graph holds the number of the step that was recorded: completions are other ones."""
-    model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    model.can_pad_left = True  # the trial would find its logits wrong
-    step = common.generation.Decoder.step
-
-    def counting(self):
-        self.count = getattr(self, "count", 0) + 1
-        return step(self) * (1.0 + self.count / 10)
-
-    monkeypatch.setattr(common.generation.Decoder, "step", counting)
-    completions = complete(model, prompts("reviews", 16))
-    assert graph
-    monkeypatch.setattr(common.generation, "capture", lambda step: step)
-    assert completions != complete(model, prompts("reviews", 16))
+    monkeypatch.setattr(common.generation.Decoder, "step", with_more)
+    with SimulatedGPU(), pytest.warns(UserWarning, match="not permitted when stream is"):
+        complete_and_drop(model.to(SIM))
+    with SimulatedGPU(), pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        torch.ones(3, device=SIM) + torch.ones(3)
 
 
 @pytest.mark.parametrize("captured", [0, 2])
 def test_steps_that_cannot_be_captured_run_uncaptured(captured, monkeypatch):
     """The first steps are captured, as many as given; at the next one the GPU gives up."""
     model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    expected = complete(model, prompts("reviews", 64))
+    rows, stop_ids = prompts("reviews", 64), [model.generation_config.eos_token_id]
+    expected = complete_until(stop_ids, model, rows)
     monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
     replayed = []
 
@@ -356,17 +300,9 @@ def test_steps_that_cannot_be_captured_run_uncaptured(captured, monkeypatch):
 
     monkeypatch.setattr(common.generation, "capture", capture)
     with pytest.warns(UserWarning, match="without a CUDA graph: CUDA error"):
-        completions = complete(model, prompts("reviews", 64))
+        completions = complete_until(stop_ids, model, rows)
     assert completions == expected
     assert len(replayed) == captured and all(count > 1 for count in replayed)
-
-
-def test_a_pytorch_without_cuda_cannot_capture():
-    """What a broken installation does is what the fallback takes: a RuntimeError."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine can capture")
-    with pytest.raises(RuntimeError):
-        common.generation.capture(lambda: torch.zeros(1))
 
 
 # --- 2. devices -----------------------------------------------------------------------------------
@@ -405,28 +341,6 @@ def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypat
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda gpu, cpu: gpu + cpu,
-        lambda gpu, cpu: gpu.masked_fill(cpu > 0, 0.0),
-        lambda gpu, cpu: torch.cat([gpu, cpu]),
-        lambda gpu, cpu: cpu[gpu.long()],
-        lambda gpu, cpu: gpu.index_put_((cpu.long(),), cpu),
-        lambda gpu, cpu: gpu.numpy(),
-        lambda gpu, cpu: torch.save(gpu, io.BytesIO()),
-    ],
-)
-def test_the_simulated_gpu_refuses_what_a_gpu_refuses(operation):
-    with SimulatedGPU():
-        with pytest.raises((RuntimeError, TypeError)):
-            operation(torch.zeros(3, device=SIM), torch.zeros(3))
-        gpu = torch.arange(3.0).to(SIM)
-        assert (gpu * torch.tensor(2.0)).tolist() == [0, 2, 4]  # numbers may live anywhere
-        assert gpu[torch.tensor([2, 1])].tolist() == [2, 1]
-        assert gpu.device == SIM and gpu.cpu().device.type == "cpu"
-
-
 # --- learning -------------------------------------------------------------------------------------
 
 
@@ -438,19 +352,6 @@ def test_learning_in_bfloat16_with_the_static_cache(name, metric, least, tmp_pat
     script = SCRIPTS[name]
     take_gpu_types(monkeypatch, script)
     run_dir = script.main(script.Args(output_dir=str(tmp_path)))
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run_dir)
     assert rows[0][metric] < 0.45
     assert rows[-1][metric] >= least
-
-
-@pytest.mark.parametrize("is_real", [True, False])
-def test_cards_that_only_emulate_bfloat16_compute_in_float32(monkeypatch, is_real):
-    """T4, V100, RTX 20: they say yes to bfloat16 if emulation counts."""
-
-    def is_bf16_supported(including_emulation=True):
-        return including_emulation or is_real
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    card = torch.device("cuda", 0)
-    assert common.distributed.use_bfloat16(card) == is_real
-    assert not common.distributed.use_bfloat16(torch.device("cpu"))

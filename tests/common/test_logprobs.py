@@ -6,21 +6,18 @@ import math
 
 import pytest
 import torch
+from gpu_types import take_gpu_types
 from models import APART, FREE, REFUSED, VOCAB, archetypes_first, family_model
 from models import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
+from transformers import LlamaForCausalLM
 
-import common.distributed
-import common.generation
 import common.logprobs
-from common.generation import generate
 from common.logprobs import ChunkedLogprobs, completion_logprobs, head_logits, micro_batches
 from common.logprobs import plain_logprobs, rollout_logprobs
 
 HEADS = {  # architectures, with what their heads do to the logits
     "llama": {},
-    "qwen2": {},
     "gpt2": {},
     "gemma2": {"final_logit_softcapping": 5.0},
     "granite": {"logits_scaling": 3.0},
@@ -53,16 +50,9 @@ def mask_of(pairs):
 
 
 def plain(model, pairs, temperature=1.0):
-    """Log-probabilities and entropies of all completion tokens, one after the other."""
-    logprobs, entropies = [], []
-    for prompt, completion in pairs:
-        row = prompt + completion
-        logits = model(input_ids=torch.tensor([row])).logits[0].float() / temperature
-        for t in range(len(prompt), len(row)):
-            distribution = torch.log_softmax(logits[t - 1], dim=0)
-            logprobs.append(distribution[row[t]])
-            entropies.append(-(distribution.exp() * distribution).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
+    """By the definition: log-probs and entropies of all completion tokens, one after the other."""
+    each = [plain_logprobs(model, *pair, temperature) for pair in pairs]
+    return tuple(torch.cat(values) for values in zip(*each, strict=True))
 
 
 def more_padding(monkeypatch, columns, pad_id=None):
@@ -77,15 +67,9 @@ def more_padding(monkeypatch, columns, pad_id=None):
     monkeypatch.setattr(common.logprobs, "pad_rows", padded)
 
 
-def use_bfloat16(monkeypatch):
-    """Products in bfloat16, as on a GPU."""
-    for module in (common.distributed, common.generation, common.logprobs):
-        monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
-
-
-def gradients(model, loss):
+def gradients(model, loss, **options):
     named = dict(model.named_parameters())
-    return dict(zip(named, torch.autograd.grad(loss, named.values()), strict=True))
+    return dict(zip(named, torch.autograd.grad(loss, named.values(), **options), strict=True))
 
 
 def assert_same_gradients(found, expected):
@@ -96,11 +80,6 @@ def assert_same_gradients(found, expected):
     assert all(gradient.abs().max() > 0 for gradient in expected.values() if gradient.dim() > 1)
 
 
-def weights_of(values):
-    """Fixed weights of mixed sign, so that no token's gradient hides behind another's."""
-    return torch.randn(len(values), generator=torch.Generator().manual_seed(9))
-
-
 def several_chunks(monkeypatch, positions=3):
     """Let only a few positions fit into a chunk; 13 are scored in `make_pairs()`."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", positions * VOCAB + 1)
@@ -109,18 +88,43 @@ def several_chunks(monkeypatch, positions=3):
 # --- values and gradients -----------------------------------------------------------------------
 
 
+def test_the_definition_against_a_loop_over_tokens():
+    model, (prompt, completion) = tiny_model("llama"), ([3, 1, 4], [1, 5, 9, 2])
+    with torch.no_grad():
+        logprobs, entropies = plain_logprobs(model, prompt, completion, 0.6)
+        for t in range(4):
+            logits = model(torch.tensor([prompt + completion[:t]])).logits[0, -1]
+            p = torch.softmax(logits.double() / 0.6, dim=0)
+            assert logprobs[t].item() == pytest.approx(math.log(p[completion[t]]), abs=1e-5)
+            assert entropies[t].item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])  # a tied head's gradient is the embedding's too
 @every_head
-def test_values_and_gradients_equal_those_of_log_softmax(architecture, monkeypatch):
+def test_values_and_gradients_are_those_of_the_definition(architecture, tied, monkeypatch):
     several_chunks(monkeypatch)
-    model, pairs = model_of(architecture), make_pairs()
-    found = completion_logprobs(model, pairs, range(4), 0.6)[mask_of(pairs)]
-    expected, _ = plain(model, pairs, 0.6)
-    assert torch.allclose(found, expected, atol=5e-5)
-    weights = weights_of(expected)
-    assert_same_gradients(
-        gradients(model, found @ weights),
-        gradients(model, expected @ weights),
-    )
+    model, pairs = model_of(architecture, tie_word_embeddings=tied), make_pairs()
+    same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert same == tied
+    if not tied:
+        model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
+    found = score(model, pairs, 0.6)
+    for values in found:
+        assert values.shape == (4, 6)  # of the longest completion
+        assert (values[~mask_of(pairs)] == 0).all()
+    # Of log-probs alone, of entropies alone, and of both.
+    expected = plain(model, pairs, 0.6)
+    weights = torch.randn(2, 13, generator=torch.Generator().manual_seed(9))
+    for chosen in ([0], [1], [0, 1]):
+        sums = []
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(ours[mask_of(pairs)], theirs, atol=5e-5)
+        for values in ([x[mask_of(pairs)] for x in found], expected):
+            loss = sum(values[i] @ weights[i] for i in chosen)
+            sums.append(gradients(model, loss, retain_graph=True))
+        assert_same_gradients(*sums)
+    alone = completion_logprobs(model, pairs, range(4), 0.6)
+    assert torch.equal(alone, found[0])
 
 
 @pytest.mark.parametrize("name", archetypes_first(FREE + APART) + REFUSED)
@@ -133,79 +137,6 @@ def test_every_family_gives_what_its_own_logits_give(name):
     assert torch.allclose(found[mask_of(pairs)], expected, atol=2e-5)
     assert torch.allclose(entropies[mask_of(pairs)], expected_entropies, atol=2e-5)
     assert expected.std() > 0.1
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_gradients_of_the_entropy_equal_the_plain_ones(architecture, monkeypatch):
-    several_chunks(monkeypatch)
-    model, pairs = model_of(architecture), make_pairs()
-    found = score(model, pairs, 0.6)[1][mask_of(pairs)]
-    _, expected = plain(model, pairs, 0.6)
-    assert torch.allclose(found, expected, atol=5e-5)
-    weights = weights_of(expected)
-    assert_same_gradients(
-        gradients(model, found @ weights),
-        gradients(model, expected @ weights),
-    )
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_tied_and_an_untied_head_get_their_gradients(tied):
-    """A tied one gets that of the embedding too."""
-    model, pairs = model_of("llama", tie_word_embeddings=tied), make_pairs()
-    same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert same == tied
-    assert_same_gradients(
-        gradients(model, score(model, pairs)[0].sum()),
-        gradients(model, plain(model, pairs)[0].sum()),
-    )
-
-
-def test_a_head_with_a_bias(monkeypatch):
-    several_chunks(monkeypatch)
-    model, pairs = model_of("llama", tie_word_embeddings=False), make_pairs()
-    model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
-    found, expected = score(model, pairs, 0.6)[0][mask_of(pairs)], plain(model, pairs, 0.6)[0]
-    assert torch.allclose(found, expected, atol=5e-5)
-    weights = weights_of(expected)
-    found, expected = gradients(model, found @ weights), gradients(model, expected @ weights)
-    assert_same_gradients(found, expected)
-    assert expected["lm_head.bias"].abs().max() > 0
-
-
-@pytest.mark.parametrize(("biased", "cap"), [(False, None), (True, 2.0)])
-def test_derivatives_equal_finite_differences(biased, cap, monkeypatch):
-    """Of every input of `ChunkedLogprobs`, in float64, over chunks and parts of one or two rows."""
-    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 2 * 7 + 1)
-    to = dict(generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    hidden, weight, bias = torch.randn(5, 4, **to), torch.randn(7, 4, **to), torch.randn(7, **to)
-    targets = torch.tensor([0, 6, 2, 2, 5])
-    g, g_h = torch.randn(2, 5, **to)
-
-    def loss(hidden, weight, bias):
-        """By the definition, in float64."""
-        z = 1.5 * (hidden @ weight.T + (bias if biased else 0))
-        z = (cap * torch.tanh(z / cap) if cap else z) / 0.7
-        p = torch.softmax(z, dim=1)
-        return g @ p.log().gather(1, targets[:, None]).squeeze(1) - g_h @ (p * p.log()).sum(dim=1)
-
-    inputs = [hidden.float(), weight.float(), bias.float()]
-    inputs = [x.requires_grad_() for x in inputs]
-    head = (inputs[1], inputs[2] if biased else None, 1.5, cap)
-    outputs = ChunkedLogprobs.apply(inputs[0], targets[:, None], 0.7, True, *head)
-    logprobs, entropy = (values.squeeze(1) for values in outputs)
-    (g.float() @ logprobs + g_h.float() @ entropy).backward()
-    for i, x in enumerate([hidden, weight, bias][: 2 + biased]):
-        for index in range(x.numel()):
-            step = torch.zeros(x.numel(), dtype=torch.float64)
-            step[index] = 1e-5
-            sides = []
-            for sign in (1, -1):
-                moved = [hidden, weight, bias]
-                moved[i] = x + sign * step.view_as(x)
-                sides.append(loss(*moved))
-            expected = (sides[0] - sides[1]).item() / 2e-5
-            assert inputs[i].grad.view(-1)[index].item() == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("low", [-1e4, -torch.inf])
@@ -242,12 +173,12 @@ def test_bfloat16_rounds_values_and_gradients_only(architecture, entropy, monkey
         """The outputs and the gradients of all weights; the head is checked in this pass."""
         model = model_of(architecture, initializer_range=0.2)
         outputs = score(model, pairs) if entropy else [completion_logprobs(model, pairs, range(4))]
-        weights = weights_of(range(13))
+        weights = torch.randn(13, generator=torch.Generator().manual_seed(9))
         loss = sum(values[mask_of(pairs)] @ weights for values in outputs)
         return dict(enumerate(outputs)) | gradients(model, loss)
 
     plain_run = run()
-    use_bfloat16(monkeypatch)
+    take_gpu_types(monkeypatch)
     rounded_run = run()
     assert plain_run.keys() == rounded_run.keys()
     for name, exact in plain_run.items():
@@ -259,7 +190,7 @@ def test_bfloat16_rounds_values_and_gradients_only(architecture, entropy, monkey
 def test_weights_are_cast_once_per_pass(monkeypatch):
     """Not once per chunk: it takes as long as the product with one."""
     several_chunks(monkeypatch)
-    use_bfloat16(monkeypatch)
+    take_gpu_types(monkeypatch)
     model, pairs = model_of("llama"), make_pairs()
     completion_logprobs(model, pairs, range(4))  # the check of the head
     made = set()
@@ -287,38 +218,7 @@ def test_a_second_backward_gives_the_same_gradients(rows, monkeypatch):
     assert torch.allclose(first[0], again[0], atol=1e-6)
 
 
-def test_generated_tokens_are_scored_under_the_distribution_that_drew_them():
-    """Under it log p + H has mean 0 at each token; at another temperature it has not."""
-    model = model_of("llama", initializer_range=0.3)
-    prompts = [[4, 9, 1], [7]] * 300
-    sampled = generate(
-        model,
-        prompts,
-        max_new_tokens=6,
-        temperature=0.7,
-        stop_ids=[11],
-        rng=torch.Generator().manual_seed(0),
-    )
-    pairs = list(zip(prompts, sampled, strict=True))
-
-    def z_score(temperature):
-        with torch.no_grad():
-            excess = sum(score(model, pairs, temperature))[mask_of(pairs)]
-        return (excess.mean() / (excess.std() / len(excess) ** 0.5)).item()
-
-    assert abs(z_score(0.7)) < 3
-    assert abs(z_score(1.0)) > 5 and abs(z_score(0.5)) > 5
-
-
 # --- layout -------------------------------------------------------------------------------------
-
-
-def test_zeros_after_a_completions_end():
-    model, pairs = model_of("llama"), make_pairs()
-    for values in score(model, pairs):
-        assert values.shape == (4, 6)  # of the longest completion
-        assert (values[~mask_of(pairs)] == 0).all()
-        assert (values[mask_of(pairs)] != 0).all()
 
 
 def test_rows_are_those_asked_for_at_the_width_of_all_pairs():
@@ -341,25 +241,6 @@ def test_inputs_are_left_as_they_were():
     assert groups and torch.equal(rows, before[1])
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[2][name])
-
-
-def test_the_plain_definition_gives_the_same():
-    model, pairs = model_of("llama"), make_pairs()
-    logprobs, entropies = score(model, pairs, 0.6)
-    for i, (prompt, completion) in enumerate(pairs):
-        with torch.no_grad():
-            plain_values = plain_logprobs(model, prompt, completion, 0.6)
-        for values, expected in zip((logprobs, entropies), plain_values, strict=True):
-            assert expected.shape == (len(completion),)
-            assert torch.allclose(values[i, : len(completion)], expected, atol=1e-5)
-
-
-def test_entropy_changes_the_form_of_the_result_but_not_the_logprobs():
-    model, pairs = model_of("llama"), make_pairs()
-    alone = completion_logprobs(model, pairs, range(4))
-    logprobs, entropy = score(model, pairs)
-    assert torch.equal(alone, logprobs)
-    assert entropy.shape == alone.shape
 
 
 def test_float32_results_of_a_bfloat16_model():
@@ -387,14 +268,6 @@ def test_amount_and_ids_of_padding_do_not_matter(architecture, monkeypatch):
                 more_padding(patch, columns, pad_id)
                 found = completion_logprobs(model, pairs, range(4))[mask_of(pairs)]
             assert torch.allclose(found, expected, atol=1e-5), (columns, pad_id)
-
-
-def test_padding_does_not_reach_the_gradients(monkeypatch):
-    model, pairs = model_of("gpt2"), make_pairs()
-    expected = gradients(model, completion_logprobs(model, pairs, range(4)).sum())
-    more_padding(monkeypatch, 6)
-    found = gradients(model, completion_logprobs(model, pairs, range(4)).sum())
-    assert_same_gradients(found, expected)
 
 
 def test_an_empty_completion_gives_zeros():
@@ -448,17 +321,13 @@ def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
 
 def test_rows_of_one_length_keep_their_order():
     """On each machine, since ranks deal for themselves."""
+    # Ranks that were dealt nothing still run a pass, all of them as many.
+    assert [len(group) for group in micro_batches(make_pairs(), torch.arange(0), 2)] == [0]
     lengths = [5, 3] * 300
     rows = torch.randperm(600, generator=torch.Generator().manual_seed(0))
     groups = micro_batches([([0] * n, []) for n in lengths], rows, 7)
     expected = sorted(rows.tolist(), key=lambda row: -lengths[row])  # Python's sort is stable
     assert torch.cat(list(groups)).tolist() == expected
-
-
-def test_micro_batches_of_no_rows():
-    """Ranks that were dealt nothing still run a pass, all of them as many."""
-    groups = list(micro_batches(make_pairs(), torch.arange(0), 2))
-    assert [len(group) for group in groups] == [0]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -482,49 +351,6 @@ def test_ranks_score_a_rollout_together(monkeypatch, processes):
 # --- the head -----------------------------------------------------------------------------------
 
 
-class DoubledLlama(LlamaForCausalLM):
-    """A head that `output_head` cannot know."""
-
-    def forward(self, *args, **inputs):
-        output = super().forward(*args, **inputs)
-        output.logits = 2 * output.logits
-        return output
-
-
-def test_an_unknown_head_is_refused_by_name():
-    model, pairs = DoubledLlama(tiny_config("llama")).eval(), make_pairs()
-    for _ in range(2):  # and is not taken for known the second time
-        with pytest.raises(ValueError, match="DoubledLlama"):
-            completion_logprobs(model, pairs, range(4))
-
-
-class CappedLlama(LlamaForCausalLM):
-    """A soft cap of 30, for which the configuration has no name: logits below 4 hardly feel it."""
-
-    def forward(self, *args, **inputs):
-        output = super().forward(*args, **inputs)
-        output.logits = 30 * torch.tanh(output.logits / 30)
-        return output
-
-
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("spread, least, most", [(0.2, 1e-3, 3e-2), (0.1, 1e-5, 1e-3)])
-def test_a_head_that_is_wrong_by_little_is_refused(spread, least, most, low, monkeypatch):
-    """Where weights are float32 the check is exact, whatever products are computed in."""
-    torch.manual_seed(0)
-    model, pairs = CappedLlama(tiny_config("llama", initializer_range=spread)).eval(), make_pairs()
-    unchecked = copy.deepcopy(model)
-    unchecked.head_is_known = True
-    with torch.no_grad():
-        error = completion_logprobs(unchecked, pairs, range(4))[mask_of(pairs)]
-        error -= plain(model, pairs)[0]
-    assert least < error.abs().max() < most  # in nats
-    if low:
-        use_bfloat16(monkeypatch)
-    with pytest.raises(ValueError, match="output head of CappedLlama"):
-        completion_logprobs(model, pairs, range(4))
-
-
 class StretchedLlama(LlamaForCausalLM):
     """Logits that are larger than those of its head, by this part of their size."""
 
@@ -539,6 +365,7 @@ class StretchedLlama(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("weights", "part", "is_known"),
     [
+        (torch.float32, 1.0, False),
         (torch.float32, 0.7e-5, True),  # the tolerance is 1e-5
         (torch.float32, 1.5e-5, False),
         (torch.float32, 0.7e-2, False),
@@ -547,21 +374,23 @@ class StretchedLlama(LlamaForCausalLM):
     ],
 )
 def test_tolerance_of_the_heads_trial_under_autocast(weights, part, is_known, monkeypatch):
-    use_bfloat16(monkeypatch)
+    take_gpu_types(monkeypatch)
     torch.manual_seed(0)
     model = StretchedLlama(tiny_config("llama")).eval().to(weights)
     for model.part in (part, -part):
         vars(model).pop("head_is_known", None)
         if is_known:
             completion_logprobs(model, make_pairs(), range(4))
-        else:
+        for _ in range(2 * (not is_known)):  # it is not taken for known the second time
             with pytest.raises(ValueError, match="output head of StretchedLlama"):
                 completion_logprobs(model, make_pairs(), range(4))
 
 
-@pytest.mark.parametrize("name", ["Gemma3n", "BertLMHeadModel"])
-def test_heads_of_families_that_are_not_known_are_refused_by_name(name):
-    """Their last hidden states are not, or not alone, what their logits are made of."""
+@pytest.mark.parametrize("name", ["Gemma3n", "BertLMHeadModel", "XLNetLMHeadModel"])
+def test_families_that_are_not_known_are_refused_by_name(name):
+    """Their last hidden states are not, or not alone, what their logits are made of; XLNet's look
+    ahead.
+    """
     model = family_model(name)
     with pytest.raises(ValueError, match=f"output head of {type(model).__name__}"):
         completion_logprobs(model, make_pairs(), range(4))
@@ -584,14 +413,6 @@ def test_an_adapter_on_the_head_is_refused():
     model.set_output_embeddings(AdaptedHead(model.get_output_embeddings()))
     with pytest.raises(ValueError, match="output head of LlamaForCausalLM"):
         completion_logprobs(model, make_pairs(), range(4))
-
-
-@pytest.mark.parametrize("lengths", [((1, 2), (3, 4)), ((3, 4), (1, 2))])
-def test_an_unknown_head_is_refused_where_rows_are_padded(lengths):
-    # With pad_token_id the embedding of padding is zero, and so would both logits compared be.
-    model = DoubledLlama(tiny_config("llama", pad_token_id=0)).eval()
-    with pytest.raises(ValueError, match="DoubledLlama"):
-        completion_logprobs(model, make_pairs(lengths), range(2))
 
 
 def test_a_known_head_is_not_refused_for_dropout():
@@ -647,17 +468,6 @@ def test_check_of_the_head_takes_one_token_once(monkeypatch):
     assert [n for n, _ in shapes] == [1, scored, scored]
 
 
-def test_graph_does_not_keep_the_logits():
-    """Beyond the model's parameters nothing as wide as the vocabulary is saved for backward."""
-    model, pairs = model_of("llama", vocab_size=1003), make_pairs()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        score(model, pairs, 0.6)
-    parameters = {p.data_ptr() for p in model.parameters()}
-    assert saved
-    assert all(x.shape[-1:] != (1003,) for x in saved if x.data_ptr() not in parameters)
-
-
 def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
     """What is derived from a chunk must be small beside it, or memory grows by its multiples."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 8 * 1003)
@@ -678,10 +488,3 @@ def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
         (logprobs.sum() + entropy.sum()).backward()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len({x.data_ptr() for x in made} - weights) == 1
-
-
-def test_a_model_that_is_not_causal_is_refused_by_name():
-    config = XLNetConfig(vocab_size=20, d_model=16, n_layer=1, n_head=2, d_inner=16)
-    model = XLNetLMHeadModel(config).eval()
-    with pytest.raises(ValueError, match="XLNetLMHeadModel is not known"):
-        completion_logprobs(model, [([1, 2], [3])], [0])

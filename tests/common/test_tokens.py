@@ -1,19 +1,16 @@
-"""From texts to tokens: chat messages, their templates, and what tokenizers add by themselves."""
+"""Padding, stop ids, and the way from texts and chats to tokens."""
 
-from pathlib import Path
+import warnings
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
-from common.tokens import (
-    UnusableRow,
-    content,
-    encode,
-    encode_pair,
-    find_stop_ids,
-    token_texts,
-)
+from common.tokens import UnusableRow, completion_rows, content, encode, encode_pair
+from common.tokens import find_stop_ids, pad_rows, report_rows, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -37,6 +34,65 @@ def text_parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
+# --- padding and stop ids -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "expected_ids", "expected_mask"),
+    [
+        (True, [[5, 6, 7], [0, 0, 0], [0, 8, 0]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
+        (False, [[5, 6, 7], [0, 0, 0], [8, 0, 0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+    ],
+)
+def test_pad_rows_masks_by_length_not_by_id(left, expected_ids, expected_mask):
+    ids, mask = pad_rows([[5, 6, 7], [0], [8, 0]], "cpu", left=left)  # 0 is padding and real
+    assert ids.tolist() == expected_ids and mask.int().tolist() == expected_mask
+    assert ids.dtype == torch.long and mask.dtype == torch.bool
+    ids, mask = pad_rows([[], [4]], "cpu", left=left)
+    assert ids.tolist() == [[0], [4]] and mask.tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize(
+    ("eos", "of_config", "expected"),
+    [
+        (7, [9, 3], [3, 7, 9]),
+        (7, 9, [7, 9]),
+        (7, None, [7]),
+        (7, "no file", [7]),
+        (None, [9, 3], [3, 9]),
+        (0, [2], [0, 2]),  # id 0 is an id
+    ],
+)
+def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of_config, expected):
+    if of_config != "no file":
+        GenerationConfig(eos_token_id=of_config).save_pretrained(tmp_path)
+    tokenizer = SimpleNamespace(eos_token_id=eos, chat_template=None)
+    assert find_stop_ids(str(tmp_path), tokenizer) == expected
+    if of_config is None:  # without any, nothing could end
+        tokenizer.eos_token_id = None
+        with pytest.raises(ValueError, match="neither tokenizer nor generation config has an EOS"):
+            find_stop_ids(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("<bos><pad>", [1, 2]),  # the first special token after the assistant's turn
+        ("3<pad>", [0, 2]),  # a digit before it is none
+        ("", [2]),
+    ],
+)
+def test_a_templates_end_of_an_assistants_turn_is_a_stop_id(end, expected, tokenizer):
+    tokenizer.chat_template = CHAT.replace("<eos>", end)
+    assert find_stop_ids("no/such/folder", tokenizer) == expected
+
+
+def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer):
+    """Nothing is written of a string: what comes "after" it is not the whole text."""
+    tokenizer.chat_template = "<bos>{% for m in messages %}{% endfor %}1+"
+    assert find_stop_ids("no/such/folder", tokenizer) == [tokenizer.eos_token_id]
+
+
 # --- chat messages --------------------------------------------------------------------------------
 
 
@@ -55,6 +111,14 @@ def test_other_parts_are_refused(tokenizer):
         encode_pair(tokenizer, prompt, [message("assistant", "3")], [2])
 
 
+def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
+    turns = [message("user", "  1+2\n"), message("assistant", "#3")]
+    with pytest.raises(UnusableRow, match="ends with an assistant's turn"):
+        encode(tokenizer, turns, add_generation_prompt=True)
+    assert tokenizer.decode(encode(tokenizer, turns)) == "1+2=#3<eos>"  # a template may trim
+    assert tokenizer.decode(encode(tokenizer, turns[:1], add_generation_prompt=True)) == "1+2="
+
+
 @pytest.mark.parametrize("wrong", [{"content": "1+2"}, {"role": None, "content": "1+2"}, "1+2"])
 def test_a_message_without_a_role_is_refused(wrong, tokenizer):
     for call in (content, lambda wrong: encode(tokenizer, [wrong])):
@@ -71,47 +135,8 @@ def test_a_role_that_the_template_leaves_out(tokenizer):
         encode(tokenizer, turns)
     with pytest.raises(ValueError, match=error):
         encode(tokenizer, turns[:1], add_generation_prompt=True)
-
-
-def test_an_answer_that_the_template_leaves_out(tokenizer):
     with pytest.raises(ValueError, match="leaves out what 'gpt' says"):
         encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
-
-
-def test_an_assistants_turn_that_the_template_drops_makes_a_row_unusable(tokenizer):
-    """What is left would be EOS alone: training would teach to answer nothing."""
-    tokenizer.chat_template = (
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}"
-    )
-    with pytest.raises(UnusableRow, match="whose completion the chat template leaves out"):
-        encode_pair(tokenizer, [message("user", "5+6")], [message("assistant", "11")], [2])
-
-
-@pytest.mark.parametrize("text", ["5+6", "  5+6\n"])
-def test_a_template_may_trim(text, tokenizer):
-    ids = encode(tokenizer, [message("user", text)], add_generation_prompt=True)
-    assert tokenizer.decode(ids) == "5+6="
-
-
-@pytest.mark.parametrize("empty", ["", " \n", [], text_parts("", " "), None])
-def test_an_empty_message_makes_a_row_unusable(empty, tokenizer):
-    prompt, completion = [message("user", "5+6")], [message("assistant", "11")]
-    for pair in (
-        ([message("user", empty)], completion),
-        (prompt, [message("assistant", empty)]),
-    ):
-        with pytest.raises(UnusableRow, match="with an empty prompt or completion"):
-            encode_pair(tokenizer, *pair, [2])
-
-
-@pytest.mark.parametrize("empty", ["", " \n", [], None])
-def test_an_empty_prompt_or_completion_makes_a_row_unusable(empty, tokenizer):
-    pairs = [("5+6=", empty)]
-    if empty is not None:  # the prompt of text that has none
-        pairs += [(empty, "11"), (empty, [message("assistant", "11")])]
-    for pair in pairs:
-        with pytest.raises(UnusableRow, match="with an empty prompt or completion"):
-            encode_pair(tokenizer, *pair, [2])
 
 
 # --- strings --------------------------------------------------------------------------------------
@@ -144,12 +169,6 @@ def test_a_completion_that_changes_its_prompts_tokens_is_refused(tokenizer):
         encode_pair(tokenizer, prompt, [message("assistant", "11")], [2])
 
 
-def test_a_completion_of_two_messages_is_refused(tokenizer):
-    two = [message("assistant", "#"), message("assistant", "11")]
-    with pytest.raises(UnusableRow, match="several messages"):
-        encode_pair(tokenizer, [message("user", "5+6")], two, [2])
-
-
 def test_a_template_may_leave_out_an_assistants_thoughts(tokenizer):
     """As those of reasoning models do: only what others say must stand in the text."""
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
@@ -171,23 +190,79 @@ def test_what_a_tool_says_may_be_written_otherwise(tokenizer):
     assert encode(tokenizer, turns)[-1] == tokenizer.eos_token_id
 
 
-def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer):
-    """Nothing is written of a string: what comes "after" it is not the whole text."""
-    tokenizer.chat_template = "<bos>{% for m in messages %}{% endfor %}1+"
-    assert find_stop_ids("no/such/folder", tokenizer) == [tokenizer.eos_token_id]
+# --- rows that cannot be used ---------------------------------------------------------------------
+QUESTION = [message("user", "5+6")]
+EMPTY = ["", " \n", []]
+UNUSABLE = [("5+6=", empty) for empty in [*EMPTY, None]]
+UNUSABLE += [(empty, answer) for empty in EMPTY for answer in ("11", [message("assistant", "11")])]
+for nothing in [*EMPTY, text_parts("", " "), None]:
+    UNUSABLE.append(([message("user", nothing)], [message("assistant", "11")]))
+    UNUSABLE.append((QUESTION, [message("assistant", nothing)]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi-3-mini"])
-def test_the_texts_of_tokens_join_to_the_text(name):
-    folder = Path("../shared/real/tokenizers", name)
-    if not folder.exists():
-        pytest.skip(f"{folder} is absent")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = " Été: 3 \U0001f642\U0001f642 日本\n\tend"
-    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+@pytest.mark.parametrize(("prompt", "completion"), UNUSABLE)
+def test_an_empty_prompt_or_completion_makes_a_row_unusable(prompt, completion, tokenizer):
+    with pytest.raises(UnusableRow, match="with an empty prompt or completion"):
+        encode_pair(tokenizer, prompt, completion, [2])
+
+
+@pytest.mark.parametrize(
+    ("template", "completion", "error"),
+    [
+        (CHAT, [message("assistant", "#"), message("assistant", "11")], "several messages"),
+        # What is left would be EOS alone: training would teach to answer nothing.
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}",
+            [message("assistant", "11")],
+            "whose completion the chat template leaves out",
+        ),
+    ],
+)
+def test_a_completion_that_makes_a_row_unusable(template, completion, error, tokenizer):
+    tokenizer.chat_template = template
+    with pytest.raises(UnusableRow, match=error):
+        encode_pair(tokenizer, QUESTION, completion, [2])
+
+
+def test_a_string_beside_messages_is_a_message(tokenizer):
+    of_messages = encode_pair(tokenizer, QUESTION, [message("assistant", "#11")], [2])
+    assert encode_pair(tokenizer, "5+6", [message("assistant", "#11")], [2]) == of_messages
+    assert encode_pair(tokenizer, QUESTION, "#11", [2]) == of_messages
+
+
+def test_rows_that_are_left_are_reported(capsys):
+    few, many = Counter(empty=1, long=2), Counter(empty=1, long=1)
+    with pytest.warns(UserWarning, match="ONLY 2 OF 5 ROWS ARE LEFT of train: 2"):
+        report_rows("train", 2, few, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report_rows("train", 2, many, 9)
+    line = "train: 2 rows, dropped {'empty': 1, 'long': 1}; longest 9 tokens"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    with pytest.raises(ValueError, match="--dataset: no row is left of train: 0 rows"):
+        report_rows("train", 0, many, 9)
+
+
+# --- back to texts --------------------------------------------------------------------------------
+class Bytes:
+    """Tokens are bytes of UTF-8; those that are no character yet decode to U+FFFD."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_the_texts_of_tokens_join_to_the_text():
+    ids = [*" Été: \U0001f642\U0001f642 日本\n".encode()]
     for end in range(1, len(ids) + 1):  # some cut a character in two
-        pieces = token_texts(tokenizer, ids[:end])
-        joined = "".join(pieces).rstrip("\ufffd")
-        assert len(pieces) == end and tokenizer.decode(ids).startswith(joined)
-    assert joined == tokenizer.decode(ids) and pieces[-1] == tokenizer.eos_token and "\ufffd" not in "".join(pieces)
-    assert {"\U0001f642", "日"} <= {piece.strip() for piece in pieces}
+        pieces = token_texts(Bytes(), ids[:end])
+        assert len(pieces) == end and "".join(pieces) == Bytes().decode(ids[:end])
+    assert "\ufffd" not in "".join(pieces) and {"É", "\U0001f642", "日"} <= {*pieces}
+
+
+def test_rows_of_rollouts_have_numbers_of_their_own_tokens(tokenizer):
+    sequences = [(tokenizer("1+2=").input_ids, tokenizer("#3").input_ids[1:])]
+    columns = {"reward": torch.tensor([0.12345]), "log_ratio": torch.tensor([[0.5, -0.25, 9.0]])}
+    (row,) = completion_rows(tokenizer, sequences, columns)
+    assert row == {"prompt": "<bos>1+2=", "tokens": ["#", "3"]} | dict(
+        reward=0.123, log_ratio=[0.5, -0.25]
+    )

@@ -3,7 +3,7 @@ from browser import Browser
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    started = Browser(tmp_path_factory.mktemp("browser"))
+def browser():
+    started = Browser()
     yield started
     started.close()

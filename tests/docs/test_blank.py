@@ -7,7 +7,7 @@ import pytest
 
 from docs.exercises.blank import FILES, find_tests, write_copy
 
-QUICK = {"group_advantages", "gae"}  # the others: python -m pytest -m slow tests/docs/test_blank.py
+QUICK = {"group_advantages"}  # the others: docs/contributing.md
 
 
 @pytest.mark.parametrize(

@@ -15,46 +15,25 @@ from docs.exercises.plant import EXERCISES, Edit, apply, write_copy
 from docs.experiments import exercises as experiment
 from docs.experiments.lib.runs import Run
 
-FORKED_PYTEST = Path(__file__).parents[1] / "support" / "forked_pytest.py"
-
-
 # --- the bugs -----------------------------------------------------------------------------------
+QUICK = {
+    5
+}  # the others: python -m pytest -m slow tests/docs/test_exercises.py tests/docs/test_blank.py
 
 
-@pytest.fixture(scope="module")
-def pytest_results(tmp_path_factory):
-    """Exit status and output of pytest: by the bug's number, of the test that is said to catch it;
-    under "healthy", of all of these tests in a copy without a bug.
-    """
-    folders, jobs = {}, []
-    for number, exercise in EXERCISES.items():
-        folders[number] = tmp_path_factory.mktemp("bug") / "copy"
-        write_copy(exercise, folders[number])
-        jobs.append([str(folders[number]), plant.path_of_test(exercise)])
-    folders["healthy"] = tmp_path_factory.mktemp("healthy") / "copy"
-    write_copy(EXERCISES[3], folders["healthy"], healthy=True)  # with padding that is the EOS
-    jobs.append([str(folders["healthy"]), *map(plant.path_of_test, EXERCISES.values())])
-    words = [sys.executable, FORKED_PYTEST, json.dumps(jobs)]
-    process = subprocess.run(words, capture_output=True, text=True, check=True)
-    statuses = map(int, process.stdout.split())
-    return {
-        name: (status, (folder / "pytest.out").read_text())
-        for (name, folder), status in zip(folders.items(), statuses, strict=True)
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", EXERCISES)
-def test_the_suite_catches_the_bug(number, pytest_results):
-    status, output = pytest_results[number]
-    assert status == 1, output[-2000:]
-    assert "error" not in output.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_the_same_tests_pass_without_the_bugs(pytest_results):
-    status, output = pytest_results["healthy"]
-    assert status == 0, output[-2000:]
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in EXERCISES]
+)
+def test_the_suite_catches_the_bug(number, tmp_path):
+    """By the test that is named, which passes in the copy without the bug."""
+    exercise, status = EXERCISES[number], {}
+    for way in ("healthy", "planted"):
+        write_copy(exercise, tmp_path / way, healthy=way == "healthy")
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", plant.path_of_test(exercise)]
+        done = subprocess.run(command, cwd=tmp_path / way, capture_output=True, text=True)
+        assert "error" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
+        status[way] = done.returncode
+    assert status == {"healthy": 0, "planted": 1}, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("number", EXERCISES)

@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-from by_hand import close, gradient, kl, rows_of, softmax, tensor
+from by_hand import close, gradient, kl, rows_of, softmax
 
 import grpo
-import ppo_rlhf
 from docs.experiments import kl as kl_page
 
 TABLES = kl_page.tables({})
@@ -75,30 +74,6 @@ def test_the_gradients_table():
                 assert max(abs(a - b) for a, b in zip(found[name], other, strict=True)) > 0.1
         else:
             assert found[name] == pytest.approx(told, abs=1e-8)
-
-
-def test_rho_k3_has_the_gradient_of_rho_k2_at_every_token():
-    """One token's term moves with its log-prob; rho in front of k2 is a constant."""
-    for p, old, q in [*zip(FAR, NEAR, REF, strict=True), *zip(FAR, FAR, REF, strict=True)]:
-        at = math.log(p)
-
-        def rho_k3(x, old=old, q=q):
-            return math.exp(x) / old * ESTIMATORS["k3"](math.exp(x), q)
-
-        def k2(x, q=q):
-            return ESTIMATORS["k2"](math.exp(x), q)
-
-        now = tensor(at).requires_grad_()
-        old_logprob, ref_logprob = tensor(old).log(), tensor(q).log()
-        weighted = (now - old_logprob).exp() * grpo.k3_kl(now, ref_logprob)
-        by_scripts = [
-            torch.autograd.grad(term, now)[0].item()
-            for term in (weighted, ppo_rlhf.k2_kl(now, old_logprob, ref_logprob))
-        ]
-        assert by_scripts == pytest.approx([-p / old * math.log(q / p)] * 2)
-        slopes = [(f(at + 1e-5) - f(at - 1e-5)) / 2e-5 for f in (rho_k3, k2)]
-        assert slopes[0] == pytest.approx(p / old * slopes[1], rel=1e-6, abs=1e-7)
-        assert slopes[1] == pytest.approx(-math.log(q / p), rel=1e-6, abs=1e-7)
 
 
 def test_the_variances_of_the_gradients():

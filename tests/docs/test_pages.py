@@ -24,14 +24,21 @@ SOURCES = {
     for path in Path().glob(pattern)
     if path.parts[0] in ("common", "docs", "tests", "tiny") or len(path.parts) == 1
 }
+
+
+def identifiers(source):
+    """Names in a program, and its texts that are one name: a column, a metric, a file."""
+    for node in ast.walk(ast.parse(source)):
+        for field in ("name", "id", "attr", "arg", "value"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and name.isidentifier():
+                yield name
+
+
+IDENTIFIERS = {name for source in SOURCES.values() for name in identifiers(source)}
+IDENTIFIERS |= {part for path in SOURCES for part in (path.stem, *path.parts)}
 PROGRAM = "".join(text for path, text in SOURCES.items() if path.parts[0] != "tests")
 TORCHRUN = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id"}
-NAMES = {
-    node.name
-    for text in SOURCES.values()
-    for node in ast.walk(ast.parse(text))
-    if isinstance(node, ast.FunctionDef)
-}
 # Metrics whose names a script puts together.
 BUILT = {"reward_model", "mean", "variance", "return_mean", "return_variance"}
 
@@ -82,12 +89,13 @@ def test_flags_functions_tests_and_files_on_a_page_exist(page):
         assert flag in FLAGS, f"there is no flag {flag}"
     for quoted in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"test_\w+", quoted):
-            assert quoted in NAMES, f"there is no test {quoted}"
+            assert quoted in IDENTIFIERS, f"there is no test {quoted}"
         elif re.fullmatch(r"[a-z]\w*_\w+", quoted):
-            assert quoted in NAMES or quoted in PROGRAM, f"there is no {quoted}"
+            assert quoted in IDENTIFIERS, f"there is no {quoted}"
         elif re.fullmatch(rf"({GROUPS})/[a-z]\w*", quoted):
             name = quoted.split("/")[1]
-            assert f'"{quoted}"' in PROGRAM or name in NAMES | BUILT, quoted
+            logged = re.sub(r"_\d+$", "_{k}", quoted)  # pass_at_2
+            assert f'"{logged}"' in PROGRAM or name in IDENTIFIERS | BUILT, quoted
         elif re.fullmatch(r"(tests|common|docs|tiny)/[\w/.]+", quoted):
             assert Path(quoted).exists(), f"there is no {quoted}"
 
@@ -135,7 +143,7 @@ def test_module_docstring_names_only_flags_that_exist(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_has_help(name, capsys):
-    """Behind the field, or on the line above."""
+    """Behind the field, or on the line above, where a section's heading is none."""
     lines = SOURCES[Path(f"{name}.py")].splitlines()
     (args,) = [n for n in ast.parse("\n".join(lines)).body if getattr(n, "name", "") == "Args"]
     fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
@@ -144,8 +152,11 @@ def test_every_flag_has_help(name, capsys):
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for field in fields:
         line, above = lines[field.lineno - 1], lines[field.lineno - 2]
-        help_text = line.rpartition("  # ")[2] if "  # " in line else above.strip(" #")
-        assert " ".join(help_text.split()[:3]) in shown, f"{field.target.id} has no help"
+        comment = line if "  # " in line else above
+        help_text = comment.rpartition("# ")[2]
+        has_help = "# " in comment and not help_text.startswith("---")
+        assert has_help, f"{field.target.id} has no help"
+        assert " ".join(help_text.split()[:3]) in shown, f"{field.target.id}: not what --help says"
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)

@@ -79,23 +79,14 @@ HONEST = {
 WRONG = {
     "another result": "def add(a, b):\n    return a - b",
     "another type": "def add(a, b):\n    return float(a + b)",
-    "true for 1": "def add(a, b):\n    return True",
     "equal to all": "class All(int):\n    __eq__ = lambda *_: True\ndef add(*_):\n    return All()",
-    "wrong signature": "def add(a):\n    return a",
-    "another name": "def plus(a, b):\n    return a + b",
-    "no function": "add = 5",
     "no code": "I cannot help with that.",
-    "empty": "",
     "zero byte": "\0",
     "one test only": "def add(a, b):\n    return {2: 5}[a]",
     "results on stdout": "print('[5, 0]')\nimport sys\nsys.stdout.flush()",
-    "exits": "import sys\nsys.exit(0)",
     "exits at once": "import os\nos._exit(0)",
-    "exits in the function": "def add(a, b):\n    raise SystemExit(0)",
     "writes everywhere": "import os\nfor n in range(30):\n    try: os.write(n, b'[1, 1]')\n"
     "    except OSError: pass\nos._exit(0)",
-    "numbers that JSON has not": "def add(a, b):\n    return a + b + 0j",
-    "a flood": "def add(a, b):\n    return 'x' * 10**7",
     "deep": "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "memory": "def add(a, b):\n    bytearray(2**30)\n    return a + b",
     # What these do would do no harm if it were let through; then the reward would be 1.
@@ -103,10 +94,8 @@ WRONG = {
     "threads, then sleeps": "import threading, time\n"
     "threading.Thread(target=time.sleep, args=(99,)).start()\ntime.sleep(99)",
     "another program": "import subprocess\nsubprocess.run(['true'])\n" + RIGHT,
-    "sends a signal": "import os\nos.kill(os.getpid(), 0)\n" + RIGHT,
     "opens a socket": "import socket\nsocket.socket()\n" + RIGHT,
     "reads a key": "import os\nos.environ['A_KEY']\n" + RIGHT,
-    "reads standard input": "input()\n" + RIGHT,
     "site-packages": "import typing_extensions\n" + RIGHT,
     "loop": "def add(a, b):\n    while True: pass",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef add(*a):\n    return add(*a)",
@@ -127,11 +116,8 @@ def test_files_are_not_changed(tmp_path):
     path = str(tmp_path / "kept")
     acts = (
         f"open({path!r}, 'w')",
-        f"open({path!r}, 'r+')",
         f"import os; os.remove({path!r})",
-        f"import os; os.rename({path!r}, '/tmp/other')",
         f"import os; os.truncate({path!r}, 0)",
-        f"import pathlib; pathlib.Path({path!r}).unlink()",
         f"import shutil; shutil.rmtree({str(tmp_path)!r})",
     )
     assert passed(*(f"{act}\n{RIGHT}" for act in acts)) == [0.0] * len(acts)
@@ -145,14 +131,6 @@ def test_the_time_on_the_processor_is_limited_by_itself(monkeypatch):
     started = time.monotonic()
     assert passed(WRONG["loop"]) == [0.0]
     assert time.monotonic() - started < 20
-
-
-def test_it_is_the_limit_that_ends_a_memory_hog(monkeypatch):
-    code = "def add(a, b):\n    bytearray(600 * 2**20)\n    return a + b"
-    assert passed(code) == [0.0]
-    monkeypatch.setitem(programs.LIMITS, "RLIMIT_AS", 4 * 2**30)
-    monkeypatch.setattr(programs, "SECONDS", 60)  # a busy machine takes long for so much memory
-    assert passed(code) == [1.0]
 
 
 @pytest.mark.parametrize("leaves", ["", "setsid"])

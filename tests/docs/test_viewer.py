@@ -176,7 +176,7 @@ def test_a_run_that_goes_on_and_a_folder_that_is_no_run(browser, tmp_path):
     browser.click(".run button")
     browser.until("#step", "4")
     open_page(browser)
-    browser.send("POST", f"{browser.element('#folder')}/value", {"text": str(folder)})
+    browser.element("#folder").send_keys(str(folder))
     browser.until("#step", "4")
     (folder / "metrics.jsonl").write_text("{}\n")
     browser.click(".run button")

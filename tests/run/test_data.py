@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
+from scripts import ONE_PER_LOADER, SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,11 +21,9 @@ import kto
 import ppo_rlhf
 import rm_bradley_terry
 import sft
-from common.tokens import UnusableRow, encode
 
 EACH = pytest.mark.parametrize("name", SPECS)
-# The loader of prompts is one, and those of rows are four.
-EACH_LOADER = pytest.mark.parametrize("name", "grpo sft rm_bradley_terry dpo kto".split())
+EACH_LOADER = pytest.mark.parametrize("name", ONE_PER_LOADER)
 POLICY = "tiny/arithmetic/policy"
 CPU = torch.device("cpu")
 
@@ -136,14 +134,6 @@ def test_a_split_that_is_not_there_names_the_flag(tmp_path):
 
 
 @EACH_LOADER
-def test_no_row_is_left(name, tmp_path):
-    data = write_dataset(tmp_path / "data", [row_of("", "#3")])
-    fails(
-        name, tmp_path, ValueError, r"--dataset: no row is left of train\S*: 0 rows", dataset=data
-    )
-
-
-@EACH_LOADER
 def test_rows_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path, capsys):
     spec = SPECS[name]
     rows = [row_of("1+2=", "#3"), row_of("", "#3"), row_of("1+2+3+4+5=", "#15")]
@@ -163,23 +153,6 @@ def test_rows_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path,
     assert sum(map(int, re.findall(r"empty[a-z ,-]*': (\d)[,}]", printed))) == 2
     longest += name in with_flag("rejected_column")  # the rejected one has a digit more
     assert printed.endswith(f"; longest {longest} tokens")
-
-
-@EACH_LOADER
-def test_a_remnant_is_warned_of(name, tokenizer, tmp_path):
-    """Of five rows two are left; with three it would be the most of them."""
-    spec = SPECS[name]
-    rows = [row_of("1+2=", "#3"), row_of("2+2=", "#4"), *3 * [row_of("1+2+3+4+5=", "#15")]]
-    flags = dict(max_prompt_length=5) if spec.kind == "rollouts" else dict(max_length=9)
-    arguments = [tokenizer] if spec.kind == "rollouts" else [tokenizer, [2]]
-    flags |= dict(model=POLICY, dataset=write_dataset(tmp_path / "data", rows))
-    load = getattr(spec.module, spec.loader)
-    flag = "max-prompt-length" if spec.kind == "rollouts" else "max-length"
-    with pytest.warns(UserWarning, match=f"ONLY 2 OF 5 ROWS ARE LEFT .*longer than --{flag}': 3"):
-        load(spec.module.Args(**flags), "train", *arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(spec.module.Args(**flags), "train[:4]", *arguments)
 
 
 # --- forms in which data come --------------------------------------------------------------------
@@ -287,13 +260,6 @@ def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer)
         sft.to_pairs(sft.Args(prompt_column="question"), row)
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(UnusableRow, match="ends with an assistant's turn"):
-        encode(tokenizer, TURNS, add_generation_prompt=True)
-    assert encode(tokenizer, TURNS) and encode(tokenizer, TURNS[:1], add_generation_prompt=True)
-
-
 def test_an_empty_prompt_stays_empty_in_a_chat(tokenizer, tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     data = write_dataset(tmp_path / "data", [row_of("", "#3"), row_of("1+2=", "#3")])
@@ -308,17 +274,25 @@ def test_a_margin_that_is_null(tokenizer, tmp_path):
         rm_bradley_terry.load_comparisons(args, "train", tokenizer, [2])
 
 
-def test_a_large_model_with_the_rate_of_tiny_is_warned_of(tmp_path, monkeypatch):
+@EACH
+def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def stop(*args, **options):
+        raise Stopped
+
+    script = SPECS[name].module
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
-    for name, spec in SPECS.items():
-        one_step = short_flags(name, epochs=0.1, total_rollouts=1, eval_every=9)
-        flags = spec.short_flags | one_step | {"output_dir": str(tmp_path)}
-        with pytest.warns(UserWarning, match="--learning-rate: 1e-[56] is usual here, .*choosing"):
-            spec.module.main(spec.module.Args(**flags | {"learning_rate": 1e-4}))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            rates = short_flags(name, learning_rate=9e-5, critic_learning_rate=9e-5)
-            spec.module.main(spec.module.Args(**flags | rates))
+    monkeypatch.setattr(script, "evaluate", stop)
+    for rate, is_warned_of in ((1e-4, True), (9e-5, False)):
+        flags = short_flags(name, critic_learning_rate=9e-5) | dict(learning_rate=rate)
+        flags = SPECS[name].short_flags | flags | dict(output_dir=str(tmp_path))
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(Stopped):
+            warnings.simplefilter("always")
+            script.main(script.Args(**flags))
+        usual = [x for x in caught if re.match("--learning-rate: 1e-[56] is usual", str(x.message))]
+        assert len(usual) == is_warned_of
 
 
 def test_a_bad_output_dir_is_found_before_a_model_is_loaded(tmp_path):

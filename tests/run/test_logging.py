@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import wandb
 from runs import read_log
-from scripts import SPECS, WITH_ROLLOUTS
+from scripts import SPECS, WITH_ROLLOUTS, short_flags
 from spies import spy_on
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 import grpo
@@ -120,11 +121,22 @@ def test_what_a_run_leaves_and_prints(name, track, tracked, tmp_path, monkeypatc
         assert tracked == []
 
 
-ADVANTAGES = {
-    "grpo": "group_advantages",
-    "reinforce": "baseline_advantages",
-    "ppo_rlhf": "whiten",
-}
+@pytest.mark.parametrize("name", [name for name in SPECS if "policy" in SPECS[name].models])
+def test_a_saved_policy_ends_at_its_stop_ids_and_brings_no_sampling_of_its_own(name, tmp_path):
+    """Whatever the generation config of the checkpoint that the run began with."""
+    source, script = tmp_path / "model", SPECS[name].module
+    AutoModelForCausalLM.from_pretrained(script.Args.model).save_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(script.Args.model)
+    tokenizer.save_pretrained(source)
+    # transformers refuses to save this one, at the very end of a run.
+    config = dict(eos_token_id=[5], temperature=0.6, do_sample=False, top_k=3)
+    (source / "generation_config.json").write_text(json.dumps(config))
+    flags = SPECS[name].short_flags | short_flags(name, epochs=0.1, total_rollouts=1)
+    flags |= dict(model=str(source), output_dir=f"{tmp_path}/runs")
+    saved = GenerationConfig.from_pretrained(script.main(script.Args(**flags)))
+    assert saved.eos_token_id == [tokenizer.eos_token_id, 5]
+    assert saved.pad_token_id == tokenizer.pad_token_id
+    assert saved.top_k is saved.temperature is None
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
@@ -132,7 +144,7 @@ def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
     """Of one group of four in GRPO and REINFORCE, of four completions in PPO: these are all."""
     script = SPECS[name].module
     sampled = spy_on(script, monkeypatch, "generate")
-    ranked = spy_on(script, monkeypatch, ADVANTAGES[name])
+    ranked = spy_on(script, monkeypatch, SPECS[name].advantages)
     flags = SPECS[name].short_flags | dict(total_rollouts=4, log_rollouts_every=2, save_every=9)
     flags |= dict(prompts_per_rollout=4, max_new_tokens=9, eval_every=9, learning_rate=5e-3)
     if name != "ppo_rlhf":
@@ -193,7 +205,9 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_never_written_over(tmp_path, monkeypatch):
+    args = grpo.Args(output_dir=str(tmp_path))
+    assert grpo.open_run(args) != grpo.open_run(args)  # in the same second
     monkeypatch.setattr(grpo, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 1)))
-    grpo.open_run(grpo.Args(output_dir=str(tmp_path)))
+    grpo.open_run(args)
     with pytest.raises(FileExistsError):
-        grpo.open_run(grpo.Args(output_dir=str(tmp_path)))
+        grpo.open_run(args)

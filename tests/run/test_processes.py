@@ -51,7 +51,8 @@ for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:
     four_steps = {"total_rollouts": 4} if spec.kind == "rollouts" else {"epochs": 0.9}
     RUNS[run] = spec.short_flags | four_steps | MORE.get(run, {})
 CASES = [(run, "2") for run in RUNS]
-CASES += [(name, kind) for name in ("ppo_rlhf", "dpo") for kind in ("4", "1 to 2", "2 to 1")]
+# Of a script with rollouts and two models, and of one that reads rows.
+CASES += [("ppo_rlhf", "4"), ("ppo_rlhf", "1 to 2"), ("dpo", "2 to 1")]
 
 
 def run_on(ranks, run, folder, **flags):

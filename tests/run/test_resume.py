@@ -13,7 +13,6 @@ from scripts import SPECS, WITH_ROLLOUTS
 
 import grpo
 import ppo_rlhf
-import sft
 
 EACH = pytest.mark.parametrize("name", SPECS)
 # Its second model and its beta, and one that reads rows.
@@ -49,21 +48,33 @@ def copied(grpo_run, tmp_path):
 
 
 # --- to the bit ---------------------------------------------------------------------------------
+# Checkpoints are due at steps 2, 4, 6 and 7. Each kill comes after a call in the run that resumes
+# where the one before was killed.
+KILLS = (
+    "replace 1",  # the checkpoint of step 2 has its name
+    "truncate 1",  # of the logs one is cut back, others are not
+    "save 1",  # that of step 4 is written but has no name, and the logs are two steps ahead
+    "replace 2",  # that of step 6 is the third
+    "fsync 1",  # the last one is on the disk without a name
+)
+
+
 @TWO_SCRIPTS
-def test_kills_at_five_random_moments(whole, tmp_path):
+def test_kills_at_five_moments(whole, tmp_path):
     """Kill, resume, kill, ...: whatever was half written, the end is the same."""
     name, run_dir = whole
-    flags = SPECS[name].short_flags | {"output_dir": tmp_path / "runs"}
-    command, statuses = [f"{name}.py", *words(flags)], []
-    for _ in range(5):
-        process = start(command, tmp_path / "output", before="kills:soon_after_a_checkpoint")
+    command = [f"{name}.py", *words(SPECS[name].short_flags | {"output_dir": tmp_path / "runs"})]
+    for moment in KILLS:
+        environment = {"KILL_AFTER": moment}
+        process = start(command, tmp_path / "output", environment, before="kills:after_a_call")
         process.join()
-        statuses.append(process.exitcode)
+        printed = (tmp_path / "output").read_text()
+        assert process.exitcode == -signal.SIGKILL, f"{moment}: {printed}"
         (killed,) = tmp_path.glob("runs/*")
         command = [f"{name}.py", "--resume", str(killed)]
-    # 0 is a run that had hardly anything left to do.
-    assert {*statuses} <= {-signal.SIGPROF, 0}, (tmp_path / "output").read_text()
-    assert statuses[0] == -signal.SIGPROF
+    resume(name, killed)
+    assert_same_run(killed, run_dir)
+    (killed / "model.safetensors").unlink()  # killed between its last checkpoint and the model
     resume(name, killed)
     assert_same_run(killed, run_dir)
 
@@ -92,13 +103,6 @@ def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
     (copy / last).unlink()
     resume("grpo", copy)
     assert_same_run(copy, run_dir)
-
-
-def test_resuming_a_finished_run_writes_the_same_model(copied, grpo_run):
-    """It may have been killed between its last checkpoint and the model."""
-    (copied / "model.safetensors").unlink()
-    resume("grpo", copied)
-    assert_same_run(copied, grpo_run)
 
 
 @TWO_SCRIPTS
@@ -147,12 +151,6 @@ def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, mon
     assert len({*found.values()}) == len(found) == len(columns) + 1 > 1
 
 
-def test_the_same_args_make_two_runs(tmp_path):
-    args = sft.Args(output_dir=str(tmp_path), **SPECS["sft"].short_flags)
-    assert sft.main(args) != sft.main(args)
-    assert len([*tmp_path.iterdir()]) == 2
-
-
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_path, monkeypatch):
     """They depend on the seed and the step alone, so that a resume draws them again."""
@@ -174,11 +172,24 @@ def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_
 
 
 # --- what may go wrong: once, as these functions are the same in all scripts (test_source.py) -----
-def test_a_resume_on_other_data_is_refused(copied):
-    args = json.loads((copied / "args.json").read_text())
-    (copied / "args.json").write_text(json.dumps(args | {"train_split": "train[1:20]"}))
+def test_a_resume_that_would_be_another_run_is_refused(copied):
+    with pytest.raises(ValueError, match=f"--resume {copied}: grpo has other flags"):
+        ppo_rlhf.parse_args(["--resume", str(copied)])
+    file = copied / "args.json"
+    args = json.loads(file.read_text())
+    file.write_text(json.dumps(args | {"train_split": "train[1:20]"}))
     with pytest.raises(ValueError, match="the training rows of tiny/arithmetic/prompts have chan"):
         resume("grpo", copied)
+    for checkpoint in checkpoints(copied):
+        (copied / checkpoint).unlink()
+    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint that"):
+        resume("grpo", copied)
+
+
+def test_a_log_that_was_shortened_is_not_filled_up(copied):
+    (copied / "metrics.jsonl").write_text("")
+    resume("grpo", copied)
+    assert (copied / "metrics.jsonl").read_bytes() == b""
 
 
 def test_a_save_that_dies_leaves_the_last_checkpoint(copied, grpo_run, monkeypatch):
@@ -193,19 +204,6 @@ def test_a_save_that_dies_leaves_the_last_checkpoint(copied, grpo_run, monkeypat
         resume("grpo", copied)
     resume("grpo", copied)
     assert_same_run(copied, grpo_run)
-
-
-def test_a_log_that_was_shortened_is_not_filled_up(copied):
-    (copied / "metrics.jsonl").write_text("")
-    resume("grpo", copied)
-    assert (copied / "metrics.jsonl").read_bytes() == b""
-
-
-def test_a_run_without_a_checkpoint_cannot_be_resumed(copied):
-    for checkpoint in checkpoints(copied):
-        (copied / checkpoint).unlink()
-    with pytest.raises(FileNotFoundError, match=f"--resume {copied}: there is no checkpoint that"):
-        resume("grpo", copied)
 
 
 def test_where_the_newest_checkpoint_cannot_be_read_the_one_before_is_taken(
@@ -228,11 +226,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(copied, monkeypatch
     resume("grpo", copied)
     newest = checkpoints(copied)[-1]
     assert [*map(str, calls)] == [str(copied / "checkpoint.tmp"), str(copied / newest)]
-
-
-def test_a_run_of_another_script_is_refused(copied):
-    with pytest.raises(ValueError, match=f"--resume {copied}: grpo has other flags"):
-        ppo_rlhf.parse_args(["--resume", str(copied)])
 
 
 FAILING = """

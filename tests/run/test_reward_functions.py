@@ -79,22 +79,17 @@ def test_a_function_gets_prompts_completions_and_columns():
         [1.0, float("inf")],
         [1.0, 1e39],  # inf in float32
         [[1.0], [2.0]],
+        "11",
+        ["good", 1.0],
+        {"#3": 1.0, "#4": 0.0},
     ],
 )
 def test_it_must_return_a_finite_number_for_each_completion(rewards):
     def rule(prompts, completions, **columns):
         return rewards
 
-    with pytest.raises(ValueError, match=r"reward rule of .*\.py: 2 finite numbers expected, not "):
-        call(rule)
-
-
-@pytest.mark.parametrize("rewards", ["11", ["good", 1.0], {"#3": 1.0, "#4": 0.0}])
-def test_what_is_no_number_ends_with_an_error(rewards):
-    def rule(prompts, completions, **columns):
-        return rewards
-
-    with pytest.raises((ValueError, TypeError)):
+    message = r"reward rule of .*: 2 finite numbers expected|could not convert|must be a string or"
+    with pytest.raises((ValueError, TypeError), match=message):
         call(rule)
 
 
@@ -130,15 +125,6 @@ def test_functions_without_a_name_of_their_own(tmp_path):
     assert {"rewards/one", "rewards/two"} <= {*metrics_of(run_dir)[1]}
     with pytest.raises(ValueError, match="2 finite numbers expected"):
         call(grpo.load_reward_fn(f"{path}:three"))
-
-
-def test_a_column_with_the_name_of_an_argument():
-    def rule(prompts, completions, **columns):
-        return [0.0] * len(prompts)
-
-    prompts = [grpo.Prompt("1+2=", [1], {"completions": "#3"})]
-    with pytest.raises(RuntimeError, match=r"columns .'completions'.: TypeError.*multiple values"):
-        grpo.rule_rewards(rule, prompts, ["#3"])
 
 
 def test_two_functions_in_files_of_one_name(tmp_path):

@@ -11,13 +11,6 @@ from runs import metrics_of
 from scripts import SPECS
 from spies import spy_on, watch_steps
 
-# What a step reads of a row, in tokens.
-TOKENS = {
-    "sft": lambda row: len(row.prompt_ids + row.completion_ids),
-    "rm_bradley_terry": lambda row: len(row.chosen_ids + row.rejected_ids),
-    "dpo": lambda row: len(2 * row.prompt.ids + row.chosen_ids + row.rejected_ids),
-    "kto": lambda row: 2 * len(row.prompt.ids + row.completion_ids),  # mismatched ones too
-}
 EACH = pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].kind == "rows"])
 
 
@@ -44,7 +37,7 @@ def test_steps_follow_the_schedule_and_are_counted(name, tmp_path, monkeypatch):
     assert [s["time/epoch"] for s in steps] == pytest.approx([0.4 * n for n in range(1, 10)])
     (_, rows), *_ = loaded
     for number, step in enumerate(steps):
-        read = sum(TOKENS[name](rows[i]) for i in batch_rows(number, 8, 20, seed=1))
+        read = sum(SPECS[name].row_tokens(rows[i]) for i in batch_rows(number, 8, 20, seed=1))
         assert step["time/tokens_per_second"] == read  # in one second
 
 

@@ -1,22 +1,22 @@
-"""Ends a run at a random moment, measured in processor time: a busy machine changes nothing."""
+"""Ends a run at a fixed moment, as a kill or a power cut would."""
 
 import os
-import random
 import signal
 
 import torch
 
 
-def soon_after_a_checkpoint():
-    """When one was written or read, the kernel is told to end the process within 0.1 s."""
+def after_a_call():
+    """Of the function and at the count that $KILL_AFTER names: "replace 2"."""
+    name, count = os.environ["KILL_AFTER"].split()
+    module, calls = os if hasattr(os, name) else torch, []
+    function = getattr(module, name)
 
-    def armed(function):
-        def call(*args, **options):
-            result = function(*args, **options)
-            if "checkpoint_" in str(args[-1]):
-                signal.setitimer(signal.ITIMER_PROF, random.uniform(0.001, 0.1))
-            return result
+    def call(*args, **options):
+        result = function(*args, **options)
+        calls.append(args)
+        if len(calls) == int(count):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
-        return call
-
-    os.replace, torch.load = armed(os.replace), armed(torch.load)
+    setattr(module, name, call)

@@ -92,7 +92,6 @@ _DEEPSEEK = {"num_key_value_heads": 4}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _WINDOW = {"sliding_window": 3}
 _CONV = {"layer_types": ["conv", "full_attention"]}
-_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, image_size=28)
 _LLAMA4 = dict(
     layer_types=["chunked_attention", "chunked_attention", "full_attention"],
     num_hidden_layers=3,
@@ -119,19 +118,7 @@ _ATTENTION = {
     "DeepseekV3": _DEEPSEEK,
     "GPTNeo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
     "Llama4": _LLAMA4,
-    "Llama4ForConditionalGeneration": {
-        "text_config": _LLAMA4,
-        "vision_config": _VISION
-        | dict(num_attention_heads=4, patch_size=14, projector_input_dim=32)
-        | dict(projector_output_dim=32, vision_output_dim=32),
-    },
     "Mllama": _MLLAMA,
-    "MllamaForConditionalGeneration": {
-        "text_config": _MLLAMA,
-        "vision_config": _VISION
-        | dict(attention_heads=4, patch_size=14, num_global_layers=1, vision_output_dim=64)
-        | dict(intermediate_layers_indices=[0], max_num_tiles=1, supported_aspect_ratios=[[1, 1]]),
-    },
 }
 # Linear attention, state spaces, convolutions, alone or between layers of attention.
 _RECURRENT = {
@@ -149,22 +136,6 @@ _RECURRENT = {
     "Qwen3_5": _HYBRID,
     "Qwen3_5Moe": _HYBRID,
     "Zaya": {"num_experts_per_tok": 1},
-    "Zamba": dict(
-        num_hidden_layers=5,
-        layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid"],
-        n_mamba_heads=2,
-        mamba_dt_rank=4,
-        num_key_value_heads=4,
-        attention_head_dim=16,
-        attention_hidden_size=64,
-        mamba_d_state=4,
-    ),
-    "Zamba2": dict(
-        num_hidden_layers=3,
-        layers_block_type=["mamba", "hybrid", "hybrid"],
-        n_mamba_heads=4,
-        num_key_value_heads=4,
-    ),
 }
 # Whose rows `generate` neither pads nor drops.
 _APART = {
@@ -189,7 +160,7 @@ _APART = {
 FREE = [*_ATTENTION, *_RECURRENT]
 # Whose cache `generate` makes static on a GPU: no sliding windows, no states.
 _WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss Llama4"
-STATIC = [n for n in _ATTENTION if n.split("For")[0] not in _WINDOWS.split()]
+STATIC = [n for n in _ATTENTION if n not in _WINDOWS.split()]
 APART = [*_APART]
 # One of each kind of positions, cache and head; the other families are `slow`.
 ARCHETYPES = (
@@ -228,9 +199,6 @@ def _small_config(config_class, settings):
     }
     if hasattr(default, "layer_types") and "layer_types" in settings:
         sizes["num_hidden_layers"] = len(settings["layer_types"])
-    if "text_config" in settings:
-        text = _small_config(config_class.sub_configs["text_config"], settings["text_config"])
-        settings = settings | {"text_config": text.to_dict()}
     return config_class(**(sizes | settings))
 
 
@@ -243,7 +211,7 @@ def archetypes_first(names: list[str]) -> list:
 
 def family_model(name: str) -> PreTrainedModel:
     """A small random model; its output depends on the whole context."""
-    full = name if name.endswith(("Generation", "Model")) else name + "ForCausalLM"
+    full = name if name.endswith("Model") else name + "ForCausalLM"
     model_class = getattr(transformers, {"GPT2ForCausalLM": "GPT2LMHeadModel"}.get(full, full))
     config = _small_config(model_class.config_class, _SETTINGS.get(name, {}))
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """What the tests across scripts know of each script: a new one is one entry here."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,8 @@ class ScriptSpec(NamedTuple):
     loader: str  # its function that reads a split
     models: tuple[str, ...]  # the models that it trains, as a checkpoint names them
     short_flags: dict[str, Any]  # a run of half a second: about seven steps, into a second epoch
+    row_tokens: Callable[[Any], int] | None = None  # rows: how many tokens a step reads of one
+    advantages: str = ""  # rollouts: its function whose result is logged as advantages
 
 
 # No number can be divided evenly by 2 or by 4, and of four processes some get no row at all.
@@ -33,6 +36,7 @@ SPECS = {
         loader="load_demonstrations",
         models=("policy",),
         short_flags=SHORT_ROWS,
+        row_tokens=lambda row: len(row.prompt_ids + row.completion_ids),
     ),
     "reinforce": ScriptSpec(
         module=reinforce,
@@ -40,6 +44,7 @@ SPECS = {
         loader="load_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, beta=0.1),
+        advantages="baseline_advantages",
     ),
     "rm_bradley_terry": ScriptSpec(
         module=rm_bradley_terry,
@@ -47,6 +52,7 @@ SPECS = {
         loader="load_comparisons",
         models=("model",),
         short_flags=SHORT_ROWS | dict(center_coef=0.01),
+        row_tokens=lambda row: len(row.chosen_ids + row.rejected_ids),
     ),
     "ppo_rlhf": ScriptSpec(
         module=ppo_rlhf,
@@ -56,6 +62,7 @@ SPECS = {
         # Its beta is adapted: a part of the state.
         short_flags=SHORT_ROLLOUTS
         | dict(max_new_tokens=16, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
+        advantages="whiten",
     ),
     "grpo": ScriptSpec(
         module=grpo,
@@ -63,6 +70,7 @@ SPECS = {
         loader="load_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
+        advantages="group_advantages",
     ),
     "dpo": ScriptSpec(
         module=dpo,
@@ -70,6 +78,7 @@ SPECS = {
         loader="load_preference_pairs",
         models=("policy",),
         short_flags=SHORT_ROWS | dict(max_new_tokens=16, nll_coef=0.1),
+        row_tokens=lambda row: len(2 * row.prompt.ids + row.chosen_ids + row.rejected_ids),
     ),
     "kto": ScriptSpec(
         module=kto,
@@ -77,9 +86,13 @@ SPECS = {
         loader="load_labelled",
         models=("policy",),
         short_flags=SHORT_ROWS | dict(max_new_tokens=16),
+        # Its prompt meets another row's completion too.
+        row_tokens=lambda row: 2 * len(row.prompt.ids + row.completion_ids),
     ),
 }
 SCRIPTS = {name: spec.module for name, spec in SPECS.items()}
+# Of scripts that share a loader, one: its source is the same in all.
+ONE_PER_LOADER = [*{spec.loader: name for name, spec in SPECS.items()}.values()]
 WITH_ROLLOUTS = [name for name, spec in SPECS.items() if spec.kind == "rollouts"]
 
 
