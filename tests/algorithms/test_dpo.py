@@ -270,47 +270,6 @@ def test_orpo_is_finite_at_its_limits(chosen, rejected):
         assert bad == pytest.approx(0.1)  # it is pushed down however sure it is
 
 
-@OBJECTIVES
-def test_preference_loss_and_metrics_equal_plain_loops(flags):
-    args = Args(beta=0.7, **flags)
-    logprobs = [[-3.25, -8.5], [-9.0, -4.0], [-5.5, -1.5], [-6.0, -6.0]]
-    refs = [[-5.0, -2.0], [-9.5, -7.0], [-2.5, -4.25], [-3.0, -3.0]]
-    lengths = [[3, 7], [9, 2], [1, 4], [2, 2]]
-    policy, reference = torch.tensor(logprobs), torch.tensor(refs, dtype=torch.float32)
-    if args.loss in ("simpo", "orpo"):
-        reference, refs = None, [[0, 0]] * 4
-    policy.requires_grad_(True)
-    losses, metrics = pair_losses(args, policy, reference, torch.tensor(lengths))
-    for i in range(4):
-        good, bad = (logprobs[i][side] - refs[i][side] for side in (0, 1))
-        if args.loss != "sigmoid":
-            good, bad = good / lengths[i][0], bad / lengths[i][1]
-        if args.loss == "ipo":
-            expected = (good - bad - 1 / 1.4) ** 2
-        elif args.loss == "orpo":
-            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (good, bad)]
-            ratio = odds[0] / odds[1]
-            expected = -good - 0.7 * math.log(ratio / (1 + ratio))
-        else:
-            gamma = args.gamma if args.loss == "simpo" else 0
-            certainty = 1 / (1 + math.exp(gamma - 0.7 * (good - bad)))
-            expected = -(1 - args.label_smoothing) * math.log(certainty)
-            expected -= args.label_smoothing * math.log(1 - certainty)
-        expected += args.nll_coef * -logprobs[i][0] / lengths[i][0]
-        assert losses[i].item() == pytest.approx(expected, rel=1e-5)
-        wanted = {
-            "objective/loss": expected,
-            "reward/chosen": 0.7 * good,
-            "reward/rejected": 0.7 * bad,
-            "reward/margin": 0.7 * (good - bad),
-            "reward/accuracy": 0.5 if good == bad else float(good > bad),
-            "policy/logprob_chosen": logprobs[i][0],
-            "policy/logprob_rejected": logprobs[i][1],
-        }
-        assert {name: values[i].item() for name, values in metrics.items()} == pytest.approx(wanted)
-    assert losses.shape == (4,)
-    assert losses.requires_grad
-    assert all(v.shape == (4,) and not v.requires_grad for v in metrics.values())
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
@@ -343,125 +302,22 @@ def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
 # --- pairs to tokens ----------------------------------------------------------------------------
 
 
-def preferences(tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.chat_template = chat_template
-    args = Args(dataset=dataset(tmp_path, rows), **flags)
-    return dpo.load_preference_pairs(args, "train", tokenizer, list(stop_ids))
 
 
-COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")
 
 
-def message(role, content):
-    return {"role": role, "content": content}
 
 
-def test_sides_end_with_exactly_one_stop_id(tmp_path):
-    rows = rows_of("test", 50)
-    rows[1]["chosen"] += " <eos> the film"  # it ended before
-    pairs = preferences(tmp_path, rows)
-    assert len(pairs) == 50
-    for row, pair in zip(rows, pairs, strict=True):
-        assert pair.prompt.ids == ids("<bos> " + row["prompt"])
-        assert pair.chosen_ids == ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert pair.rejected_ids == ids(row["rejected"] + " <eos>")
-    # Any stop id ends a side.
-    (pair,) = preferences(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])
-    assert pair.chosen_ids == ids(rows[0]["chosen"].split(".")[0] + ".")
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_long_and_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
-    good, fits, long = " a film", " the plot was dull", " the plot was really dull"
-    short, over = "on wednesday", "on wednesday i saw jaws . it was"
-    usable = [
-        (short, good, " it", "a film <eos>", "it <eos>"),
-        (short, fits, good, "the plot was dull <eos>", "a film <eos>"),  # just as long as it may be
-        (short, good, fits, "a film <eos>", "the plot was dull <eos>"),
-    ]
-    too_long = [(short, good, long), (short, long, good), (short, long, fits), (over, good, " it")]
-    equal = [(short, good, good), (short, good, "  a film ")]  # equal tokens
-    empty = [(short, "", good), (short, good, " \n"), (short, good, None), (" ", good, " it")]
-    empty += [(None, good, " it")]
-    table = [*usable, *too_long, *equal, *empty]
-    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=False)) for row in table]
-    flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and five more
-    dropped = {
-        "longer than --max-length": 4,
-        "with chosen equal to rejected": 2,
-        "with an empty prompt or completion": 5,
-    }
-    if chat:
-        for row in rows:
-            row["prompt"] = [message("user", row["prompt"])]
-            for side in ("chosen", "rejected"):
-                row[side] = [message("assistant", row[side])]
-        flags, tail = dict(max_length=12, chat_template=CHAT), " <eos> . the :"
-    else:
-        dropped["with an empty prompt or completion"] = 4
-        dropped["with an empty prompt, or without --prompt-column"] = 1
-        # One word of two: the prompt would end with another token than when it stands alone.
-        rows.append({"prompt": short, "chosen": good, "rejected": "s it"})
-        rows.append({"prompt": short, "chosen": "s it", "rejected": good})
-        dropped[MERGED] = 2
-    pairs = preferences(tmp_path, rows, **flags)
-    assert [(pair.prompt.ids, pair.chosen_ids, pair.rejected_ids) for pair in pairs] == [
-        (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
-        for prompt, _, _, chosen, rejected in usable
-    ]
-    longest = len(ids("<bos> " + over + tail + good + " <eos>"))
-    assert capsys.readouterr().out == (
-        f"train: 3 rows, dropped {dropped}; longest {longest} tokens\n"
-    )
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_prompts_and_columns_of_a_pair(tmp_path, chat):
-    row = {"x": "on wednesday", "y": " a film", "z": " it", "answer": "5", "note": 3}
-    flags = COLUMNS | dict(chat=chat, chat_template=chat and CHAT)
-    (pair,) = preferences(tmp_path, [row], **flags)
-    assert pair == PreferencePair(
-        prompt=Prompt(
-            text=[message("user", "on wednesday")] if chat else "on wednesday",
-            ids=ids("<bos> on wednesday" + (" <eos> . the :" if chat else "")),
-            columns={"answer": "5", "note": 3},
-        ),
-        chosen_ids=ids("a film <eos>"),
-        rejected_ids=ids("it <eos>"),
-    )
-    if chat:  # messages stay as they are
-        turns = zip("xyz", ("user", "assistant", "assistant"), strict=True)
-        row |= {key: [message(role, row[key])] for key, role in turns}
-        assert preferences(tmp_path, [row], **flags) == [pair]
 
 
-def conversations(beginning, chosen, rejected):
-    sides = [[*beginning, message("assistant", side)] for side in (chosen, rejected)]
-    return dict(zip(("chosen", "rejected"), sides, strict=True))
 
 
-def test_the_prompt_of_two_conversations_is_what_they_share(tmp_path):
-    turns = [message("user", "on monday"), message("assistant", "a film"), message("user", "and")]
-    rows = [conversations(turns, "it", "a movie"), conversations(turns[:1], "a film", "it")]
-    pairs = preferences(tmp_path, rows, chat_template=CHAT)
-    assert [pair.prompt.text for pair in pairs] == [turns, turns[:1]]
-    assert [pair.chosen_ids for pair in pairs] == [ids("it <eos>"), ids("a film <eos>")]
-    assert [pair.rejected_ids for pair in pairs] == [ids("a movie <eos>"), ids("it <eos>")]
-    # Whatever the prompt column says.
-    rows = [row | {"prompt": "on monday"} for row in rows]
-    assert preferences(tmp_path, rows, chat_template=CHAT) == pairs
 
 
-def test_no_prompt_and_none_that_is_shared(tmp_path, capsys):
-    good = conversations([message("user", "on monday")], "it", "a movie")
-    other = conversations([message("user", "on monday")], "it", "a movie")
-    other["rejected"][0] = message("user", "on sunday")
-    assert len(preferences(tmp_path, [good, other], chat_template=CHAT)) == 1
-    assert "dropped {'whose conversations begin differently': 1}" in capsys.readouterr().out
-    texts = {"question": "on monday", "chosen": " it was dull", "rejected": " it was fun"}
-    with pytest.raises(ValueError, match="'with an empty prompt, or without --prompt-column': 1"):
-        preferences(tmp_path, [texts], chat_template=CHAT)
 
 
 # --- the log-probabilities of pairs -------------------------------------------------------------
@@ -599,64 +455,14 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
         assert kl / 10 > 0.05
 
 
-def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
-    def samples(**flags):
-        run_dir = run(tmp_path, max_new_tokens=12, **STILL, **flags)
-        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
-
-    first = samples()
-    assert first[:4] == first[4:]
-    assert samples(seed=2) != first
-    model, tokenizer = plain_model(), AutoTokenizer.from_pretrained(POLICY)
-    for row, completion in zip(rows_of("test", 4), samples(temperature=1e-4), strict=False):
-        prompt = torch.tensor([ids("<bos> " + row["prompt"])])
-        greedy = model.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
-        assert completion == tokenizer.decode(greedy, skip_special_tokens=True)
 
 
-def test_a_reward_function_gets_the_other_columns_and_rates_the_samples(tmp_path):
-    (tmp_path / "reward.py").write_text(
-        "def rate(prompts, completions, answer, note):\n"
-        "    assert [p.split()[-1] for p in prompts] == note\n"
-        "    return [a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
-        "def right(completions, answer, **columns):\n"
-        "    return [a >= 1 for a in answer]\n"
-    )
-    rows = [
-        dict(zip("xyz", row.values(), strict=True), answer=i / 2, note=row["prompt"].split()[-1])
-        for i, row in enumerate(rows_of("test", 10))
-    ]
-    flags = dict(dataset=dataset(tmp_path, rows), eval_rows=10, batch_size=2, **COLUMNS)
-    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward.py:rate", **flags)
-    samples = read(run_dir / "samples.jsonl")[-10:]
-    rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
-    assert [s["reward"] for s in samples] == pytest.approx(rewards)
-    last = metrics_of(run_dir)[-1]
-    assert last["eval/reward"] == pytest.approx(sum(rewards) / 10)
-    assert "eval/accuracy" not in last
-    # Where each is right or wrong: of 0, 0.5, 1, ... all but the first two are right.
-    last = metrics_of(run(tmp_path, eval_reward_fn=f"{tmp_path}/reward.py:right", **flags))[-1]
-    assert last["eval/accuracy"] == last["eval/reward"] == 0.8
 
 
-DEFAULT_DATA = dict(dataset=Args.dataset, train_split="train[:20]", eval_split="test[:4]")
 
 
-def test_without_a_reward_function_there_is_no_reward(tmp_path):
-    run_dir = run(tmp_path)
-    for row in metrics_of(run_dir):
-        names = {name for name in row if name.startswith("eval/")}
-        assert names == {f"eval/{k}" for k in "loss pair_accuracy margin kl length_mean".split()}
-    assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
 
 
-def test_samples_of_the_default_dataset_are_rated_by_its_gold_reward(tmp_path):
-    run_dir = run(tmp_path, max_new_tokens=24, **DEFAULT_DATA)
-    samples = read(run_dir / "samples.jsonl")[-4:]
-    prompts = [sample["prompt"] for sample in samples]
-    rewards = sentiment(prompts, [sample["completion"] for sample in samples])
-    assert [sample["reward"] for sample in samples] == pytest.approx(rewards)
-    assert metrics_of(run_dir)[-1]["eval/reward"] == pytest.approx(sum(rewards) / 4)
 
 
 def test_args_json_holds_the_beta_that_the_loss_has_by_default(tmp_path):
@@ -731,20 +537,6 @@ def test_the_reference_is_the_starting_model_and_never_moves(tmp_path, monkeypat
     assert not any(args[2].requires_grad for args, _ in losses)
 
 
-@OBJECTIVES
-def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
-    tmp_path, monkeypatch, flags
-):
-    loaded = spy_on(monkeypatch, "load_preference_pairs")
-    passes = spy_on(monkeypatch, "completion_logprobs")
-    runs = []
-    for size in (8, 3):
-        runs.append(run(tmp_path, epochs=1, micro_batch_size=size, **flags))
-        assert max(len(values) for _, values in passes) == 2 * size
-        passes.clear()
-    lengths = {len(pair.prompt.ids + pair.chosen_ids) for pair in loaded[0][1]}
-    assert len(lengths) > 5, "the test needs ragged lengths"
-    assert_same_training(*runs)
 
 
 def test_padding_may_be_any_token(tmp_path):

@@ -24,10 +24,6 @@ SMALL |= dict(train_split="train[:64]", eval_split="test[:4]")
 BASELINES = ["none", "batch_mean", "leave_one_out"]
 
 
-def run(tmp_path, **flags):
-    """A real run in a few seconds; returns its folder."""
-    output_dir = f"{tmp_path}/{time.time_ns()}"  # two runs may begin in one second
-    return reinforce.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
 
 
 spy_on = partial(spies.spy_on, reinforce)
@@ -175,22 +171,6 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
 # --- the reward -----------------------------------------------------------------------------------
 
 
-def test_the_reward_is_that_of_text_and_answer(tmp_path):
-    """No special tokens in the text; the answer is that of the prompt, a held-out one."""
-    (tmp_path / "rule.py").write_text(
-        "def rule(prompts, completions, answer):\n    return [int(right) for right in answer]\n"
-    )
-    run_dir = run(tmp_path / "runs", eval_split="test[:20]", reward_fn=f"{tmp_path}/rule.py:rule")
-    held_out = read("tiny/arithmetic/prompts/test.jsonl")[:20]
-    samples = read(run_dir / "samples.jsonl")
-    assert len(samples) == 40  # of two evaluations
-    for sample, row in zip(samples, 2 * held_out, strict=True):
-        assert (sample["prompt"], sample["reward"]) == (row["prompt"], int(row["answer"]))
-        assert "<" not in sample["completion"]
-    first, last = metrics_of(run_dir)
-    assert first["eval/reward"] == sum(int(row["answer"]) for row in held_out) / 20
-    assert first["eval/length_mean"] == sum(sample["length"] for sample in samples[:20]) / 20
-    assert last["completions/length_mean"] == int(16 * last["completions/length_mean"]) / 16 < 24
 
 
 def test_metrics_by_which_a_sick_run_is_seen(tmp_path, monkeypatch):
@@ -207,13 +187,6 @@ def test_metrics_by_which_a_sick_run_is_seen(tmp_path, monkeypatch):
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    for size in (64, 3):
-        run(tmp_path, micro_batch_size=size)
-    (_, gradient, _), (_, others, _) = steps
-    for one, other in zip(gradient, others, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def load_another_reference(monkeypatch):
@@ -302,20 +275,8 @@ def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, mon
     assert not torch.equal(steps[0][0][0], steps[1][0][0])  # a step was taken in between
 
 
-def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
-    loads = spy_on(monkeypatch, "load_model")
-    assert "objective/kl" not in metrics_of(run(tmp_path))[1]  # it was not measured
-    assert len(loads) == 1
 
 
-def test_the_reference_never_moves(tmp_path, monkeypatch):
-    loads = spy_on(monkeypatch, "load_model")
-    run(tmp_path, beta=0.1, total_rollouts=2)
-    (_, trained), (_, reference) = loads
-    start = AutoModelForCausalLM.from_pretrained(Args.model, dtype=torch.float32).state_dict()
-    for name, weight in reference.state_dict().items():
-        assert torch.equal(weight, start[name])
-    assert not torch.equal(trained.lm_head.weight, reference.lm_head.weight)
 
 
 def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch):
