@@ -1,28 +1,24 @@
 """kto.py: the value function, its reference point, labelled completions and a real run."""
 
 import math
-import random
-import tempfile
 from functools import partial
 
+import algorithms
 import pytest
 import spies
 import torch
-from models import CHAT, tiny_model
-from reviews import EOS, MERGED, POLICY, STILL, assert_same_training, batch_rows
-from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
+from algorithms import set_weights
+from models import tiny_model
+from reviews import EOS, STILL, batch_rows, dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
-from transformers import AutoTokenizer
 
 import kto
-from common import logprobs as common_logprobs
-from kto import Args, Prompt, kto_loss, kto_metrics, mismatch, reference_point, sum_logratios
+from kto import Args, kto_loss, kto_metrics, mismatch, reference_point, sum_logratios
 
-# What the tests count on is named here, so that a default may be tuned. The peak learning rate is
-# large, so that log-ratios are not all near 0.
-SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
-SMALL |= dict(beta=0.5, desirable_weight=1.0, eval_rows=4, eval_every=100, max_new_tokens=4)
+# Three batches of the first reviews. The rate is large, so that log-ratios are not all near 0.
+SMALL = dict(train_split="train[:20]", epochs=0.4, learning_rate=2e-3, beta=0.5, max_new_tokens=4)
+SMALL |= dict(desirable_weight=1.0)
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
 
 
@@ -30,8 +26,7 @@ def rows_of(split, count):
     return read(f"tiny/reviews/labels/{split}.jsonl")[:count]
 
 
-
-
+run = partial(algorithms.run, "kto", **SMALL)
 spy_on = partial(spies.spy_on, kto)
 
 
@@ -101,8 +96,6 @@ def test_loss_and_gradient_by_hand(r, z0, label, beta, weights, loss, slope):
     assert logratios.grad.tolist() == pytest.approx([slope, 0], abs=1e-6)
 
 
-
-
 @pytest.mark.parametrize(("logratios", "z0"), [([1.0, 3.0, -1.0], 1), ([-4.0, 1.0], 0)])
 def test_the_reference_point_is_a_mean_and_never_negative(logratios, z0):
     assert reference_point(torch.tensor(logratios)).item() == z0
@@ -143,21 +136,6 @@ def test_metrics_equal_plain_loops_and_have_none_of_a_kind_that_is_absent():
             margin = expected["reward/desirable"] - expected["reward/undesirable"]
             expected["reward/margin"] = margin
         assert metrics == pytest.approx(expected)
-
-
-# --- rows to tokens -----------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 # --- mismatched pairs, and the reference point --------------------------------------------------
@@ -204,11 +182,7 @@ def test_log_ratios_are_sums_over_the_completions_tokens_and_need_no_graph():
     assert graphs.count(False) >= 8, "two micro-batches, two models, two temperatures"
 
 
-
-
 # --- a run --------------------------------------------------------------------------------------
-
-
 
 
 def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
@@ -217,7 +191,7 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     steps, loaded = watch_steps(monkeypatch), spy_on(monkeypatch, "load_labelled")
     flags = dict(epochs=1.6, micro_batch_size=3, seed=5, **WEIGHTS)
     run_dir = run(tmp_path, **flags)
-    args, rows = Args(**{**SMALL, **flags}), loaded[0][1]
+    args, rows = Args(**SMALL | flags), loaded[0][1]
     reference, policy = plain_model(), plain_model()
     weights = (args.desirable_weight, args.undesirable_weight)
     assert len(steps) == 4
@@ -261,7 +235,7 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
 
 
 # By heart, and with hardly anything undesirable, all of the data gets more probable: z0 leaves 0.
-BY_HEART = dict(eval_split="train", epochs=4, desirable_weight=4.0, undesirable_weight=0.1)
+BY_HEART = dict(eval_split="train[:20]", epochs=4, desirable_weight=4.0, undesirable_weight=0.1)
 BY_HEART |= dict(max_new_tokens=15)  # so that some samples end, and some do not
 
 
@@ -269,9 +243,11 @@ BY_HEART |= dict(max_new_tokens=15)  # so that some samples end, and some do not
 def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     loaded, mixed = spy_on(monkeypatch, "load_labelled"), spy_on(monkeypatch, "mismatch")
     flags = dict(max_new_tokens=24, generation_batch_size=4) | flags
-    flags |= dict(batch_size=4, micro_batch_size=3, eval_rows=9)
+    flags = (
+        dict(eval_split="test[:10]") | flags | dict(batch_size=4, micro_batch_size=3, eval_rows=9)
+    )
     run_dir = run(tmp_path, **flags)
-    args = Args(**{**SMALL, **flags})
+    args = Args(**SMALL | flags)
     first, *_, last = metrics_of(run_dir)
     policy, reference = plain_model(run_dir), plain_model()
     rows = loaded[1][1][:9]
@@ -315,7 +291,8 @@ def test_the_two_sides_of_a_held_out_pair_are_not_mismatched_with_each_other(tmp
     for pair in [*pairs.values()][:20]:
         for side in ("chosen", "rejected"):
             rows.append(dict(prompt=pair["prompt"], completion=pair[side], label=side == "chosen"))
-    run(tmp_path, dataset=dataset(tmp_path, rows), eval_rows=40, batch_size=2, epochs=0.01)
+    flags = dict(dataset=dataset(tmp_path, rows), train_split="train", eval_split="test")
+    run(tmp_path, batch_size=2, epochs=0.01, **flags)
     sides = [(ids("<bos> " + row["prompt"]), ids(row["completion"] + " <eos>")) for row in rows]
     for number in (0, -1):  # the evaluations before and after the step
         (order, _), mismatched = mixed[number]
@@ -323,16 +300,11 @@ def test_the_two_sides_of_a_held_out_pair_are_not_mismatched_with_each_other(tmp
         assert sum(pair in sides for pair in mismatched) < 5
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("label", [True, False])
 def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
     rows = [row | {"label": label} for row in rows_of("train", 20)]
-    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2)
+    splits = dict(train_split="train", eval_split="test")
+    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2, **splits)
     printed = capsys.readouterr().out
     assert f"train: {20 * label} of them desirable\n" in printed
     first, *_, last = metrics_of(run_dir)
@@ -348,7 +320,7 @@ def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
 @pytest.mark.parametrize("flags", [dict(micro_batch_size=3, beta=2.0), WEIGHTS])
 def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags):
     # Four steps are two epochs of 16 rows, and the rate is nearly 0.
-    run_dir = run(tmp_path, train=16, epochs=2, **STILL, **flags)
+    run_dir = run(tmp_path, train_split="train[:16]", epochs=2, **STILL | flags)
     before, *steps = metrics_of(run_dir)
     rows = rows_of("train", 16)
     for number, step in enumerate(steps):
@@ -360,7 +332,3 @@ def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, f
         assert step["objective/loss"] == loss
     assert before["eval/margin"] == before["eval/kl"] == 0
     assert len(steps) == 4
-
-
-
-

@@ -32,7 +32,6 @@ from runs import read
 
 run = partial(algorithms.run, "rm_bradley_terry")
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
-SMALL |= dict(eval_rows=4)
 
 
 def held_out(count):
