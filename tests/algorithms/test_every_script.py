@@ -74,10 +74,12 @@ def test_the_gold_reward_is_for_the_default_dataset_alone(name):
 @EACH
 def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch):
     """As AdamW has them when it steps."""
-    rates, step, steps = [], AdamW.step, watch_steps(monkeypatch)
+    rates, decays, step, steps = [], set(), AdamW.step, watch_steps(monkeypatch)
 
     def spy(optimizer, *arguments):
-        rates.append(optimizer.param_groups[0]["lr"])
+        (group,) = optimizer.param_groups
+        rates.append(group["lr"])
+        decays.add(group["weight_decay"])
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(AdamW, "step", spy)
@@ -98,6 +100,7 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
     if name != "reinforce":
         (metric,) = (metric for metric in rows[0] if metric.endswith("/learning_rate"))
         assert [row[metric] for row in rows] == rates[::number]
+    assert decays == {0}
     assert {max_norm for *_, max_norm in steps} == {largest} and len(steps) == 4 * number
 
 
