@@ -1,6 +1,5 @@
 """dpo.py: the losses, the log-probabilities of pairs, the reference, and a real run."""
 
-import itertools
 import math
 from decimal import Decimal
 from functools import partial
@@ -253,33 +252,6 @@ def test_orpo_is_finite_at_its_limits(chosen, rejected):
         assert bad == pytest.approx(0.1)  # it is pushed down however sure it is
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
-    # Four completions of one token. Of each two, the first wins as often as the loss takes it to:
-    # sigmoid(r_i - r_j) for DPO. IPO's expectation p (h - c)^2 + (1 - p) (-h - c)^2, c = 1/(2 beta)
-    # is least at h = c (2 p - 1), which is (r_i - r_j) / beta where p = 1/2 + r_i - r_j. So for
-    # both the best policy is pi_ref exp(r / beta) / Z, and there the gradient vanishes.
-    beta = 0.4
-    rewards = torch.tensor([0.1, -0.2, 0.05, 0.25], dtype=torch.float64)
-    reference = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
-    pairs = torch.tensor(list(itertools.permutations(range(4), 2)))
-    difference = rewards[pairs[:, 0]] - rewards[pairs[:, 1]]
-    wins = difference.sigmoid() if loss == "sigmoid" else 0.5 + difference
-
-    def gradient(logits):
-        logits = logits.clone().requires_grad_(True)
-        args = Args(beta=beta, loss=loss)
-        lengths = torch.ones_like(pairs)
-        logprobs = logits.log_softmax(dim=0)[pairs]
-        losses, _ = pair_losses(args, logprobs, reference[pairs], lengths)
-        (wins * losses).sum().backward()
-        return logits.grad.abs().max().item()
-
-    assert gradient(reference + rewards / beta) < 1e-12
-    for elsewhere in (reference, reference + rewards, rewards / beta):
-        assert gradient(elsewhere) > 0.01
-
-
 # --- the log-probabilities of pairs -------------------------------------------------------------
 
 # Prompts and sides of many lengths, so that every row but the longest is padded.
@@ -307,18 +279,6 @@ def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes():
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         error, size = (p.grad - q.grad).norm(), q.grad.norm()
         assert error <= 1e-4 * size + 1e-6, name
-
-
-def test_both_sides_share_one_forward_pass():
-    model = tiny_model("llama")
-    (inds,) = micro_batches_of_pairs(PAIRS, 32)
-    pair_logprobs(model, SEQUENCES, inds)  # the first call also checks the head
-    shapes = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    pair_logprobs(model, SEQUENCES, inds)
-    assert shapes == [(6, 12)]  # the longest is a prompt of 6 tokens with a side of 6
 
 
 def test_a_rank_without_pairs_runs_the_same_passes(monkeypatch):
@@ -466,19 +426,3 @@ def test_padding_may_be_any_token(tmp_path):
     assert_same_training(
         run(tmp_path, **flags), run(tmp_path, model=str(tmp_path / "policy"), **flags)
     )
-
-
-def test_pairs_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
-    calls = spy_on(monkeypatch, "completion_logprobs")
-    run(tmp_path, batch_size=20, epochs=1, micro_batch_size=4)
-    longest = []
-    for (_, sides, rows), _ in calls:
-        assert rows.tolist()[4:] == [i + len(sides) // 2 for i in rows.tolist()[:4]]
-        lengths = [len(prompt) + len(side) for prompt, side in (sides[i] for i in rows)]
-        longest.append([max(both) for both in zip(lengths[:4], lengths[4:], strict=True)])
-    # Policy and reference in turn; the first two and the last two are those of the evaluations.
-    step, reference = longest[2:-2:2], longest[3:-2:2]
-    assert reference == step
-    assert [len(lengths) for lengths in step] == [4] * 5
-    assert all(min(a) >= max(b) for a, b in itertools.pairwise(step))
-    assert max(step[0]) > min(step[-1])

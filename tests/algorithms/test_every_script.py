@@ -148,6 +148,31 @@ def test_each_step_begins_without_a_gradient(name, tmp_path, monkeypatch):
         assert_same_gradient(gradient, other)
 
 
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "grpo", "ppo_rlhf"])
+def test_each_epoch_has_an_order_of_its_own_and_no_row_twice(name, tmp_path, monkeypatch):
+    """Batches go on into the next epoch, so that each has as many rows: three hold two epochs."""
+    script, is_rollout = SPECS[name].module, SPECS[name].kind == "rollouts"
+    calls = spy_on(script, monkeypatch, "generate" if is_rollout else "micro_batches")
+    flags = dict(train_split="train[:6]", eval_split="test[:2]", max_new_tokens=2)
+    if is_rollout:
+        flags |= dict(total_rollouts=6, prompts_per_rollout=4)
+    else:
+        flags |= dict(epochs=4.0, batch_size=4)
+    orders = []
+    for seed in (1, 1, 2):
+        calls.clear()
+        run(name, tmp_path, seed=seed, **flags)
+        steps = [arguments[1] if is_rollout else arguments[0] for arguments, _ in calls]
+        steps = [[str(row) for row in step[:: len(step) // 4]] for step in steps if len(step) >= 4]
+        assert len(steps) == 6
+        drawn = [row for step in steps for row in step]
+        epochs = [drawn[start : start + 6] for start in (0, 6, 12, 18)]
+        assert all(sorted(epoch) == sorted({*drawn}) for epoch in epochs)
+        assert epochs[0] != epochs[1] != epochs[2]
+        orders.append(drawn)
+    assert orders[0] == orders[1] != orders[2]
+
+
 # --- models -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["reinforce", "grpo", "dpo", "kto"])
 def test_the_reference_is_the_starting_model_and_never_moves(name, tmp_path, monkeypatch):

@@ -219,18 +219,19 @@ def test_length_penalty_by_hand():
     assert torch.equal(length_penalty(lengths, max_new_tokens=10, buffer=4), expected)
 
 
-def test_long_completions_are_penalised_in_what_is_ranked_and_not_in_the_metric(
-    tmp_path, monkeypatch
-):
+def test_penalties_are_in_what_is_ranked_and_not_in_the_metric(tmp_path, monkeypatch):
+    """3 for a completion that is cut off, and by length over the last ten tokens."""
     ranked, judged = spy_on(monkeypatch, "group_advantages"), spy_on(monkeypatch, "rule_rewards")
     sampled = spy_on(monkeypatch, "generate")
-    _, last = metrics_of(run(tmp_path, overlong_buffer=10, max_new_tokens=12))
-    penalties = {3: 0.1, 4: 0.2, 5: 0.3, 6: 0.4, 7: 0.5, 8: 0.6, 9: 0.7, 10: 0.8, 11: 0.9, 12: 1}
-    lengths = [len(completion) for completion in sampled[1][1]]
-    expected = judged[1][1] - torch.tensor([penalties.get(length, 0) for length in lengths])
-    assert len({*lengths} & {*penalties}) > 1
-    torch.testing.assert_close(ranked[0][0][0], expected)
-    assert last["reward/mean"] == pytest.approx(judged[1][1].mean().item())
+    flags = dict(overlong_buffer=10, max_new_tokens=12, missing_eos_penalty=3.0)
+    _, last = metrics_of(run(tmp_path, **flags))
+    rewards, expected = judged[1][1], []
+    for reward, completion in zip(rewards.tolist(), sampled[1][1], strict=True):
+        by_length = max(0, len(completion) - 2) / 10
+        expected.append(reward - by_length - 3 * (completion[-1] != 2))
+    assert min(expected) < -3 and len({*expected}) > 4
+    assert ranked[0][0][0].tolist() == pytest.approx(expected)
+    assert last["reward/mean"] == pytest.approx(rewards.mean().item())
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
@@ -555,41 +556,6 @@ def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monk
     assert (calls[0]["weights"] > 0).any(dim=1).all()
 
 
-def test_default_clipping_is_symmetric_and_clip_higher_is_read(tmp_path, monkeypatch):
-    calls = spy_by_name(monkeypatch, "grpo_loss")
-    run(tmp_path)
-    flags = dict(num_minibatches=2)  # with a single step all ratios are 1, and nothing is clipped
-    run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, scale_rewards="none", **flags)
-    assert (calls[0]["clip_low"], calls[0]["clip_high"]) == (0.2, 0.2)
-    assert (calls[1]["clip_low"], calls[1]["clip_high"]) == (0.1, 0.28)
-    quarters = 4 * calls[1]["advantages"]  # four rewards of 0 and 1 less their mean, not divided
-    assert quarters.any() and torch.equal(quarters, quarters.round())
-
-
-def test_the_flags_of_the_recipes_reach_the_mathematics(tmp_path, monkeypatch):
-    losses = spy_by_name(monkeypatch, "grpo_loss")
-    ranked = spy_by_name(monkeypatch, "group_advantages")
-    run(tmp_path)
-    run(tmp_path, loss="cispo", kl_placement="unbiased", scale_rewards="batch")
-    for call, loss_type, unbiased_kl in zip(losses, ("clip", "cispo"), (False, True), strict=True):
-        assert (call["loss_type"], call["unbiased_kl"]) == (loss_type, unbiased_kl)
-        assert call["beta"] == 0.04
-    assert [call["scale"] for call in ranked] == ["group", "batch"]
-
-
-def test_a_prompt_as_long_as_allowed_is_kept():
-    tokenizer, source = AutoTokenizer.from_pretrained("tiny/reviews/policy"), "tiny/reviews/prompts"
-
-    def lengths(limit):
-        rows = grpo.load_prompts(Args(dataset=source, max_prompt_length=limit), "test", tokenizer)
-        return [len(row.ids) for row in rows]
-
-    every = lengths(64)
-    limit = sorted(set(every))[-2]  # the second longest
-    assert lengths(limit) == [length for length in every if length <= limit]
-    assert limit < max(every)
-
-
 def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_path, monkeypatch):
     sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
     losses, scored = (
@@ -639,23 +605,19 @@ def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_pat
     assert row["policy/entropy"] == pytest.approx(entropy / (2 * sum(lengths)), rel=1e-4)
 
 
-def test_data_order_visits_every_row_once_an_epoch(tmp_path, monkeypatch):
-    sampled = spy_on(monkeypatch, "generate")
-    flags = dict(total_rollouts=10, prompts_per_rollout=3, group_size=2, train_split="train[:10]")
-    orders = []
-    for seed in (1, 2):
-        sampled.clear()
-        run(tmp_path, seed=seed, eval_every=10, max_new_tokens=2, **flags)
-        prompts = [tuple(p) for arguments, _ in sampled[1:-1] for p in arguments[1][::2]]
-        assert len(prompts) == 30
-        assert all(p[::2] == p[1::2] for p in (arguments[1] for arguments, _ in sampled[1:-1]))
-        epochs = [prompts[i : i + 10] for i in (0, 10, 20)]
-        assert all(len(set(epoch)) == 10 for epoch in epochs)
-        assert epochs[0] != epochs[1] != epochs[2]
-        # Each rollout draws with numbers of its own.
-        assert len({arguments[-2].initial_seed() for arguments, _ in sampled[1:-1]}) == 10
-        orders.append(prompts)
-    assert orders[0] != orders[1]
+def test_the_flags_reach_the_mathematics(tmp_path, monkeypatch):
+    losses = spy_by_name(monkeypatch, "grpo_loss")
+    ranked = spy_by_name(monkeypatch, "group_advantages")
+    weighed = spy_by_name(monkeypatch, "token_weights")
+    run(tmp_path)
+    flags = dict(loss="cispo", kl_placement="unbiased", scale_rewards="batch", loss_norm="token")
+    run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, beta=0.3, **flags)
+    default = dict(loss_type="clip", unbiased_kl=False, clip_low=0.2, clip_high=0.2, beta=0.04)
+    other = dict(loss_type="cispo", unbiased_kl=True, clip_low=0.1, clip_high=0.28, beta=0.3)
+    assert default.items() <= losses[0].items() and other.items() <= losses[-1].items()
+    assert [call["scale"] for call in ranked] == ["group", "batch"]
+    assert [call["loss_norm"] for call in weighed] == ["sequence", "token"]
+    assert {call["max_new_tokens"] for call in weighed} == {24}
 
 
 RULE = """
@@ -712,21 +674,3 @@ def test_rewards_of_weight_0_do_not_keep_a_group(tmp_path):
     flags = dict(reward_fn=rules, reward_weights=[0.0, 1.0], max_sampling_rounds=2)
     _, row = metrics_of(run(tmp_path, **flags))
     assert (row["prompts/rounds"], row["prompts/sampled"], row["prompts/kept"]) == (2, 8, 0)
-
-
-def test_a_cut_off_completion_is_penalised_in_what_is_ranked_and_not_in_the_metric(
-    tmp_path, monkeypatch
-):
-    ranked, judged = spy_on(monkeypatch, "group_advantages"), spy_on(monkeypatch, "rule_rewards")
-    sampled = spy_on(monkeypatch, "generate")
-    _, last = metrics_of(run(tmp_path, missing_eos_penalty=3.0, max_new_tokens=6))
-    (arguments, completions), rewards = sampled[1], judged[1][1]
-    stop_ids = arguments[-3]
-    expected = [
-        reward - 3 * (completion[-1] not in stop_ids)
-        for reward, completion in zip(rewards.tolist(), completions, strict=True)
-    ]
-    assert len(set(expected)) > 1 and min(expected) == -3
-    (returns, *_), _ = ranked[0]
-    assert returns.tolist() == expected
-    assert last["reward/mean"] == pytest.approx(mean(rewards.tolist()))

@@ -13,7 +13,6 @@ import torch
 from algorithms import assert_same_gradient, set_weights
 from reviews import plain_logprobs, plain_model
 from spies import watch_steps
-from transformers import AutoTokenizer
 
 import grpo
 import reinforce
@@ -245,19 +244,5 @@ def test_prompts_come_in_groups_of_their_own_for_each_rollout(tmp_path, monkeypa
         assert all(prompts[i] == prompts[i // 4 * 4] for i in range(16))
 
 
-def test_chat_messages(tmp_path):
-    args = Args(chat=True, eval_split="test[:2]")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}#{% endif %}"
-    )
-    prompts = reinforce.load_prompts(args, "test[:2]", tokenizer)
-    assert prompts[0].text == [{"role": "user", "content": "2+6+0+8+0="}]
-    assert tokenizer.decode(prompts[0].ids) == "2+6+0+8+0=#"
-
-
-def test_leave_one_out_of_one(tmp_path):
-    with pytest.raises(ValueError, match="--group-size"):
-        Args(group_size=1)
+def test_groups_of_one_have_no_baseline(tmp_path):
     assert run(tmp_path, group_size=1, baseline="none").is_dir()

@@ -1,8 +1,6 @@
 """sft.py: the loss, what is learned and what is not, and how rows become tokens."""
 
-import itertools
 import math
-from collections import Counter
 from functools import partial
 
 import algorithms
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import sft
 from common.logprobs import completion_logprobs
-from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from common.tokens import encode_pair, find_stop_ids
 from runs import metrics_of, read
 from sft import Args, Demonstration, load_demonstrations, negative_log_likelihood, to_pairs
 
@@ -128,35 +126,6 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
     assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
 
 
-def test_each_epoch_is_a_permutation_of_its_own_and_none_is_cut(tmp_path, monkeypatch):
-    """Batches go on into the next epoch, so that each has as many rows."""
-    steps = []
-
-    def completion_logprobs(model, pairs, rows):
-        steps.append(sorted(pairs[i] for i in rows))
-        return logprobs(model, pairs, rows)
-
-    logprobs = sft.completion_logprobs
-    monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
-    flags = dict(train_split="train[:6]", batch_size=4)
-    run(tmp_path, epochs=4.0, **flags)
-    drawn = list(itertools.chain(*steps))
-    assert [len(step) for step in steps] == [4] * 6
-    known = {(tuple(prompt), tuple(completion)) for prompt, completion in drawn}
-    assert len(known) == 6
-    # Two epochs are three batches.
-    for rows in (drawn[:12], drawn[12:]):
-        counts = Counter((tuple(prompt), tuple(completion)) for prompt, completion in rows)
-        assert set(counts.values()) == {2}
-    assert steps[:3] != steps[3:]
-    first, steps[:] = list(steps), []
-    run(tmp_path, epochs=4.0, **flags)
-    assert steps == first
-    steps.clear()
-    run(tmp_path, epochs=4.0, seed=2, **flags)
-    assert steps != first
-
-
 # --- rows to tokens: more in test_rows.py -------------------------------------------------------
 
 
@@ -199,14 +168,6 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     assert to_pairs(Args(train_on_prompt=True), {"messages": turns}) == pairs[1:]
     _, completion = encode_pair(chat_tokenizer(), *pairs[1], [2])
     assert chat_tokenizer().convert_ids_to_tokens(completion) == ["d", "<eos>"]
-
-
-def test_a_merge_across_the_boundary_is_found():
-    inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    assert encode_pair(tokenizer, "b", "a", [3]) == ([1], [0, 3])
-    with pytest.raises(UnusableRow, match="prompt's last token is another one"):
-        encode_pair(tokenizer, "a", "b", [3])
 
 
 def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):

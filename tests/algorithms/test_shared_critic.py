@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ppo_rlhf
 from common.logprobs import plain_logprobs
 from ppo_rlhf import Args, load_critic
-from runs import read_log
 
 CPU = torch.device("cpu")
 SMALL = dict(
@@ -74,18 +73,9 @@ def test_the_value_loss_trains_the_policys_backbone(tmp_path):
     assert not any(torch.equal(with_loss[key], without[key]) for key in with_loss)
 
 
-def test_the_saved_model_is_the_policy_alone_and_the_run_resumes_to_the_same_bits(tmp_path):
-    whole = run(tmp_path / "whole", save_every=1)
-    _, last = sorted(whole.glob("checkpoint_*.pt"))
-    weights, _ = torch.load(last, weights_only=True)["critic"]
+def test_the_saved_model_is_the_policy_alone(tmp_path):
+    run_dir = run(tmp_path, total_rollouts=1)
+    weights, _ = torch.load(max(run_dir.glob("checkpoint_*.pt")), weights_only=True)["critic"]
     assert [*weights] == ["weight"]
-    _, info = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(run_dir, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-
-    expected, rows = load_file(whole / "model.safetensors"), read_log(whole / "metrics.jsonl")
-    last.unlink()  # a run that stopped after its first rollout, some time after its checkpoint
-    resumed = ppo_rlhf.main(ppo_rlhf.parse_args(["--resume", str(whole)]))
-    found = load_file(resumed / "model.safetensors")
-    assert resumed == whole
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert read_log(whole / "metrics.jsonl") == rows

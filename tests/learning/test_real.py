@@ -1,11 +1,10 @@
 """Real models, tokenizers and data through the same code; skipped where they are not at hand."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
-from models import tiny_model
+from reviews import dataset
 from runs import metrics_of
 from transformers import AutoTokenizer
 
@@ -66,33 +65,16 @@ def test_phi3_chat_ends_a_turn_at_its_end_token():
     assert tokenizer.decode(completion[:-1]).strip() == "Hello."
 
 
-def test_dpo_on_phi3_chats(tmp_path):
+def test_pairs_of_phi3_chats(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "phi-3-mini")
-    tokenizer.save_pretrained(tmp_path / "m")
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "m")
     question = {"role": "user", "content": "Hi."}
     good, bad = ({"role": "assistant", "content": text} for text in ("Hello there.", "What?"))
-    rows = {
-        "explicit": {"prompt": [question], "chosen": [good], "rejected": [bad]},
-        "implicit": {"chosen": [question, good], "rejected": [question, bad]},
-    }
-    pairs, losses = [], []
-    for kind, row in rows.items():
-        (tmp_path / kind).mkdir()
-        for split in ("train", "test"):
-            (tmp_path / kind / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
-        args = dpo.Args(
-            model=str(tmp_path / "m"),
-            dataset=str(tmp_path / kind),
-            max_length=48,
-            epochs=3.0,
-            batch_size=1,
-            max_new_tokens=8,
-            output_dir=str(tmp_path / "runs"),
-        )
-        stop_ids = find_stop_ids(args.model, tokenizer)
+    rows = [{"prompt": [question], "chosen": [good], "rejected": [bad]}]
+    rows += [{"chosen": [question, good], "rejected": [question, bad]}]
+    pairs, stop_ids = [], find_stop_ids(str(REAL), tokenizer)
+    for row in rows:
+        args = dpo.Args(dataset=dataset(tmp_path, [row]), max_length=48)
         pairs += dpo.load_preference_pairs(args, "train", tokenizer, stop_ids)
-        losses.append([r["objective/loss"] for r in metrics_of(dpo.main(args))[1:]])
     assert pairs[0].prompt.ids == pairs[1].prompt.ids
     assert tokenizer.decode(pairs[0].prompt.ids).endswith("<|assistant|>")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
@@ -100,9 +82,6 @@ def test_dpo_on_phi3_chats(tmp_path):
         for side, message in ((pair.chosen_ids, good), (pair.rejected_ids, bad)):
             assert side[-1] == end  # the turn's, and not the EOS that is also the padding
             assert tokenizer.decode(side[:-1]).strip() == message["content"]
-    assert losses[0] == losses[1]
-    assert losses[0][0] == pytest.approx(math.log(2), abs=1e-6)
-    assert losses[0][-1] < losses[0][0]
 
 
 def test_gpt2_has_no_pad_and_no_bos():
