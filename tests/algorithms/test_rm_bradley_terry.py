@@ -246,7 +246,7 @@ def test_padding_gets_an_id_that_ends_no_completion(
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
 def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
-    run_dir = run(tmp_path, model=source, epochs=2, eval_rows=40)
+    run_dir = run(tmp_path, model=source, epochs=2, eval_split="test[:40]")
     chosen, rejected = plain_scores(run_dir, held_out(40))
     config = AutoConfig.from_pretrained(run_dir)
     assert config.num_labels == 1
@@ -302,7 +302,7 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
     # A learning rate of nearly 0, so that every evaluation is of the model that we have.
     flags = dict(batch_size=8, micro_batch_size=3, eval_rows=10, center_coef=0.01)
     flags |= dict(model=REWARD_MODEL, margin_column="m", learning_rate=1e-30, epochs=1)
-    flags |= dict(train_split="train")
+    flags |= dict(train_split="train", eval_split="test")
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows[11:], rows[:11]), **flags)
     evaluation, step = read(run_dir / "metrics.jsonl")
     assert step["step"] == 1
