@@ -10,7 +10,7 @@ from algorithms import assert_same_gradient, run
 from pydantic import ValidationError
 from reviews import dataset
 from runs import metrics_of, read
-from scripts import SPECS, WITH_ROLLOUTS, with_flag
+from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from spies import spy_by_name, spy_on, watch_steps
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -161,7 +161,7 @@ def test_each_epoch_has_an_order_of_its_own_and_no_row_twice(name, tmp_path, mon
     orders = []
     for seed in (1, 1, 2):
         calls.clear()
-        run(name, tmp_path, seed=seed, **flags)
+        run(name, tmp_path, seed=seed, **short_flags(name, **flags))
         steps = [arguments[1] if is_rollout else arguments[0] for arguments, _ in calls]
         steps = [[str(row) for row in step[:: len(step) // 4]] for step in steps if len(step) >= 4]
         assert len(steps) == 6

@@ -220,14 +220,14 @@ def test_length_penalty_by_hand():
 
 
 def test_penalties_are_in_what_is_ranked_and_not_in_the_metric(tmp_path, monkeypatch):
-    """3 for a completion that is cut off, and by length over the last four tokens."""
+    """3 for a completion that is cut off, and by length over all of them."""
     ranked, judged = spy_on(monkeypatch, "group_advantages"), spy_on(monkeypatch, "rule_rewards")
     sampled = spy_on(monkeypatch, "generate")
-    flags = dict(overlong_buffer=4, max_new_tokens=6, missing_eos_penalty=3.0)
+    flags = dict(overlong_buffer=8, max_new_tokens=8, missing_eos_penalty=3.0, temperature=1.5)
     _, last = metrics_of(run(tmp_path, **flags))
     rewards, expected = judged[1][1], []
     for reward, completion in zip(rewards.tolist(), sampled[1][1], strict=True):
-        by_length = max(0, len(completion) - 2) / 4
+        by_length = len(completion) / 8
         expected.append(reward - by_length - 3 * (completion[-1] != 2))
     assert min(expected) < -3 and len({*expected}) > 2
     assert ranked[0][0][0].tolist() == pytest.approx(expected)

@@ -246,7 +246,8 @@ def test_padding_gets_an_id_that_ends_no_completion(
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
 def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
-    run_dir = run(tmp_path, model=source, epochs=2, eval_split="test[:40]")
+    flags = dict(train_split="train[:64]", batch_size=16, micro_batch_size=16, epochs=2)
+    run_dir = run(tmp_path, model=source, eval_split="test[:40]", **flags)
     chosen, rejected = plain_scores(run_dir, held_out(40))
     config = AutoConfig.from_pretrained(run_dir)
     assert config.num_labels == 1
