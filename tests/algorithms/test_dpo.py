@@ -1,24 +1,22 @@
-"""dpo.py: the losses, the log-probabilities of pairs, the reference, its data and a real run."""
+"""dpo.py: the losses, the log-probabilities of pairs, the reference, and a real run."""
 
-import itertools
-import json
 import math
-import tempfile
 from decimal import Decimal
 from functools import partial
 
+import algorithms
 import pytest
 import spies
 import torch
-from models import CHAT, tiny_model
-from reviews import EOS, MERGED, POLICY, STILL, assert_same_training, batch_rows
-from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
+from algorithms import set_weights
+from models import tiny_model
+from reviews import EOS, POLICY, STILL, assert_same_training, batch_rows
+from reviews import ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import dpo
-from common import logprobs as common_logprobs
 from dpo import (
     Args,
     PreferencePair,
@@ -28,34 +26,17 @@ from dpo import (
     pair_losses,
     to_sequences,
 )
-from tiny.reviews.gold import sentiment
 
-# What the tests count on is named here, so that a default may be tuned. The peak learning rate is
-# large, so that log-ratios are not all near 0.
-SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
-SMALL |= dict(beta=0.5, eval_rows=4, eval_every=100, max_new_tokens=4)
+# Three batches of the first reviews. The rate is large, so that log-ratios are not all near 0.
+SMALL = dict(train_split="train[:20]", epochs=0.4, learning_rate=2e-3, beta=0.5, max_new_tokens=4)
+run = partial(algorithms.run, "dpo", **SMALL)
+spy_on = partial(spies.spy_on, dpo)
 # Each loss with all that belongs to it.
 REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
 REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
 FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
 WHOLE = REFERENCED + FREE
 OBJECTIVES = pytest.mark.parametrize("flags", WHOLE)
-
-
-def rows_of(split, count):
-    return read(f"tiny/reviews/preferences/{split}.jsonl")[:count]
-
-
-def run(tmp_path, train=20, **flags):
-    """A real run on the first pairs of the reviews, of one step unless told; returns its folder."""
-    if "dataset" not in flags:
-        flags["dataset"] = dataset(tmp_path, rows_of("train", train), rows_of("test", 10))
-    # A folder of its own: two runs in one second would have the same name.
-    flags["output_dir"] = tempfile.mkdtemp(dir=tmp_path)
-    return dpo.main(Args(**{**SMALL, **flags}))
-
-
-spy_on = partial(spies.spy_on, dpo)
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
@@ -180,11 +161,6 @@ def test_extreme_differences_are_finite_and_exact():
     losses.sum().backward()
     assert ratios.grad.tolist() == [[0.125, -0.375], [-0.125, 0.375]]
     assert sigmoid_losses(*ratios, 0.5, 0.0).tolist() == [0, 1e4]
-    ratios.grad = None
-    losses = mean_losses(*ratios, 0.5, "ipo")  # 2 (h - 1) = 2 (2e4 - 1) and 2 (-2e4 - 1)
-    assert losses.tolist() == pytest.approx([19999**2, 20001**2])
-    losses.sum().backward()
-    assert ratios.grad.tolist() == [[39998, -40002], [-39998, 40002]]
 
 
 @pytest.mark.parametrize(
@@ -270,200 +246,6 @@ def test_orpo_is_finite_at_its_limits(chosen, rejected):
         assert bad == pytest.approx(0.1)  # it is pushed down however sure it is
 
 
-@OBJECTIVES
-def test_preference_loss_and_metrics_equal_plain_loops(flags):
-    args = Args(beta=0.7, **flags)
-    logprobs = [[-3.25, -8.5], [-9.0, -4.0], [-5.5, -1.5], [-6.0, -6.0]]
-    refs = [[-5.0, -2.0], [-9.5, -7.0], [-2.5, -4.25], [-3.0, -3.0]]
-    lengths = [[3, 7], [9, 2], [1, 4], [2, 2]]
-    policy, reference = torch.tensor(logprobs), torch.tensor(refs, dtype=torch.float32)
-    if args.loss in ("simpo", "orpo"):
-        reference, refs = None, [[0, 0]] * 4
-    policy.requires_grad_(True)
-    losses, metrics = pair_losses(args, policy, reference, torch.tensor(lengths))
-    for i in range(4):
-        good, bad = (logprobs[i][side] - refs[i][side] for side in (0, 1))
-        if args.loss != "sigmoid":
-            good, bad = good / lengths[i][0], bad / lengths[i][1]
-        if args.loss == "ipo":
-            expected = (good - bad - 1 / 1.4) ** 2
-        elif args.loss == "orpo":
-            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (good, bad)]
-            ratio = odds[0] / odds[1]
-            expected = -good - 0.7 * math.log(ratio / (1 + ratio))
-        else:
-            gamma = args.gamma if args.loss == "simpo" else 0
-            certainty = 1 / (1 + math.exp(gamma - 0.7 * (good - bad)))
-            expected = -(1 - args.label_smoothing) * math.log(certainty)
-            expected -= args.label_smoothing * math.log(1 - certainty)
-        expected += args.nll_coef * -logprobs[i][0] / lengths[i][0]
-        assert losses[i].item() == pytest.approx(expected, rel=1e-5)
-        wanted = {
-            "objective/loss": expected,
-            "reward/chosen": 0.7 * good,
-            "reward/rejected": 0.7 * bad,
-            "reward/margin": 0.7 * (good - bad),
-            "reward/accuracy": 0.5 if good == bad else float(good > bad),
-            "policy/logprob_chosen": logprobs[i][0],
-            "policy/logprob_rejected": logprobs[i][1],
-        }
-        assert {name: values[i].item() for name, values in metrics.items()} == pytest.approx(wanted)
-    assert losses.shape == (4,)
-    assert losses.requires_grad
-    assert all(v.shape == (4,) and not v.requires_grad for v in metrics.values())
-
-
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_optimum_is_that_of_rewards_less_the_kl_by_enumeration(loss):
-    # Four completions of one token. Of each two, the first wins as often as the loss takes it to:
-    # sigmoid(r_i - r_j) for DPO. IPO's expectation p (h - c)^2 + (1 - p) (-h - c)^2, c = 1/(2 beta)
-    # is least at h = c (2 p - 1), which is (r_i - r_j) / beta where p = 1/2 + r_i - r_j. So for
-    # both the best policy is pi_ref exp(r / beta) / Z, and there the gradient vanishes.
-    beta = 0.4
-    rewards = torch.tensor([0.1, -0.2, 0.05, 0.25], dtype=torch.float64)
-    reference = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
-    pairs = torch.tensor(list(itertools.permutations(range(4), 2)))
-    difference = rewards[pairs[:, 0]] - rewards[pairs[:, 1]]
-    wins = difference.sigmoid() if loss == "sigmoid" else 0.5 + difference
-
-    def gradient(logits):
-        logits = logits.clone().requires_grad_(True)
-        args = Args(beta=beta, loss=loss)
-        lengths = torch.ones_like(pairs)
-        logprobs = logits.log_softmax(dim=0)[pairs]
-        losses, _ = pair_losses(args, logprobs, reference[pairs], lengths)
-        (wins * losses).sum().backward()
-        return logits.grad.abs().max().item()
-
-    assert gradient(reference + rewards / beta) < 1e-12
-    for elsewhere in (reference, reference + rewards, rewards / beta):
-        assert gradient(elsewhere) > 0.01
-
-
-# --- pairs to tokens ----------------------------------------------------------------------------
-
-
-def preferences(tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.chat_template = chat_template
-    args = Args(dataset=dataset(tmp_path, rows), **flags)
-    return dpo.load_preference_pairs(args, "train", tokenizer, list(stop_ids))
-
-
-COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")
-
-
-def message(role, content):
-    return {"role": role, "content": content}
-
-
-def test_sides_end_with_exactly_one_stop_id(tmp_path):
-    rows = rows_of("test", 50)
-    rows[1]["chosen"] += " <eos> the film"  # it ended before
-    pairs = preferences(tmp_path, rows)
-    assert len(pairs) == 50
-    for row, pair in zip(rows, pairs, strict=True):
-        assert pair.prompt.ids == ids("<bos> " + row["prompt"])
-        assert pair.chosen_ids == ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert pair.rejected_ids == ids(row["rejected"] + " <eos>")
-    # Any stop id ends a side.
-    (pair,) = preferences(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])
-    assert pair.chosen_ids == ids(rows[0]["chosen"].split(".")[0] + ".")
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_long_and_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
-    good, fits, long = " a film", " the plot was dull", " the plot was really dull"
-    short, over = "on wednesday", "on wednesday i saw jaws . it was"
-    usable = [
-        (short, good, " it", "a film <eos>", "it <eos>"),
-        (short, fits, good, "the plot was dull <eos>", "a film <eos>"),  # just as long as it may be
-        (short, good, fits, "a film <eos>", "the plot was dull <eos>"),
-    ]
-    too_long = [(short, good, long), (short, long, good), (short, long, fits), (over, good, " it")]
-    equal = [(short, good, good), (short, good, "  a film ")]  # equal tokens
-    empty = [(short, "", good), (short, good, " \n"), (short, good, None), (" ", good, " it")]
-    empty += [(None, good, " it")]
-    table = [*usable, *too_long, *equal, *empty]
-    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=False)) for row in table]
-    flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and five more
-    dropped = {
-        "longer than --max-length": 4,
-        "with chosen equal to rejected": 2,
-        "with an empty prompt or completion": 5,
-    }
-    if chat:
-        for row in rows:
-            row["prompt"] = [message("user", row["prompt"])]
-            for side in ("chosen", "rejected"):
-                row[side] = [message("assistant", row[side])]
-        flags, tail = dict(max_length=12, chat_template=CHAT), " <eos> . the :"
-    else:
-        dropped["with an empty prompt or completion"] = 4
-        dropped["with an empty prompt, or without --prompt-column"] = 1
-        # One word of two: the prompt would end with another token than when it stands alone.
-        rows.append({"prompt": short, "chosen": good, "rejected": "s it"})
-        rows.append({"prompt": short, "chosen": "s it", "rejected": good})
-        dropped[MERGED] = 2
-    pairs = preferences(tmp_path, rows, **flags)
-    assert [(pair.prompt.ids, pair.chosen_ids, pair.rejected_ids) for pair in pairs] == [
-        (ids("<bos> " + prompt + tail), ids(chosen), ids(rejected))
-        for prompt, _, _, chosen, rejected in usable
-    ]
-    longest = len(ids("<bos> " + over + tail + good + " <eos>"))
-    assert capsys.readouterr().out == (
-        f"train: 3 rows, dropped {dropped}; longest {longest} tokens\n"
-    )
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_prompts_and_columns_of_a_pair(tmp_path, chat):
-    row = {"x": "on wednesday", "y": " a film", "z": " it", "answer": "5", "note": 3}
-    flags = COLUMNS | dict(chat=chat, chat_template=chat and CHAT)
-    (pair,) = preferences(tmp_path, [row], **flags)
-    assert pair == PreferencePair(
-        prompt=Prompt(
-            text=[message("user", "on wednesday")] if chat else "on wednesday",
-            ids=ids("<bos> on wednesday" + (" <eos> . the :" if chat else "")),
-            columns={"answer": "5", "note": 3},
-        ),
-        chosen_ids=ids("a film <eos>"),
-        rejected_ids=ids("it <eos>"),
-    )
-    if chat:  # messages stay as they are
-        turns = zip("xyz", ("user", "assistant", "assistant"), strict=True)
-        row |= {key: [message(role, row[key])] for key, role in turns}
-        assert preferences(tmp_path, [row], **flags) == [pair]
-
-
-def conversations(beginning, chosen, rejected):
-    sides = [[*beginning, message("assistant", side)] for side in (chosen, rejected)]
-    return dict(zip(("chosen", "rejected"), sides, strict=True))
-
-
-def test_the_prompt_of_two_conversations_is_what_they_share(tmp_path):
-    turns = [message("user", "on monday"), message("assistant", "a film"), message("user", "and")]
-    rows = [conversations(turns, "it", "a movie"), conversations(turns[:1], "a film", "it")]
-    pairs = preferences(tmp_path, rows, chat_template=CHAT)
-    assert [pair.prompt.text for pair in pairs] == [turns, turns[:1]]
-    assert [pair.chosen_ids for pair in pairs] == [ids("it <eos>"), ids("a film <eos>")]
-    assert [pair.rejected_ids for pair in pairs] == [ids("a movie <eos>"), ids("it <eos>")]
-    # Whatever the prompt column says.
-    rows = [row | {"prompt": "on monday"} for row in rows]
-    assert preferences(tmp_path, rows, chat_template=CHAT) == pairs
-
-
-def test_no_prompt_and_none_that_is_shared(tmp_path, capsys):
-    good = conversations([message("user", "on monday")], "it", "a movie")
-    other = conversations([message("user", "on monday")], "it", "a movie")
-    other["rejected"][0] = message("user", "on sunday")
-    assert len(preferences(tmp_path, [good, other], chat_template=CHAT)) == 1
-    assert "dropped {'whose conversations begin differently': 1}" in capsys.readouterr().out
-    texts = {"question": "on monday", "chosen": " it was dull", "rejected": " it was fun"}
-    with pytest.raises(ValueError, match="'with an empty prompt, or without --prompt-column': 1"):
-        preferences(tmp_path, [texts], chat_template=CHAT)
-
-
 # --- the log-probabilities of pairs -------------------------------------------------------------
 
 # Prompts and sides of many lengths, so that every row but the longest is padded.
@@ -493,38 +275,7 @@ def test_pair_logprobs_and_gradients_are_those_of_plain_forward_passes():
         assert error <= 1e-4 * size + 1e-6, name
 
 
-def test_both_sides_share_one_forward_pass():
-    model = tiny_model("llama")
-    (inds,) = micro_batches_of_pairs(PAIRS, 32)
-    pair_logprobs(model, SEQUENCES, inds)  # the first call also checks the head
-    shapes = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    pair_logprobs(model, SEQUENCES, inds)
-    assert shapes == [(6, 12)]  # the longest is a prompt of 6 tokens with a side of 6
-
-
-def test_a_rank_without_pairs_runs_the_same_passes(monkeypatch):
-    model, micro_batches = tiny_model("llama"), []
-    monkeypatch.setattr(common_logprobs, "WORLD_SIZE", 2)
-    for rank in (0, 1):
-        monkeypatch.setattr(common_logprobs, "RANK", rank)
-        micro_batches.append(list(micro_batches_of_pairs(PAIRS, 1)))
-    inds_of_ranks = [[inds.tolist() for inds in of_rank] for of_rank in micro_batches]
-    assert inds_of_ranks == [[[1], [2]], [[0], []]]
-    logprobs = [[pair_logprobs(model, SEQUENCES, i) for i in of_rank] for of_rank in micro_batches]
-    assert [[len(values) for values in of_rank] for of_rank in logprobs] == [[1, 1], [1, 0]]
-    empty = logprobs[1][1]
-    assert empty.shape == (0, 2)
-    empty.sum().backward()
-    assert not any(weight.grad.any() for weight in model.parameters())
-
-
 # --- a run --------------------------------------------------------------------------------------
-
-
-CLOCK = "time/tokens_per_second"  # what differs between two runs that are the same
 
 
 @OBJECTIVES
@@ -534,15 +285,12 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     steps = watch_steps(monkeypatch)
     flags = dict(epochs=0.8, micro_batch_size=3, seed=5, **flags)
     run_dir = run(tmp_path, **flags)
-    args, rows = Args(**{**SMALL, **flags}), rows_of("train", 20)
+    args, rows = Args(**SMALL | flags), read("tiny/reviews/preferences/train.jsonl")
     reference, policy = plain_model(), plain_model()
     assert len(steps) == 2
     for number, logged in enumerate(metrics_of(run_dir)[1:]):
         weights, gradient, _ = steps[number]
-        torch.nn.utils.vector_to_parameters(
-            torch.nn.utils.parameters_to_vector(weights), policy.parameters()
-        )
-        policy.zero_grad()
+        set_weights(policy, weights)
         pairs = []
         for i in batch_rows(number, 8, 20, args.seed):
             loss, metrics = plain_pair(args, policy, reference, rows[i])
@@ -563,13 +311,14 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
 
 @pytest.mark.parametrize("flags", [dict(), dict(temperature=0.7), dict(loss="orpo")])
 def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
-    flags = dict(batch_size=4, micro_batch_size=3, eval_rows=10, max_new_tokens=24, **flags)
-    flags |= dict(generation_batch_size=4)
+    # More rows are asked for than are held out.
+    flags = dict(batch_size=4, micro_batch_size=3, eval_rows=50, max_new_tokens=24, **flags)
+    flags |= dict(generation_batch_size=4, eval_split="test[:10]")
     run_dir = run(tmp_path, **flags)
-    args = Args(**{**SMALL, **flags})
+    args = Args(**SMALL | flags)
     last = metrics_of(run_dir)[-1]
     policy, reference = plain_model(run_dir), plain_model()
-    rows = rows_of("test", 10)
+    rows = read("tiny/reviews/preferences/test.jsonl")[:10]
     samples = read(run_dir / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0] * 10 + [2] * 10
     samples = samples[10:]
@@ -599,76 +348,10 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
         assert kl / 10 > 0.05
 
 
-def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
-    def samples(**flags):
-        run_dir = run(tmp_path, max_new_tokens=12, **STILL, **flags)
-        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
-
-    first = samples()
-    assert first[:4] == first[4:]
-    assert samples(seed=2) != first
-    model, tokenizer = plain_model(), AutoTokenizer.from_pretrained(POLICY)
-    for row, completion in zip(rows_of("test", 4), samples(temperature=1e-4), strict=False):
-        prompt = torch.tensor([ids("<bos> " + row["prompt"])])
-        greedy = model.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
-        assert completion == tokenizer.decode(greedy, skip_special_tokens=True)
-
-
-def test_a_reward_function_gets_the_other_columns_and_rates_the_samples(tmp_path):
-    (tmp_path / "reward.py").write_text(
-        "def rate(prompts, completions, answer, note):\n"
-        "    assert [p.split()[-1] for p in prompts] == note\n"
-        "    return [a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
-        "def right(completions, answer, **columns):\n"
-        "    return [a >= 1 for a in answer]\n"
-    )
-    rows = [
-        dict(zip("xyz", row.values(), strict=True), answer=i / 2, note=row["prompt"].split()[-1])
-        for i, row in enumerate(rows_of("test", 10))
-    ]
-    flags = dict(dataset=dataset(tmp_path, rows), eval_rows=10, batch_size=2, **COLUMNS)
-    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward.py:rate", **flags)
-    samples = read(run_dir / "samples.jsonl")[-10:]
-    rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
-    assert [s["reward"] for s in samples] == pytest.approx(rewards)
-    last = metrics_of(run_dir)[-1]
-    assert last["eval/reward"] == pytest.approx(sum(rewards) / 10)
-    assert "eval/accuracy" not in last
-    # Where each is right or wrong: of 0, 0.5, 1, ... all but the first two are right.
-    last = metrics_of(run(tmp_path, eval_reward_fn=f"{tmp_path}/reward.py:right", **flags))[-1]
-    assert last["eval/accuracy"] == last["eval/reward"] == 0.8
-
-
-DEFAULT_DATA = dict(dataset=Args.dataset, train_split="train[:20]", eval_split="test[:4]")
-
-
-def test_without_a_reward_function_there_is_no_reward(tmp_path):
-    run_dir = run(tmp_path)
-    for row in metrics_of(run_dir):
-        names = {name for name in row if name.startswith("eval/")}
-        assert names == {f"eval/{k}" for k in "loss pair_accuracy margin kl length_mean".split()}
-    assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
-
-
-def test_samples_of_the_default_dataset_are_rated_by_its_gold_reward(tmp_path):
-    run_dir = run(tmp_path, max_new_tokens=24, **DEFAULT_DATA)
-    samples = read(run_dir / "samples.jsonl")[-4:]
-    prompts = [sample["prompt"] for sample in samples]
-    rewards = sentiment(prompts, [sample["completion"] for sample in samples])
-    assert [sample["reward"] for sample in samples] == pytest.approx(rewards)
-    assert metrics_of(run_dir)[-1]["eval/reward"] == pytest.approx(sum(rewards) / 4)
-
-
-def test_args_json_holds_the_beta_that_the_loss_has_by_default(tmp_path):
+def test_each_loss_has_a_beta_of_its_own_by_default():
     betas = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5, "orpo": 5}
     assert {loss: Args(loss=loss).beta for loss in betas} == betas
-    by_default = run(tmp_path, loss="simpo", beta=None)
-    saved = json.loads((by_default / "args.json").read_text())
-    assert (saved["beta"], saved["gamma"]) == (5, 0.5)
-    # They are those that the run has trained with.
-    given = run(tmp_path, loss="simpo", beta=5, gamma=0.5)
-    for row, other in zip(metrics_of(by_default), metrics_of(given), strict=True):
-        assert row | {CLOCK: 0} == other | {CLOCK: 0}
+    assert Args(loss="simpo", beta=2.0).beta == 2
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------
@@ -685,7 +368,7 @@ LN2 = torch.tensor(2.0).log().item()  # in float32
 )
 def test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags, loss):
     # Four steps are two epochs of 16 pairs, and the rate is nearly 0.
-    run_dir = run(tmp_path, train=16, epochs=2, **STILL, **flags)
+    run_dir = run(tmp_path, train_split="train[:16]", epochs=2, **STILL | flags)
     before, *steps = metrics_of(run_dir)
     for step in steps:
         names = ("objective/loss", "reward/chosen", "reward/rejected", "reward/margin")
@@ -700,13 +383,7 @@ def test_simpo_and_orpo_neither_load_nor_ask_a_reference(tmp_path, monkeypatch, 
     passes = spy_on(monkeypatch, "completion_logprobs")
     losses = spy_on(monkeypatch, "pair_losses")
     scored = spy_on(monkeypatch, "rollout_logprobs")
-    loaded = []
-    load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda *names, **options: loaded.append(load(*names, **options)) or loaded[-1],
-    )
+    loaded = spy_on(monkeypatch, "load_model")
     run_dir = run(tmp_path, epochs=0.8, **flags)
     assert len(loaded) == 1, "the policy"
     # Two steps of 8 pairs, each in one pass, and 4 held-out pairs before and after; no samples.
@@ -715,36 +392,6 @@ def test_simpo_and_orpo_neither_load_nor_ask_a_reference(tmp_path, monkeypatch, 
     assert [args[1].requires_grad for args, _ in losses] == [False, True, True, False]
     assert all(args[2] is None for args, _ in losses)
     assert not any("eval/kl" in row for row in metrics_of(run_dir))
-
-
-def test_the_reference_is_the_starting_model_and_never_moves(tmp_path, monkeypatch):
-    loaded = spy_on(monkeypatch, "load_model")
-    losses = spy_on(monkeypatch, "pair_losses")
-    run(tmp_path, epochs=1)
-    (_, policy), (_, reference) = loaded
-    before = plain_model().state_dict()
-    assert all(torch.equal(tensor, before[k]) for k, tensor in reference.state_dict().items())
-    assert all(p.grad is None for p in reference.parameters())
-    assert not all(torch.equal(tensor, before[k]) for k, tensor in policy.state_dict().items())
-    # One evaluation, three steps, one evaluation: a graph of the reference would cost memory.
-    assert [args[1].requires_grad for args, _ in losses] == [False, True, True, True, False]
-    assert not any(args[2].requires_grad for args, _ in losses)
-
-
-@OBJECTIVES
-def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(
-    tmp_path, monkeypatch, flags
-):
-    loaded = spy_on(monkeypatch, "load_preference_pairs")
-    passes = spy_on(monkeypatch, "completion_logprobs")
-    runs = []
-    for size in (8, 3):
-        runs.append(run(tmp_path, epochs=1, micro_batch_size=size, **flags))
-        assert max(len(values) for _, values in passes) == 2 * size
-        passes.clear()
-    lengths = {len(pair.prompt.ids + pair.chosen_ids) for pair in loaded[0][1]}
-    assert len(lengths) > 5, "the test needs ragged lengths"
-    assert_same_training(*runs)
 
 
 def test_padding_may_be_any_token(tmp_path):
@@ -757,49 +404,3 @@ def test_padding_may_be_any_token(tmp_path):
     assert_same_training(
         run(tmp_path, **flags), run(tmp_path, model=str(tmp_path / "policy"), **flags)
     )
-
-
-def test_pairs_of_similar_length_share_a_micro_batch(tmp_path, monkeypatch):
-    calls = spy_on(monkeypatch, "completion_logprobs")
-    run(tmp_path, batch_size=20, epochs=1, micro_batch_size=4)
-    longest = []
-    for (_, sides, rows), _ in calls:
-        assert rows.tolist()[4:] == [i + len(sides) // 2 for i in rows.tolist()[:4]]
-        lengths = [len(prompt) + len(side) for prompt, side in (sides[i] for i in rows)]
-        longest.append([max(both) for both in zip(lengths[:4], lengths[4:], strict=True)])
-    # Policy and reference in turn; the first two and the last two are those of the evaluations.
-    step, reference = longest[2:-2:2], longest[3:-2:2]
-    assert reference == step
-    assert [len(lengths) for lengths in step] == [4] * 5
-    assert all(min(a) >= max(b) for a, b in itertools.pairwise(step))
-    assert max(step[0]) > min(step[-1])
-
-
-# --- several processes --------------------------------------------------------------------------
-
-
-def test_only_rank_0_writes(tmp_path, monkeypatch):
-    """The same work as on rank 0, in one process: a run, and one that rank 0 began."""
-    flags = dict(dataset=dataset(tmp_path, rows_of("train", 20), rows_of("test", 10)))
-    flags |= dict(epochs=0.8, save_every=1)  # two steps
-    begun = run(tmp_path, **flags)
-    with open(begun / "metrics.jsonl", "a") as file:
-        file.write("of a step after the checkpoint\n")  # what rank 0 would cut off
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-    load_model = dpo.load_model
-
-    def read(*arguments):
-        """With the weights, which another rank would receive."""
-        with monkeypatch.context() as patch:
-            patch.setattr(dpo, "RANK", 0)
-            return load_model(*arguments)
-
-    monkeypatch.setattr(dpo, "load_model", read)
-    monkeypatch.setattr(dpo, "RANK", 1)
-    saved = spy_on(monkeypatch, "save_checkpoint")
-    monkeypatch.setattr(dpo.wandb, "init", None)  # a call would fail
-    run(tmp_path, **flags, track=True)
-    run(tmp_path, **flags | dict(resume=str(begun), epochs=1.2, track=True))
-    assert len(saved) == 2 + 1
-    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -1,28 +1,24 @@
 """kto.py: the value function, its reference point, labelled completions and a real run."""
 
 import math
-import random
-import tempfile
 from functools import partial
 
+import algorithms
 import pytest
 import spies
 import torch
-from models import CHAT, tiny_model
-from reviews import EOS, MERGED, POLICY, STILL, assert_same_training, batch_rows
-from reviews import dataset, ids, plain_logprobs, plain_model, sampled_ids
+from algorithms import set_weights
+from models import tiny_model
+from reviews import EOS, STILL, batch_rows, dataset, ids, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
-from transformers import AutoTokenizer
 
 import kto
-from common import logprobs as common_logprobs
-from kto import Args, Prompt, kto_loss, kto_metrics, mismatch, reference_point, sum_logratios
+from kto import Args, kto_loss, kto_metrics, mismatch, reference_point, sum_logratios
 
-# What the tests count on is named here, so that a default may be tuned. The peak learning rate is
-# large, so that log-ratios are not all near 0.
-SMALL = dict(epochs=0.4, batch_size=8, micro_batch_size=8, warmup_ratio=0, learning_rate=2e-3)
-SMALL |= dict(beta=0.5, desirable_weight=1.0, eval_rows=4, eval_every=100, max_new_tokens=4)
+# Three batches of the first reviews. The rate is large, so that log-ratios are not all near 0.
+SMALL = dict(train_split="train[:20]", epochs=0.4, learning_rate=2e-3, beta=0.5, max_new_tokens=4)
+SMALL |= dict(desirable_weight=1.0)
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
 
 
@@ -30,15 +26,7 @@ def rows_of(split, count):
     return read(f"tiny/reviews/labels/{split}.jsonl")[:count]
 
 
-def run(tmp_path, train=20, **flags):
-    """A real run on the first labelled reviews, of one step unless told; returns its folder."""
-    if "dataset" not in flags:
-        flags["dataset"] = dataset(tmp_path, rows_of("train", train), rows_of("test", 10))
-    # A folder of its own: two runs in one second would have the same name.
-    flags["output_dir"] = tempfile.mkdtemp(dir=tmp_path)
-    return kto.main(Args(**{**SMALL, **flags}))
-
-
+run = partial(algorithms.run, "kto", **SMALL)
 spy_on = partial(spies.spy_on, kto)
 
 
@@ -108,37 +96,9 @@ def test_loss_and_gradient_by_hand(r, z0, label, beta, weights, loss, slope):
     assert logratios.grad.tolist() == pytest.approx([slope, 0], abs=1e-6)
 
 
-def test_loss_of_a_step_is_that_of_the_paper_in_plain_loops():
-    rng = random.Random(0)
-    for case in range(60):
-        count = rng.randint(1, 7)
-        logratios = [rng.gauss(0, 4) for _ in range(count)]
-        mismatched = [rng.gauss(0, 2) for _ in range(rng.randint(1, 7))]
-        labels = [rng.random() < 0.5 for _ in range(count)]
-        beta = rng.choice([0.1, 0.5, 2.0])
-        weights = [rng.uniform(0.3, 3), rng.uniform(0.3, 3)]
-        expected, expected_z0 = by_hand(logratios, mismatched, labels, beta, *weights)
-        z0 = reference_point(torch.tensor(mismatched, dtype=torch.float64))
-        assert z0.item() == pytest.approx(expected_z0, abs=1e-12)
-        logratios = torch.tensor(logratios, dtype=torch.float64)
-        losses = kto_loss(logratios, z0, torch.tensor(labels), beta, *weights)
-        assert losses.shape == (count,)
-        assert losses.tolist() == pytest.approx(expected, rel=1e-6), case
-
-
 @pytest.mark.parametrize(("logratios", "z0"), [([1.0, 3.0, -1.0], 1), ([-4.0, 1.0], 0)])
 def test_the_reference_point_is_a_mean_and_never_negative(logratios, z0):
     assert reference_point(torch.tensor(logratios)).item() == z0
-
-
-def test_far_from_the_reference_point_nothing_is_pushed():
-    # What is learned, and what stays on the wrong side: sigmoid(+-1e4) is 0 or 1, exactly.
-    logratios = torch.tensor([1e4, -1e4, 1e4, -1e4], requires_grad=True)
-    labels = torch.tensor([True, True, False, False])
-    losses = kto_loss(logratios, torch.tensor(0.0), labels, 1.0, 2.0, 3.0)
-    assert losses.tolist() == [0, 2, 3, 0]
-    losses.sum().backward()
-    assert logratios.grad.tolist() == [0, 0, 0, 0]
 
 
 def test_a_small_loss_keeps_its_digits():
@@ -166,91 +126,6 @@ def test_metrics_equal_plain_loops_and_have_none_of_a_kind_that_is_absent():
             margin = expected["reward/desirable"] - expected["reward/undesirable"]
             expected["reward/margin"] = margin
         assert metrics == pytest.approx(expected)
-
-
-# --- rows to tokens -----------------------------------------------------------------------------
-
-
-def labelled(tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.chat_template = chat_template
-    args = Args(dataset=dataset(tmp_path, rows), **flags)
-    return kto.load_labelled(args, "train", tokenizer, list(stop_ids))
-
-
-def message(role, content):
-    return {"role": role, "content": content}
-
-
-def test_completions_end_with_exactly_one_stop_id(tmp_path):
-    rows = rows_of("test", 50)
-    completions = [row["completion"] for row in rows]
-    rows[1]["completion"] += " <eos> the film"  # it ended before
-    labelled_rows = labelled(tmp_path, rows)
-    assert len(labelled_rows) == 50
-    for row, completion, labelled_row in zip(rows, completions, labelled_rows, strict=True):
-        assert labelled_row.prompt.ids == ids("<bos> " + row["prompt"])
-        assert labelled_row.completion_ids == ids(completion + " <eos>")
-        assert labelled_row.label is row["label"]
-        assert labelled_row.prompt.text == row["prompt"]
-    (row,) = labelled(tmp_path, rows[:1], stop_ids=[EOS, *ids(".")])  # any stop id ends it
-    assert row.completion_ids == ids(rows[0]["completion"].split(".")[0] + ".")
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_long_and_unusable_rows_are_dropped_and_counted(tmp_path, capsys, chat):
-    good, fits, long = " a film", " the plot was dull", " the plot was really dull"
-    short, over = "on wednesday", "on wednesday i saw jaws . it was"
-    usable = [(short, good, "a film <eos>"), (short, fits, "the plot was dull <eos>")]
-    too_long = [(short, long), (over, good), (over + " " + over, good)]
-    empty = [(short, ""), (short, " \n"), (short, None), (None, good), (" ", good)]
-    table = [*usable, *too_long, *empty]
-    rows = [dict(zip(("prompt", "completion"), row, strict=False), label=True) for row in table]
-    flags, tail = dict(max_length=8), ""  # <bos> on wednesday, and five more
-    dropped = {"longer than --max-length": 3, "with an empty prompt or completion": 5}
-    if chat:
-        for row in rows:
-            row["prompt"] = [message("user", row["prompt"])]
-            row["completion"] = [message("assistant", row["completion"])]
-        flags, tail = dict(max_length=12, chat_template=CHAT), " <eos> . the :"
-    else:
-        # One word of two: the prompt would end with another token than when it stands alone.
-        rows.append({"prompt": short, "completion": "s it", "label": False})
-        dropped[MERGED] = 1
-    rows[1]["label"] = False
-    found = labelled(tmp_path, rows, **flags)
-    assert [(row.prompt.ids, row.completion_ids) for row in found] == [
-        (ids("<bos> " + prompt + tail), ids(completion)) for prompt, _, completion in usable
-    ]
-    longest = len(ids("<bos> " + over + " " + over + tail + good + " <eos>"))
-    assert capsys.readouterr().out == (
-        f"train: 2 rows, dropped {dropped}; longest {longest} tokens\ntrain: 1 of them desirable\n"
-    )
-
-
-@pytest.mark.parametrize(("chat", "label"), [(False, 1), (True, True)])
-def test_prompts_and_columns_of_a_row(tmp_path, chat, label):
-    row = {"x": "on wednesday", "y": " a film", "z": label, "answer": "5", "note": 3}
-    flags = dict(prompt_column="x", completion_column="y", label_column="z")
-    (labelled_row,) = labelled(tmp_path, [row], chat=chat, chat_template=chat and CHAT, **flags)
-    assert labelled_row.prompt == Prompt(
-        text=[message("user", "on wednesday")] if chat else "on wednesday",
-        ids=ids("<bos> on wednesday" + (" <eos> . the :" if chat else "")),
-        columns={"answer": "5", "note": 3},
-    )
-    assert labelled_row.completion_ids == ids("a film <eos>")
-    assert labelled_row.label is True  # also of a 1, which torch.where would refuse
-    if chat:  # messages stay as they are
-        row |= {"x": [message("user", row["x"])], "y": [message("assistant", row["y"])]}
-        (same,) = labelled(tmp_path, [row], chat=chat, chat_template=CHAT, **flags)
-        assert same == labelled_row
-
-
-@pytest.mark.parametrize("label", [2, 0.5, None, "true"])
-def test_a_label_is_0_or_1(tmp_path, label):
-    row = {"prompt": "on monday", "completion": " it", "like": label}
-    with pytest.raises(ValueError, match=f"--label-column like: {label!r} is neither 0 nor 1"):
-        labelled(tmp_path, [row], label_column="like")
 
 
 # --- mismatched pairs, and the reference point --------------------------------------------------
@@ -297,29 +172,7 @@ def test_log_ratios_are_sums_over_the_completions_tokens_and_need_no_graph():
     assert graphs.count(False) >= 8, "two micro-batches, two models, two temperatures"
 
 
-def test_a_rank_without_rows_runs_the_same_passes(monkeypatch):
-    model, passes = tiny_model("llama"), []
-    model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
-    monkeypatch.setattr(common_logprobs, "WORLD_SIZE", 2)
-    monkeypatch.setattr(common_logprobs, "all_reduce_sum", lambda values: values)
-    counts = []
-    for rank in (0, 1):
-        monkeypatch.setattr(common_logprobs, "RANK", rank)
-        args = Args(micro_batch_size=1)
-        sum_logratios(args, model, model, SEQUENCES)  # the first call checks the head
-        passes.clear()
-        sum_logratios(args, model, model, SEQUENCES)
-        counts.append(len(passes))
-    assert counts == [4, 4]
-
-
 # --- a run --------------------------------------------------------------------------------------
-
-
-def set_weights(model, weights):
-    flat = torch.nn.utils.parameters_to_vector(weights)
-    torch.nn.utils.vector_to_parameters(flat, model.parameters())
-    model.zero_grad()
 
 
 def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
@@ -328,7 +181,7 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     steps, loaded = watch_steps(monkeypatch), spy_on(monkeypatch, "load_labelled")
     flags = dict(epochs=1.6, micro_batch_size=3, seed=5, **WEIGHTS)
     run_dir = run(tmp_path, **flags)
-    args, rows = Args(**{**SMALL, **flags}), loaded[0][1]
+    args, rows = Args(**SMALL | flags), loaded[0][1]
     reference, policy = plain_model(), plain_model()
     weights = (args.desirable_weight, args.undesirable_weight)
     assert len(steps) == 4
@@ -372,7 +225,7 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
 
 
 # By heart, and with hardly anything undesirable, all of the data gets more probable: z0 leaves 0.
-BY_HEART = dict(eval_split="train", epochs=4, desirable_weight=4.0, undesirable_weight=0.1)
+BY_HEART = dict(eval_split="train[:20]", epochs=4, desirable_weight=4.0, undesirable_weight=0.1)
 BY_HEART |= dict(max_new_tokens=15)  # so that some samples end, and some do not
 
 
@@ -380,9 +233,11 @@ BY_HEART |= dict(max_new_tokens=15)  # so that some samples end, and some do not
 def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     loaded, mixed = spy_on(monkeypatch, "load_labelled"), spy_on(monkeypatch, "mismatch")
     flags = dict(max_new_tokens=24, generation_batch_size=4) | flags
-    flags |= dict(batch_size=4, micro_batch_size=3, eval_rows=9)
+    flags = (
+        dict(eval_split="test[:10]") | flags | dict(batch_size=4, micro_batch_size=3, eval_rows=9)
+    )
     run_dir = run(tmp_path, **flags)
-    args = Args(**{**SMALL, **flags})
+    args = Args(**SMALL | flags)
     first, *_, last = metrics_of(run_dir)
     policy, reference = plain_model(run_dir), plain_model()
     rows = loaded[1][1][:9]
@@ -426,7 +281,8 @@ def test_the_two_sides_of_a_held_out_pair_are_not_mismatched_with_each_other(tmp
     for pair in [*pairs.values()][:20]:
         for side in ("chosen", "rejected"):
             rows.append(dict(prompt=pair["prompt"], completion=pair[side], label=side == "chosen"))
-    run(tmp_path, dataset=dataset(tmp_path, rows), eval_rows=40, batch_size=2, epochs=0.01)
+    flags = dict(dataset=dataset(tmp_path, rows), train_split="train", eval_split="test")
+    run(tmp_path, batch_size=2, epochs=0.01, **flags)
     sides = [(ids("<bos> " + row["prompt"]), ids(row["completion"] + " <eos>")) for row in rows]
     for number in (0, -1):  # the evaluations before and after the step
         (order, _), mismatched = mixed[number]
@@ -434,59 +290,11 @@ def test_the_two_sides_of_a_held_out_pair_are_not_mismatched_with_each_other(tmp
         assert sum(pair in sides for pair in mismatched) < 5
 
 
-def test_evaluations_draw_with_the_same_numbers_and_the_flags_temperature(tmp_path):
-    def samples(**flags):
-        run_dir = run(tmp_path, max_new_tokens=12, **STILL, **flags)
-        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
-
-    first = samples()
-    assert first[:4] == first[4:]
-    assert samples(seed=2) != first
-    model, tokenizer = plain_model(), AutoTokenizer.from_pretrained(POLICY)
-    for row, completion in zip(rows_of("test", 4), samples(temperature=1e-4), strict=False):
-        prompt = torch.tensor([ids("<bos> " + row["prompt"])])
-        greedy = model.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
-        assert completion == tokenizer.decode(greedy, skip_special_tokens=True)
-
-
-def test_a_reward_function_gets_the_other_columns_and_scores_the_samples(tmp_path):
-    (tmp_path / "reward_of_kto.py").write_text(
-        "def score(prompts, completions, answer, note):\n"
-        "    assert [p.split()[-1] for p in prompts] == note\n"
-        "    return [a + len(c) / 1000 for a, c in zip(answer, completions)]\n"
-        "def right(completions, answer, **columns):\n"
-        "    return [a >= 1 for a in answer]\n"
-    )
-    rows = [
-        row | dict(answer=i / 2, note=row["prompt"].split()[-1])
-        for i, row in enumerate(rows_of("test", 10))
-    ]
-    flags = dict(dataset=dataset(tmp_path, rows), eval_rows=10, batch_size=2)
-    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward_of_kto.py:score", **flags)
-    samples = read(run_dir / "samples.jsonl")[-10:]
-    rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
-    assert [s["reward"] for s in samples] == pytest.approx(rewards)
-    last = metrics_of(run_dir)[-1]
-    assert last["eval/reward"] == pytest.approx(sum(rewards) / 10)
-    assert "eval/accuracy" not in last
-    # Where each is right or wrong: of 0, 0.5, 1, ... all but the first two are right.
-    run_dir = run(tmp_path, eval_reward_fn=f"{tmp_path}/reward_of_kto.py:right", **flags)
-    last = metrics_of(run_dir)[-1]
-    assert last["eval/accuracy"] == last["eval/reward"] == 0.8
-
-
-def test_without_a_reward_function_there_is_no_reward(tmp_path):
-    run_dir = run(tmp_path)  # the gold reward is that of the default dataset alone
-    for row in metrics_of(run_dir):
-        names = {name for name in row if name.startswith("eval/")}
-        assert names == {f"eval/{k}" for k in "loss margin kl length_mean".split()}
-    assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
-
-
 @pytest.mark.parametrize("label", [True, False])
 def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
     rows = [row | {"label": label} for row in rows_of("train", 20)]
-    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2)
+    splits = dict(train_split="train", eval_split="test")
+    run_dir = run(tmp_path, dataset=dataset(tmp_path, rows), epochs=2, **splits)
     printed = capsys.readouterr().out
     assert f"train: {20 * label} of them desirable\n" in printed
     first, *_, last = metrics_of(run_dir)
@@ -502,7 +310,7 @@ def test_labels_of_one_kind_train_without_a_margin(tmp_path, capsys, label):
 @pytest.mark.parametrize("flags", [dict(micro_batch_size=3, beta=2.0), WEIGHTS])
 def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags):
     # Four steps are two epochs of 16 rows, and the rate is nearly 0.
-    run_dir = run(tmp_path, train=16, epochs=2, **STILL, **flags)
+    run_dir = run(tmp_path, train_split="train[:16]", epochs=2, **STILL | flags)
     before, *steps = metrics_of(run_dir)
     rows = rows_of("train", 16)
     for number, step in enumerate(steps):
@@ -514,27 +322,3 @@ def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, f
         assert step["objective/loss"] == loss
     assert before["eval/margin"] == before["eval/kl"] == 0
     assert len(steps) == 4
-
-
-def test_the_reference_is_the_starting_model_and_never_moves(tmp_path, monkeypatch):
-    loaded = spy_on(monkeypatch, "load_model")
-    run(tmp_path, epochs=1)
-    (_, policy), (_, reference) = loaded
-    before = plain_model().state_dict()
-    assert all(torch.equal(tensor, before[k]) for k, tensor in reference.state_dict().items())
-    assert all(p.grad is None for p in reference.parameters())
-    assert not all(torch.equal(tensor, before[k]) for k, tensor in policy.state_dict().items())
-
-
-def test_micro_batch_size_changes_the_forward_passes_and_not_the_training(tmp_path, monkeypatch):
-    loaded, passes = (spy_on(monkeypatch, f) for f in ("load_labelled", "completion_logprobs"))
-    runs = []
-    for size in (8, 3):
-        runs.append(run(tmp_path, epochs=1.6, micro_batch_size=size, seed=5, **WEIGHTS))
-        assert max(len(values) for _, values in passes) == size
-        passes.clear()
-    lengths = {len(row.prompt.ids) + len(row.completion_ids) for row in loaded[0][1]}
-    assert len(lengths) > 5, "ragged lengths"
-    assert_same_training(*runs)
-    points = [row["objective/z0"] for row in metrics_of(runs[0])[1:]]
-    assert len(points) == 4 and max(points) > 0.1, "the reference point must have left 0"

@@ -2,14 +2,15 @@
 
 import math
 from functools import partial
-from tempfile import mkdtemp
 
+import algorithms
 import numpy as np
 import pytest
 import torch
 import spies
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+from reviews import plain_logprobs, plain_model
 from transformers import AutoModelForSequenceClassification as AutoClassifier
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 import ppo_rlhf
 from ppo_rlhf import (
@@ -29,42 +30,21 @@ from runs import metrics_of
 
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
 # so that a default may be tuned.
-SMALL = dict(
-    total_rollouts=1,
-    prompts_per_rollout=16,
-    max_new_tokens=20,
-    num_minibatches=2,
-    update_epochs=2,
-    eval_rows=4,
-    micro_batch_size=16,
-    beta=0.1,
-    learning_rate=5e-4,
-    critic_learning_rate=1e-3,
-    clip_coef=0.2,
-    vf_clip_coef=0.2,
-    vf_coef=0.5,
-    max_grad_norm=0.5,
-)
+SMALL = dict(train_split="train", prompts_per_rollout=16, micro_batch_size=16, max_new_tokens=20)
+SMALL |= dict(num_minibatches=2, update_epochs=2, beta=0.1, max_grad_norm=0.5, vf_coef=0.5)
+SMALL |= dict(learning_rate=5e-4, critic_learning_rate=1e-3, clip_coef=0.2, vf_clip_coef=0.2)
 ONE_STEP = dict(num_minibatches=1, update_epochs=1)
 RULE = "tiny/reviews/gold.py:sentiment"
 ONLY_A_RULE = dict(reward_model=None, reward_fn=[RULE], critic_init="sft")
 CPU = torch.device("cpu")
 
 
-def run(tmp_path, **flags):
-    """A real run in a second; returns its folder, of which there is one per second."""
-    return ppo_rlhf.main(Args(output_dir=mkdtemp(dir=tmp_path), **{**SMALL, **flags}))
-
-
 def last_checkpoint(run_dir):
     return torch.load(max(run_dir.glob("checkpoint_*.pt")), weights_only=True)
 
 
+run = partial(algorithms.run, "ppo_rlhf", **SMALL)
 spy_on = partial(spies.spy_by_name, ppo_rlhf)
-
-
-def spy_on_loss(monkeypatch):
-    return spy_on(monkeypatch, "policy_loss")
 
 
 def spy_on_gradients(monkeypatch):
@@ -78,10 +58,6 @@ def spy_on_gradients(monkeypatch):
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
     return gradients
-
-
-def plain_policy():
-    return AutoModelForCausalLM.from_pretrained(Args().model, dtype=torch.float32).eval()
 
 
 def plain_reward_model():
@@ -177,10 +153,6 @@ def test_explained_variance_by_hand():
     assert of(2.5, 2.5, 2.5, 2.5) == 0
     # R - V = 0, 0, 0, 2: variance 3/4, against 5/4.
     assert of(1.0, 2.0, 3.0, 2.0) == pytest.approx(0.4)
-    # R - V = 2, 4, 6, 8: variance 5.
-    assert of(-1.0, -2.0, -3.0, -4.0) == pytest.approx(-3)
-    # Equal returns leave nothing to explain; the number must still be one.
-    assert math.isfinite(explained_variance(returns, torch.ones(2, 3), mask))
     # Returns of +-1e-5 have variance 1e-10, which counts as 1e-8.
     returns = 1e-5 * torch.tensor([[1.0, -1.0, 9.0], [9.0, 1.0, -1.0]])
     assert of(0.0, 0.0, 0.0, 0.0) == pytest.approx(1 - 1e-10 / 1e-8, rel=1e-4)
@@ -228,10 +200,20 @@ def test_clipping_in_each_sign_and_side(ratio, advantage, value, gradient):
 def test_value_clipping(value, target, clip, loss, gradient):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
     old, returns = torch.ones(1, 1).double(), torch.tensor([[target]]).double()
-    result, _ = value_loss(values, old, returns, torch.ones(1, 1), clip)
+    result, sums = value_loss(values, old, returns, torch.ones(1, 1), clip)
     assert result.item() == pytest.approx(loss)
     result.backward()
     assert values.grad.item() == pytest.approx(gradient)
+    assert sums["value/loss"].item() == pytest.approx(loss)
+    assert sums["value/clip_fraction"] == (gradient == 0)
+
+
+def test_rounding_is_not_counted_as_clipping():
+    """V_old + (V - V_old) need not be V to the last bit."""
+    values, old_values, returns = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0))
+    for clip_coef, least in ((1000.0, 0), (None, 0), (0.2, 1)):
+        _, sums = value_loss(values, old_values, returns, torch.ones(50, 40), clip_coef)
+        assert (sums["value/clip_fraction"] > 0) == least
 
 
 # --- KL -----------------------------------------------------------------------------------------
@@ -305,49 +287,6 @@ def test_policy_loss_has_the_gradient_of_the_objective_by_enumeration(kl_coef, e
     assert exact.abs().max() > 0.01
 
 
-def random_batch():
-    """Arguments of policy_loss, in float64; ratios fall on both sides of the clip."""
-    torch.manual_seed(1)
-    old = -torch.rand(MASK.shape, dtype=torch.float64) * 3 * MASK
-    return dict(
-        logprobs=old + 0.5 * torch.randn_like(old) * MASK,
-        old_logprobs=old,
-        ref_logprobs=old + torch.randn_like(old) * MASK,
-        advantages=torch.randn_like(old) * MASK,
-        entropy=torch.rand_like(old) * MASK,
-        weights=MASK.double() / 40,  # of 40 tokens, MASK has a part
-        clip_coef=0.2,
-        beta=0.3,
-        ent_coef=0.05,
-    )
-
-
-@pytest.mark.parametrize(("kl_coef", "ent_coef"), [(0.3, 0.0), (0.3, 0.05)])
-def test_policy_loss_equals_plain_loops(kl_coef, ent_coef):
-    c = random_batch() | dict(beta=kl_coef, ent_coef=ent_coef)
-    total, gradient, clipped = 0.0, torch.zeros(MASK.shape).double(), 0
-    for i, t in MASK.nonzero().tolist():
-        new, old, ref, a, entropy = (c[k][i, t].item() for k in list(c)[:5])
-        ratio = math.exp(new - old)
-        free = ratio <= 1.2 if a > 0 else ratio >= 0.8
-        clipped += not free
-        total -= ratio * a if free else (1.2 if a > 0 else 0.8) * a
-        total += kl_coef * ratio * (new - ref) ** 2 / 2 - ent_coef * entropy
-        gradient[i, t] = (-ratio * a * free + kl_coef * ratio * (new - ref)) / 40
-    assert 2 < clipped < MASK.sum() - 2
-
-    c["logprobs"].requires_grad_()
-    c["entropy"].requires_grad_()
-    loss, _ = policy_loss(**c)
-    assert loss.item() == pytest.approx(total / 40)
-    loss.backward()
-    torch.testing.assert_close(c["logprobs"].grad, gradient)
-    if ent_coef == 0:  # then the entropy is only logged, whatever it is
-        assert c["entropy"].grad is None
-    else:
-        torch.testing.assert_close(c["entropy"].grad, -ent_coef / 40 * MASK.double())
-
-
 def test_policy_metrics_by_hand():
     # Rows to be raised, to be lowered and to be left alone, of 4, 3 and 2 tokens.
     ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.7, 1.0], [1.5, 0.5, 1.0, 1.0]])
@@ -372,31 +311,6 @@ def test_policy_metrics_by_hand():
     assert loss.item() * 70 - surrogate > 1  # the other terms are in the loss
 
 
-# --- the critic's loss --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clip", [0.2, None])
-def test_value_loss_equals_plain_loops(clip):
-    torch.manual_seed(2)
-    old, returns = torch.randn(2, *MASK.shape, dtype=torch.float64) * MASK
-    values = (old + 0.4 * torch.randn_like(old) * MASK).requires_grad_()
-    total, gradient, held = 0.0, torch.zeros_like(old), 0
-    for i, t in MASK.nonzero().tolist():
-        v, v_old, r = values[i, t].item(), old[i, t].item(), returns[i, t].item()
-        near = v if clip is None else min(max(v, v_old - clip), v_old + clip)
-        holds = (near - r) ** 2 > (v - r) ** 2
-        held += holds
-        total += max((v - r) ** 2, (near - r) ** 2) / 2
-        gradient[i, t] = 0 if holds else (v - r) / 40
-    loss, sums = value_loss(values, old, returns, MASK / 40, clip)
-    assert loss.item() == pytest.approx(total / 40)
-    assert sums["value/loss"].item() == pytest.approx(total)
-    assert sums["value/clip_fraction"] == held
-    assert held == 0 if clip is None else 2 < held < MASK.sum() - 2
-    loss.backward()
-    torch.testing.assert_close(values.grad, gradient)
-
-
 # --- padding ------------------------------------------------------------------------------------
 
 
@@ -412,47 +326,6 @@ def test_what_stands_at_padding_reaches_no_mean_and_no_variance():
     assert (found[~MASK] == 0).all()
     found = explained_variance(dirty(values), dirty(returns), MASK)
     assert found == explained_variance(values, returns, MASK)
-
-
-def test_more_padding_changes_nothing_and_gets_no_gradient():
-    def wide(x):
-        return torch.nn.functional.pad(x, (0, 3)) if torch.is_tensor(x) else x
-
-    torch.manual_seed(3)
-    values, old, returns = torch.randn(3, *MASK.shape) * MASK
-    scores = torch.randn(len(MASK))
-    pairs = zip(
-        [
-            shaped_rewards(scores, wide(old), wide(MASK), 0.1),
-            whiten(wide(values), wide(MASK)),
-            *gae(wide(returns), wide(values), 0.9, 0.8),
-        ],
-        [
-            shaped_rewards(scores, old, MASK, 0.1),
-            whiten(values, MASK),
-            *gae(returns, values, 0.9, 0.8),
-        ],
-        strict=True,
-    )
-    for found, expected in pairs:
-        torch.testing.assert_close(found, wide(expected))
-
-    c = random_batch()
-    d = {name: wide(x) for name, x in c.items()}
-    v = [wide(x) for x in (values, old, returns, MASK / 40)]
-    for x in (d["logprobs"], d["entropy"], v[0]):
-        x.requires_grad_()
-    for (loss, sums), (expected, expected_sums) in (
-        (policy_loss(**d), policy_loss(**c)),
-        (value_loss(*v, 0.2), value_loss(values, old, returns, MASK / 40, 0.2)),
-    ):
-        assert loss.item() == pytest.approx(expected.item())
-        for name in expected_sums:
-            assert sums[name].item() == pytest.approx(expected_sums[name].item()), name
-        loss.backward()
-    for x in (d["logprobs"], d["entropy"], v[0]):
-        assert (x.grad[~wide(MASK)] == 0).all()
-        assert (x.grad[wide(MASK)] != 0).any()
 
 
 # --- the critic ---------------------------------------------------------------------------------
@@ -503,14 +376,6 @@ def test_critic_values_do_not_depend_on_padding(prompt, completion):
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("changed", [3, 5])
-def test_a_value_depends_on_the_tokens_before_its_own_and_no_others(changed):
-    critic, row = tiny_critic(), [*ROW]
-    row[changed] = 11
-    same = torch.isclose(values_of(critic, row), values_of(critic, ROW), atol=1e-6)
-    assert same.tolist() == [t <= changed for t in range(3, 7)]
-
-
 def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_zero():
     critic = tiny_critic(score_mean=0.7)
     pairs = [(ROW[:3], ROW[3:]), (ROW[:1], ROW[1:]), (ROW, [4])]
@@ -524,70 +389,39 @@ def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_ze
     assert all(p.grad is not None and not p.grad.any() for p in critic.parameters())
 
 
-def test_the_critic_starts_as_the_reward_model_with_its_head():
-    critic = critic_of()
-    start = plain_reward_model().state_dict()
-    assert set(critic.state_dict()) == set(start) and "score.weight" in start
-    for name, tensor in critic.state_dict().items():
-        assert torch.equal(tensor, start[name])
-    assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
-    assert not critic.training
-
-
-def test_the_critic_starts_as_the_policy_with_a_new_head():
-    critic, again, other = (critic_of(critic_init="sft", seed=seed) for seed in (1, 1, 2))
-    start = plain_policy().model.state_dict()
-    assert set(critic.model.state_dict()) == set(start)
-    for name, tensor in critic.model.state_dict().items():
-        assert torch.equal(tensor, start[name])
-    head = critic.score.weight
-    assert head.shape == (1, 128) and critic.score.bias is None
-    # N(0, 1/129): the sample variance of 128 has a relative standard deviation of 1/8.
-    assert head.square().mean().item() == pytest.approx(1 / 129, rel=0.4)
-    assert torch.equal(head, again.score.weight)
-    assert not torch.equal(head, other.score.weight)
-    assert all(p.requires_grad for p in critic.parameters()) and not critic.training
+def same_weights(model, other):
+    others = other.state_dict()
+    return {k for k, x in model.state_dict().items() if k in others and torch.equal(x, others[k])}
 
 
 @pytest.mark.parametrize("critic_init", ["reward_model", "sft", "scratch"])
-def test_the_critic_learns_the_embedding_of_the_padding_id(critic_init):
-    # Where pad == eos it is a real token, which torch would leave out.
+def test_what_a_critic_starts_as(critic_init):
     critic = critic_of(critic_init=critic_init)
-    assert critic.config.pad_token_id == 0
-    critic_values(critic, critic.score, [([1, 0], [7, 9])], torch.arange(1)).sum().backward()
-    assert critic.get_input_embeddings().weight.grad[0].norm() > 0
-
-
-def test_the_critic_starts_from_scratch():
-    critic, again, other = (critic_of(critic_init="scratch", seed=seed) for seed in (1, 1, 2))
-    policy, reward_model = plain_policy().state_dict(), plain_reward_model().state_dict()
-    for name, tensor in critic.state_dict().items():
-        assert tensor.shape == reward_model[name].shape
-        assert torch.equal(tensor, again.state_dict()[name])
-        if "norm" not in name:  # these all start at 1
-            assert not torch.equal(tensor, other.state_dict()[name])
-            assert not torch.isclose(tensor, reward_model[name], rtol=0.01).float().mean() > 0.1
-            if name in policy:
-                assert not torch.isclose(tensor, policy[name], rtol=0.01).float().mean() > 0.1
-    assert all(p.requires_grad for p in critic.parameters()) and not critic.training
-
-
-def test_a_critic_without_a_head_is_an_error():
-    with pytest.raises(ValueError, match=r"has no weights for \['score.weight'\]"):
-        critic_of(reward_model=Args().model)
+    reward_model, policy = plain_reward_model(), plain_model()
+    assert critic.state_dict().keys() == reward_model.state_dict().keys()
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
+    assert not critic.training
+    from_reward_model, from_policy = (
+        same_weights(critic, reward_model),
+        same_weights(critic, policy),
+    )
+    names = {*critic.state_dict()}
+    if critic_init == "reward_model":
+        assert from_reward_model == names  # with its head
+    elif critic_init == "sft":
+        assert from_policy == names - {"score.weight"} and "score.weight" not in from_reward_model
+    else:
+        assert not from_reward_model and not from_policy
+        again, other = (critic_of(critic_init="scratch", seed=seed) for seed in (1, 2))
+        assert same_weights(critic, again) == names
+        assert all("norm" in name for name in same_weights(critic, other))  # all 1
 
 
 # --- the loop -----------------------------------------------------------------------------------
 
 
-def test_the_gold_reward_is_for_the_default_dataset_alone():
-    assert Args().eval_reward_fn == "tiny/reviews/gold.py:sentiment"
-    assert Args(eval_reward_fn="x.py:f").eval_reward_fn == "x.py:f"
-    assert Args(dataset="tiny/arithmetic/prompts").eval_reward_fn is None
-
-
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
-    calls, scored = spy_on_loss(monkeypatch), spy_on(monkeypatch, "completion_logprobs")
+    calls, scored = spy_on(monkeypatch, "policy_loss"), spy_on(monkeypatch, "completion_logprobs")
     run(tmp_path, temperature=0.6, micro_batch_size=4, beta=0.0)
     assert len(calls) == 8  # two micro-batches in each of two minibatches, twice
     # On a GPU the last bits depend on the batch: the old log-probs are of the first pass's own.
@@ -602,17 +436,24 @@ def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
         assert (call["old_logprobs"][sampled(call)] < 0).any()
 
 
+@torch.no_grad()
+def plain_rollout(rollout, temperature):
+    """Log-probs and values of each completion, and its score, one at a time."""
+    policy, reward_model = plain_model(), plain_reward_model()
+    mean = reward_model.config.score_mean
+    assert abs(mean) > 0.01  # the test needs one that shows
+    for prompt, completion in zip(rollout["prompts"], rollout["result"], strict=True):
+        row = torch.tensor([prompt + completion])
+        values = reward_model.score(reward_model.model(row).last_hidden_state)[0, :-1, 0] - mean
+        logprobs = torch.stack(plain_logprobs(policy, prompt, completion, temperature))
+        yield logprobs, values[-len(completion) :], reward_model(row).logits.item() - mean
+
+
 def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(tmp_path, monkeypatch):
-    temperature = 0.6
     rollouts, scored = (spy_on(monkeypatch, f) for f in ("generate", "completion_logprobs"))
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
-    flags = dict(total_rollouts=2, micro_batch_size=5, eval_temperature=0.3)
-    last = metrics_of(run(tmp_path, temperature=temperature, **flags))[1]
-    # Evaluation, two rollouts, evaluation: what was sampled at the temperature that is scored.
-    assert [call["temperature"] for call in rollouts] == [0.3, temperature, temperature, 0.3]
-    # Each rollout draws with numbers of its own, each evaluation with the same.
-    seeds = [call["rng"].initial_seed() for call in rollouts]
-    assert seeds[0] == seeds[3] and len(set(seeds)) == 3
+    flags = dict(temperature=0.6, total_rollouts=2, micro_batch_size=5)
+    last = metrics_of(run(tmp_path, **flags))[1]
 
     def before_update(calls):
         """Of the old policy and of the reference, in turn for each of four micro-batches."""
@@ -623,94 +464,27 @@ def test_log_probs_values_and_scores_are_those_of_plain_forward_passes(tmp_path,
 
     assert len(scored) == 2 * (8 + 8)  # of two rollouts; the update has eight micro-batches
     (old, ref), (late_old, late_ref) = before_update(scored[:8]), before_update(scored[16:24])
-    policy, reward_model = plain_policy(), plain_reward_model()
-    mean = reward_model.config.score_mean
-    assert abs(mean) > 0.01  # the test needs one that shows
-    scores = []
-    rollout = rollouts[1]  # after that of the evaluation
-    for i, (prompt, completion) in enumerate(
-        zip(rollout["prompts"], rollout["result"], strict=True)
-    ):
-        row, length = torch.tensor([prompt + completion]), len(completion)
-        with torch.no_grad():
-            logits = policy(row).logits[0] / temperature
-            hidden = reward_model.model(row).last_hidden_state
-            values = reward_model.score(hidden)[0, :-1, 0] - mean
-            scores.append(reward_model(row).logits.item() - mean)
-        logprobs = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None]).squeeze(1)
-        for found, expected in (
-            (old, logprobs),
-            (ref, logprobs),
-            (estimated[0]["values"], values),
-        ):
-            expected = expected[-length:]
-            torch.testing.assert_close(found[i][:length], expected, atol=1e-4, rtol=1e-4)
-            assert (found[i][length:] == 0).all()
+    values, close = estimated[0]["values"], dict(atol=1e-4, rtol=1e-4)
+    for i, (logprobs, plain_values, score) in enumerate(plain_rollout(rollouts[1], 0.6)):
+        for found, expected in ((old, logprobs), (ref, logprobs), (values, plain_values)):
+            torch.testing.assert_close(found[i][: len(expected)], expected, **close)
+            assert (found[i][len(expected) :] == 0).all()
+        assert shaped[0]["scores"][i].item() == pytest.approx(score, abs=1e-4)
     assert torch.equal(shaped[0]["k1"], old - ref)
-    torch.testing.assert_close(shaped[0]["scores"], torch.tensor(scores), atol=1e-4, rtol=1e-4)
-    assert last["rewards/reward_model"] == pytest.approx(np.mean(scores), abs=1e-4)
-    assert last["reward/mean"] == last["rewards/reward_model"]
-    assert last["value/mean"] == pytest.approx(
-        estimated[0]["values"].sum().item() / sum(map(len, rollout["result"])), abs=1e-4
-    )
+    assert last["rewards/reward_model"] == last["reward/mean"]
+    assert last["reward/mean"] == pytest.approx(shaped[0]["scores"].mean().item(), abs=1e-4)
+    num_tokens = sum(map(len, rollouts[1]["result"]))
+    assert last["value/mean"] == pytest.approx(values.sum().item() / num_tokens, abs=1e-4)
 
     # After an update the log-probs are the new policy's, and the reference's still the old ones.
-    rollout = rollouts[2]
-    for i, (prompt, completion) in enumerate(
-        zip(rollout["prompts"], rollout["result"], strict=True)
-    ):
-        ids, length = torch.tensor(prompt + completion), len(completion)
-        with torch.no_grad():
-            logits = policy(ids[None]).logits[0] / temperature
-        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)[-length:]
-        torch.testing.assert_close(late_ref[i][:length], expected, atol=1e-4, rtol=1e-4)
-        assert (late_old[i][:length] - expected).abs().max() > 1e-3
+    for i, (logprobs, _, _) in enumerate(plain_rollout(rollouts[2], 0.6)):
+        torch.testing.assert_close(late_ref[i][: len(logprobs)], logprobs, **close)
+        assert (late_old[i][: len(logprobs)] - logprobs).abs().max() > 1e-3
     assert torch.equal(shaped[1]["k1"], late_old - late_ref)
 
 
-def test_all_that_is_of_tokens_is_zero_after_a_completions_end(tmp_path, monkeypatch):
-    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
-    shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
-    run(tmp_path, total_rollouts=2, micro_batch_size=3, ent_coef=0.1)
-    calls = [(call, sampled(call)) for call in losses + values]
-    calls += [(a | b, a["mask"]) for a, b in zip(shaped, estimated, strict=True)]
-    for call, mask in calls:
-        assert torch.equal(mask, until(*mask.sum(dim=1), width=mask.shape[1]))
-        tensors = [x for x in call.values() if torch.is_tensor(x) and x.shape == mask.shape]
-        assert len(tensors) >= 4
-        assert all((x[~mask] == 0).all() for x in tensors)
-    assert sum((~mask).sum() for _, mask in calls) > 100, "the test needs ragged lengths"
-
-
-def test_micro_batch_size_does_not_change_the_gradients(tmp_path, monkeypatch):
-    gradients, calls = spy_on_gradients(monkeypatch), spy_on_loss(monkeypatch)
-    sizes = (16, 3)
-    for size in sizes:
-        flags = dict(ent_coef=0.1, temperature=1.5, update_epochs=1, seed=2)
-        run(tmp_path, micro_batch_size=size, **flags)
-    lengths = sampled(calls[0]).sum(dim=1)
-    assert len(lengths) == 8 and len(lengths.unique()) > 2, "the test needs ragged lengths"
-    assert len(gradients) == 4 * len(sizes)  # policy and critic, twice a run
-    for model in (0, 1):  # of the first step; the second already multiplies rounding errors
-        first = gradients[model]
-        assert max(g.abs().max() for g in first) > 1e-3
-        for other in gradients[model + 4 :: 4]:
-            for a, b in zip(first, other, strict=True):
-                torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-3)
-
-
-def test_gradients_are_those_of_one_step(tmp_path, monkeypatch):
-    gradients = spy_on_gradients(monkeypatch)
-    # Learning rates too small to matter: a second pass over the same rows has the same gradients.
-    run(tmp_path, num_minibatches=1, learning_rate=1e-12, critic_learning_rate=1e-12)
-    assert len(gradients) == 4
-    for first, second in (gradients[::2], gradients[1::2]):
-        for a, b in zip(first, second, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
-
-
 def test_each_pass_trains_on_every_completion_once(tmp_path, monkeypatch):
-    calls = spy_on_loss(monkeypatch)
+    calls = spy_on(monkeypatch, "policy_loss")
     run(tmp_path, num_minibatches=3, micro_batch_size=4)
     # 16 rows in minibatches of 6, 5, 5: in micro-batches of 4 and 2, 4 and 1, 4 and 1.
     assert [len(call["weights"]) for call in calls] == [4, 2, 4, 1, 4, 1] * 2
@@ -732,22 +506,14 @@ def test_each_pass_trains_on_every_completion_once(tmp_path, monkeypatch):
     assert once[:6] != twice[:6], "each pass has an order of its own"
 
 
-def test_each_epoch_of_prompts_has_an_order_of_its_own(tmp_path, monkeypatch):
-    rollouts = spy_on(monkeypatch, "generate")
-    flags = dict(total_rollouts=4, prompts_per_rollout=5, train_split="train[:10]")
-    run(tmp_path, max_new_tokens=2, eval_every=9, **flags, **ONE_STEP)
-    prompts = [prompt for call in rollouts[1:-1] for prompt in call["prompts"]]
-    assert sorted(prompts[:10]) == sorted(prompts[10:]) and prompts[:10] != prompts[10:]
-
-
 def test_reference_and_reward_model_stay_while_policy_and_critic_move(tmp_path, monkeypatch):
     loaded, critics = spy_on(monkeypatch, "load_model"), spy_on(monkeypatch, "load_critic")
     run_dir = run(tmp_path, total_rollouts=2)
     policy, reference, reward_model, critic = (call["result"] for call in loaded)
     assert critic is critics[0]["result"] and critic is not reward_model
     for model, start, moves in (
-        (policy, plain_policy(), True),
-        (reference, plain_policy(), False),
+        (policy, plain_model(), True),
+        (reference, plain_model(), False),
         (reward_model, plain_reward_model(), False),
         (critic, plain_reward_model(), True),
     ):
@@ -789,16 +555,6 @@ def test_a_rule_and_a_reward_model_are_weighted(tmp_path):
     assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_accuracy_is_the_mean_of_rewards_that_are_all_0_or_1(tmp_path):
-    (tmp_path / "length_of_ppo.py").write_text(
-        "def is_long(prompts, completions, **columns):\n"
-        "    return [len(text) > 60 for text in completions]\n"
-    )
-    rule = f"{tmp_path}/length_of_ppo.py:is_long"
-    first, _ = metrics_of(run(tmp_path, eval_reward_fn=rule, eval_rows=16))
-    assert 0 < first["eval/accuracy"] == first["eval/reward"] < 1
-
-
 @pytest.mark.parametrize("critic_init", ["sft", "scratch"])
 def test_the_loop_uses_the_critic_asked_for(tmp_path, monkeypatch, critic_init):
     estimated, rollouts = spy_on(monkeypatch, "gae"), spy_on(monkeypatch, "generate")
@@ -813,7 +569,7 @@ def test_the_loop_uses_the_critic_asked_for(tmp_path, monkeypatch, critic_init):
 
 
 def test_missing_eos_penalty_reaches_the_advantages_of_truncated_completions(tmp_path, monkeypatch):
-    calls, rollouts = spy_on_loss(monkeypatch), spy_on(monkeypatch, "generate")
+    calls, rollouts = spy_on(monkeypatch, "policy_loss"), spy_on(monkeypatch, "generate")
     flags = dict(gae_lambda=1.0, beta=0.0, whiten_advantages=False, seed=2, **ONE_STEP)
     without, with_it = (
         metrics_of(run(tmp_path, missing_eos_penalty=penalty, **flags))[-1] for penalty in (0, 3)
@@ -834,7 +590,7 @@ def test_missing_eos_penalty_reaches_the_advantages_of_truncated_completions(tmp
 
 
 def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
-    calls = spy_on_loss(monkeypatch)
+    calls = spy_on(monkeypatch, "policy_loss")
     flags = dict(update_epochs=3, micro_batch_size=4)  # two micro-batches a minibatch
 
     def steps(**more):
@@ -852,6 +608,11 @@ def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
     assert steps(target_kl=0.99 * first) == 2
     assert steps(target_kl=1.01 * first) == 4
     assert steps(target_kl=1.01 * second) == 6
+    # The logged means are over the passes that were made.
+    last = metrics_of(run(tmp_path, **flags, target_kl=0.99 * first))[-1]
+    for name in calls[0]["result"][1]:
+        total = sum(call["result"][1][name].item() for call in calls[-4:])
+        assert last[name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
 
     # Under torchrun the sum over ranks decides, on all of them alike.
     def with_an_equal_rank(values):
@@ -861,40 +622,34 @@ def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
     assert steps(target_kl=1.01 * first) == 2
 
 
-def test_the_logged_means_are_over_the_passes_that_were_made(tmp_path, monkeypatch):
-    calls = spy_on_loss(monkeypatch)
-    last = metrics_of(run(tmp_path, update_epochs=3, target_kl=1e-9))[-1]
-    assert len(calls) == 2  # of one pass
-    tokens = sum(sampled(call).sum().item() for call in calls)
-    for name in calls[0]["result"][1]:
-        total = sum(call["result"][1][name].item() for call in calls)
-        assert last[name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
-
-
-def test_kl_target_adapts_beta_between_rollouts(tmp_path, monkeypatch):
-    shaped = spy_on(monkeypatch, "shaped_rewards")
-    flags = dict(total_rollouts=4, learning_rate=1e-3, max_new_tokens=12)
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_kl_target_adapts_beta_between_rollouts(placement, tmp_path, monkeypatch):
+    name = {"reward": "shaped_rewards", "loss": "policy_loss"}[placement]
+    calls = spy_on(monkeypatch, name)
+    flags = dict(total_rollouts=4, learning_rate=1e-3, max_new_tokens=12, kl_placement=placement)
     rows = metrics_of(run(tmp_path, **flags))[1:]
     assert [row["objective/beta"] for row in rows] == [0.1] * 4
+    calls.clear()
     # With a horizon of 16, all completions of a rollout, beta changes by the whole error.
     target = rows[2]["objective/kl"] / 1.1  # a tenth under what there was
     run_dir = run(tmp_path, kl_target=target, kl_horizon=16.0, **flags)
-    rows = metrics_of(run_dir)[1:]
     betas, errors = [0.1], []
+    rows = metrics_of(run_dir)[1:]
     for row in rows:
         errors.append(row["objective/kl"] / target - 1)
         betas.append(betas[-1] * (1 + min(max(errors[-1], -0.2), 0.2)))
     assert errors[0] == -1  # the first rollout is the reference's own
     assert any(abs(error) < 0.2 for error in errors), "the test needs one that is not clipped"
     assert [row["objective/beta"] for row in rows] == pytest.approx(betas[:4])
-    assert [call["beta"] for call in shaped[4:]] == pytest.approx(betas[:4])
+    of_rollouts = calls[:: len(calls) // 4]
+    assert [call["beta"] for call in of_rollouts] == pytest.approx(betas[:4])
     # What a resumed run begins with.
     assert last_checkpoint(run_dir)["beta"] == pytest.approx(betas[4])
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_kl_in_the_reward_or_in_the_loss(tmp_path, monkeypatch, placement):
-    losses, shaped = spy_on_loss(monkeypatch), spy_on(monkeypatch, "shaped_rewards")
+    losses, shaped = spy_on(monkeypatch, "policy_loss"), spy_on(monkeypatch, "shaped_rewards")
     in_reward, in_loss = (0.3, 0.0) if placement == "reward" else (0.0, 0.3)
     run_dir = run(tmp_path, total_rollouts=2, beta=0.3, kl_placement=placement)
     row = metrics_of(run_dir)[2]
@@ -918,7 +673,7 @@ def test_kl_in_the_reward_or_in_the_loss(tmp_path, monkeypatch, placement):
 
 @pytest.mark.parametrize("whiten_advantages", [True, False])
 def test_whitening(tmp_path, monkeypatch, whiten_advantages):
-    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
+    losses, values = spy_on(monkeypatch, "policy_loss"), spy_on(monkeypatch, "value_loss")
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
     flags = dict(whiten_advantages=whiten_advantages, gamma=0.9, gae_lambda=0.8)
     run(tmp_path, update_epochs=1, **flags)
@@ -942,7 +697,7 @@ def test_whitening(tmp_path, monkeypatch, whiten_advantages):
 
 
 def test_coefficients_of_the_losses_are_read(tmp_path, monkeypatch):
-    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
+    losses, values = spy_on(monkeypatch, "policy_loss"), spy_on(monkeypatch, "value_loss")
     gradients = spy_on_gradients(monkeypatch)
     run(tmp_path, **ONE_STEP)
     flags = dict(clip_coef=0.1, vf_clip_coef=0.3, ent_coef=0.7, vf_coef=1.5)
@@ -957,41 +712,8 @@ def test_coefficients_of_the_losses_are_read(tmp_path, monkeypatch):
     assert any(not torch.allclose(a, b) for a, b in zip(gradients[0], gradients[2], strict=True))
 
 
-def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
-    rates = dict(learning_rate=3e-4, critic_learning_rate=2e-3)
-    run_dir = run(tmp_path, **rates, **ONE_STEP)
-    state = last_checkpoint(run_dir)
-    # The first step of Adam moves a weight by the learning rate, whatever its gradient.
-    for name, start, rate in (
-        ("policy", plain_policy(), 3e-4),
-        ("critic", plain_reward_model(), 2e-3),
-    ):
-        start = start.state_dict()
-        weights, _ = state[name]
-        moved = max((tensor - start[key]).abs().max() for key, tensor in weights.items())
-        assert moved.item() == pytest.approx(rate, rel=0.01)
-    assert metrics_of(run_dir)[-1]["policy/learning_rate"] == 3e-4
-
-
-def test_the_learning_rates_rise_for_a_part_of_the_rollouts_and_fall_to_zero(tmp_path, monkeypatch):
-    rates, step = [], torch.optim.AdamW.step
-
-    def spy(optimizer, *arguments):
-        rates.append(optimizer.param_groups[0]["lr"])
-        return step(optimizer, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    flags = dict(total_rollouts=6, warmup_ratio=0.4, max_new_tokens=2, **ONE_STEP)
-    rows = metrics_of(run(tmp_path, **flags))[1:]
-    # int(0.4 x 6) = 2 rollouts of warm-up, then down to 0 over the 4 others
-    factors = (1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4)
-    assert rates[0::2] == pytest.approx([5e-4 * factor for factor in factors])  # of the policy
-    assert rates[1::2] == pytest.approx([1e-3 * factor for factor in factors])  # of the critic
-    assert [row["policy/learning_rate"] for row in rows] == rates[0::2]
-
-
 def test_what_was_logged(tmp_path, monkeypatch):
-    losses, values = spy_on_loss(monkeypatch), spy_on(monkeypatch, "value_loss")
+    losses, values = spy_on(monkeypatch, "policy_loss"), spy_on(monkeypatch, "value_loss")
     shaped, estimated = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "gae")
     clipped = spies.spy_on(torch.nn.utils, monkeypatch, "clip_grad_norm_")
     flags = dict(total_rollouts=2, eval_every=1, micro_batch_size=4)
@@ -1000,7 +722,6 @@ def test_what_was_logged(tmp_path, monkeypatch):
     assert all(math.isfinite(value) for row in rows for value in row.values())
     # The gold reward is a fraction, not right or wrong.
     assert all("eval/reward" in row and "eval/accuracy" not in row for row in rows)
-    assert [row["policy/learning_rate"] for row in rows[1:]] == [5e-4, 2.5e-4]
 
     # The first rollout: two passes of two minibatches of two micro-batches.
     row, call, losses, values = rows[1], estimated[0], losses[:8], values[:8]
@@ -1026,14 +747,3 @@ def test_what_was_logged(tmp_path, monkeypatch):
     }
     for name, number in expected.items():
         assert row[name] == pytest.approx(number, rel=1e-4), name
-
-
-def test_rounding_is_not_counted_as_clipping():
-    """V_old + (V - V_old) need not be V to the last bit."""
-    values, old_values, returns = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0))
-    weights = torch.full_like(values, 1 / values.numel())
-    for clip_coef in (1000.0, None):
-        _, sums = ppo_rlhf.value_loss(values, old_values, returns, weights, clip_coef)
-        assert sums["value/clip_fraction"] == 0
-    _, sums = ppo_rlhf.value_loss(values, old_values, returns, weights, 0.2)
-    assert sums["value/clip_fraction"] > 0

@@ -2,34 +2,25 @@
 
 import itertools
 import math
-import time
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import algorithms
 import pytest
 import spies
 import torch
+from algorithms import assert_same_gradient, set_weights
 from reviews import plain_logprobs, plain_model
 from spies import watch_steps
-from transformers import AutoModelForCausalLM
 
 import grpo
 import reinforce
 from reinforce import Args, baseline_advantages, policy_gradient_loss
-from runs import metrics_of, read
+from runs import metrics_of
 
-SMALL = dict(total_rollouts=1, prompts_per_rollout=4, group_size=4)
-SMALL |= dict(train_split="train[:64]", eval_split="test[:4]")
 BASELINES = ["none", "batch_mean", "leave_one_out"]
-
-
-def run(tmp_path, **flags):
-    """A real run in a few seconds; returns its folder."""
-    output_dir = f"{tmp_path}/{time.time_ns()}"  # two runs may begin in one second
-    return reinforce.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
-
-
+run = partial(algorithms.run, "reinforce", train_split="train[:64]")
 spy_on = partial(spies.spy_on, reinforce)
 
 
@@ -172,27 +163,6 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
         torch.testing.assert_close(scale * a, b, rtol=1e-4, atol=1e-8)
 
 
-# --- the reward -----------------------------------------------------------------------------------
-
-
-def test_the_reward_is_that_of_text_and_answer(tmp_path):
-    """No special tokens in the text; the answer is that of the prompt, a held-out one."""
-    (tmp_path / "rule.py").write_text(
-        "def rule(prompts, completions, answer):\n    return [int(right) for right in answer]\n"
-    )
-    run_dir = run(tmp_path / "runs", eval_split="test[:20]", reward_fn=f"{tmp_path}/rule.py:rule")
-    held_out = read("tiny/arithmetic/prompts/test.jsonl")[:20]
-    samples = read(run_dir / "samples.jsonl")
-    assert len(samples) == 40  # of two evaluations
-    for sample, row in zip(samples, 2 * held_out, strict=True):
-        assert (sample["prompt"], sample["reward"]) == (row["prompt"], int(row["answer"]))
-        assert "<" not in sample["completion"]
-    first, last = metrics_of(run_dir)
-    assert first["eval/reward"] == sum(int(row["answer"]) for row in held_out) / 20
-    assert first["eval/length_mean"] == sum(sample["length"] for sample in samples[:20]) / 20
-    assert last["completions/length_mean"] == int(16 * last["completions/length_mean"]) / 16 < 24
-
-
 def test_metrics_by_which_a_sick_run_is_seen(tmp_path, monkeypatch):
     sampled = spy_on(monkeypatch, "generate")
     judged = spy_on(monkeypatch, "rule_rewards")
@@ -207,66 +177,29 @@ def test_metrics_by_which_a_sick_run_is_seen(tmp_path, monkeypatch):
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    for size in (64, 3):
-        run(tmp_path, micro_batch_size=size)
-    (_, gradient, _), (_, others, _) = steps
-    for one, other in zip(gradient, others, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+def test_returns_advantages_and_kl_are_those_of_plain_transformers(tmp_path, monkeypatch):
+    """The rewards less beta times the log-ratio of whole completions to another reference."""
+    models, load_model = [], reinforce.load_model
 
-
-def load_another_reference(monkeypatch):
-    """A reference that is not the policy; returns the list of the two models."""
-    models, load = [], reinforce.load_model
+    def move(model):
+        for weight in model.float().parameters():  # before it moves: tiny/ is stored in bfloat16
+            weight.data *= 1.1
+        return model
 
     def load_and_move(*source):
-        models.append(load(*source))
-        if len(models) == 2:
-            move(models[1].float())  # before it moves: tiny/ is stored in bfloat16
-        return models[-1]
+        models.append(load_model(*source))
+        return move(models[-1]) if len(models) == 2 else models[-1]
 
     monkeypatch.setattr(reinforce, "load_model", load_and_move)
-    return models
-
-
-def move(reference):
-    for weight in reference.parameters():
-        weight.data *= 1.1
-
-
-def test_what_reaches_the_gradient(tmp_path, monkeypatch):
-    """The rewards of the rollout, less beta times the log-ratio of whole completions."""
-    returns = spy_on(monkeypatch, "baseline_advantages")
-    losses = spy_on(monkeypatch, "policy_gradient_loss")
-    ratios = spy_on(monkeypatch, "rollout_logprobs")
-    models = load_another_reference(monkeypatch)
-    metrics = metrics_of(run(tmp_path, beta=0.5, baseline="batch_mean"))[1]
-    (policy_call, reference_call) = ratios
-    assert policy_call[0][0] is models[0] and reference_call[0][0] is models[1]
-    kl = (policy_call[1] - reference_call[1]).sum(dim=1)
-    ((given, *settings), advantages) = returns[0]
-    assert settings == [4, "batch_mean"]
-    rewards = given + 0.5 * kl
-    assert ((rewards - rewards.round()).abs() < 1e-4).all() and rewards.max() < 1.5
-    assert metrics["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-4)
-    assert metrics["objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-5)
-    assert kl.abs().max() > 0.01
-    used = torch.cat([arguments[1] for arguments, _ in losses])
-    torch.testing.assert_close(used.sort().values, advantages.sort().values)
-    assert {arguments[2] for arguments, _ in losses} == {16}
-
-
-def test_kl_and_returns_are_those_of_plain_transformers(tmp_path, monkeypatch):
-    """Of whole completions, and of the distribution that they were sampled from."""
-    load_another_reference(monkeypatch)
-    sampled = spy_on(monkeypatch, "generate")
-    judged = spy_on(monkeypatch, "rule_rewards")
-    returns = spy_on(monkeypatch, "baseline_advantages")
-    row = metrics_of(run(tmp_path, beta=0.5))[1]
-    policy, reference = plain_model(Args.model), plain_model(Args.model)
-    move(reference)
-    _, (arguments, completions), _ = sampled  # evaluation, rollout, evaluation
+    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
+    ranked, losses = (
+        spy_on(monkeypatch, "baseline_advantages"),
+        spy_on(monkeypatch, "policy_gradient_loss"),
+    )
+    scored = spy_on(monkeypatch, "completion_logprobs")
+    row = metrics_of(run(tmp_path, beta=0.5, baseline="batch_mean"))[1]
+    policy, reference = plain_model(Args.model), move(plain_model(Args.model))
+    (arguments, completions), rewards = sampled[1], judged[1][1]  # after the first evaluation
     with torch.no_grad():
         kl = [
             sum(plain_logprobs(policy, *pair)) - sum(plain_logprobs(reference, *pair))
@@ -275,8 +208,12 @@ def test_kl_and_returns_are_those_of_plain_transformers(tmp_path, monkeypatch):
     kl = torch.stack(kl)
     assert kl.abs().min() > 1e-3 and kl.std() > 0.1
     assert row["objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
-    ((given, *_), _), rewards = returns[0], judged[1][1]
-    torch.testing.assert_close(given, rewards - 0.5 * kl, rtol=1e-4, atol=1e-4)
+    assert row["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-4)
+    ((returns, *settings), advantages) = ranked[0]
+    assert settings == [4, "batch_mean"]
+    torch.testing.assert_close(returns, rewards - 0.5 * kl, rtol=1e-4, atol=1e-4)
+    for ((_, used, count), _), ((_, _, inds), _) in zip(losses, scored, strict=True):
+        assert torch.equal(used, advantages[inds]) and count == 16
 
 
 def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, monkeypatch):
@@ -287,72 +224,25 @@ def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, mon
     run(tmp_path, total_rollouts=2)
     policy = plain_model(Args.model)
     rollouts = sampled[1:3]  # evaluation, rollouts, evaluation
-    for (weights, gradient, clipped_to), (arguments, completions), (_, advantage) in zip(
+    for (weights, gradient, _), (arguments, completions), (_, advantage) in zip(
         steps, rollouts, advantages, strict=True
     ):
-        for parameter, weight in zip(policy.parameters(), weights, strict=True):
-            parameter.data.copy_(weight)
-        assert clipped_to == math.inf
-        policy.zero_grad()
+        set_weights(policy, weights)
         for i, pair in enumerate(zip(arguments[1], completions, strict=True)):
             (-advantage[i] * sum(plain_logprobs(policy, *pair)) / 16).backward()
-        assert max(g.abs().max() for g in gradient) > 0.01
-        for found, parameter in zip(gradient, policy.parameters(), strict=True):
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
+        assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
     assert not torch.equal(steps[0][0][0], steps[1][0][0])  # a step was taken in between
 
 
-def test_beta_zero_loads_no_reference(tmp_path, monkeypatch):
-    loads = spy_on(monkeypatch, "load_model")
-    assert "objective/kl" not in metrics_of(run(tmp_path))[1]  # it was not measured
-    assert len(loads) == 1
-
-
-def test_the_reference_never_moves(tmp_path, monkeypatch):
-    loads = spy_on(monkeypatch, "load_model")
-    run(tmp_path, beta=0.1, total_rollouts=2)
-    (_, trained), (_, reference) = loads
-    start = AutoModelForCausalLM.from_pretrained(Args.model, dtype=torch.float32).state_dict()
-    for name, weight in reference.state_dict().items():
-        assert torch.equal(weight, start[name])
-    assert not torch.equal(trained.lm_head.weight, reference.lm_head.weight)
-
-
-def test_prompts_come_in_groups_and_the_rate_falls_to_zero(tmp_path, monkeypatch):
+def test_prompts_come_in_groups_of_their_own_for_each_rollout(tmp_path, monkeypatch):
     calls = spy_on(monkeypatch, "generate")
-    rates, step = [], torch.optim.AdamW.step
-
-    def spy(optimizer, *arguments):
-        rates.append(optimizer.param_groups[0]["lr"])
-        assert optimizer.param_groups[0]["weight_decay"] == 0
-        return step(optimizer, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    run(tmp_path, total_rollouts=4, eval_every=2)
-    tokenizer = grpo.AutoTokenizer.from_pretrained(Args.model)
-    for _, _, *settings, _, batch_size in (arguments for arguments, _ in calls):
-        assert settings == [24, 1.0, [tokenizer.eos_token_id]] and batch_size == 256
-    assert [len(arguments[1]) for arguments, _ in calls] == [4, 16, 16, 4, 16, 16, 4]
-    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    run(tmp_path, total_rollouts=3, eval_every=2)
+    assert [len(arguments[1]) for arguments, _ in calls] == [4, 16, 16, 4, 16, 4]
     rollouts = [arguments[1] for arguments, _ in calls if len(arguments[1]) == 16]
-    assert len(rollouts) == 4 and rollouts[0] != rollouts[1]
+    assert rollouts[0] != rollouts[1] != rollouts[2]
     for prompts in rollouts:
         assert all(prompts[i] == prompts[i // 4 * 4] for i in range(16))
 
 
-def test_chat_messages(tmp_path):
-    args = Args(chat=True, eval_split="test[:2]")
-    tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}#{% endif %}"
-    )
-    prompts = reinforce.load_prompts(args, "test[:2]", tokenizer)
-    assert prompts[0].text == [{"role": "user", "content": "2+6+0+8+0="}]
-    assert tokenizer.decode(prompts[0].ids) == "2+6+0+8+0=#"
-
-
-def test_leave_one_out_of_one(tmp_path):
-    with pytest.raises(ValueError, match="--group-size"):
-        Args(group_size=1)
+def test_groups_of_one_have_no_baseline(tmp_path):
     assert run(tmp_path, group_size=1, baseline="none").is_dir()

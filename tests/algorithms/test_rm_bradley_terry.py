@@ -1,15 +1,15 @@
-"""rm_bradley_terry.py: loss, calibration, the scores of pairs, the model it saves, and its data."""
+"""rm_bradley_terry.py: loss, calibration, the scores of pairs, and the model it saves."""
 
 import math
 import re
-import time
+from functools import partial
 from pathlib import Path
 
+import algorithms
 import pytest
 import torch
-from datasets import Dataset
 from gpu_types import take_gpu_types
-from models import CHAT, tiny_config, tiny_model
+from models import tiny_config
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -18,41 +18,24 @@ from transformers import (
     AutoTokenizer,
 )
 
-import rm_bradley_terry as rm
-from reviews import MERGED
+from reviews import dataset
 from rm_bradley_terry import (
     Args,
     Comparison,
     bradley_terry_loss,
     calibration_error,
     load_classifier,
-    load_comparisons,
     pair_scores,
     wins,
 )
 from runs import read
 
+run = partial(algorithms.run, "rm_bradley_terry")
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
-SMALL = dict(train_split="train[:64]", epochs=0.001, batch_size=16, micro_batch_size=16)
-SMALL |= dict(eval_rows=4)
-
-
-def run(tmp_path, **flags):
-    """A real run, of one step unless told; returns its folder."""
-    output_dir = f"{tmp_path}/runs/{time.time_ns()}"  # two runs may begin in one second
-    return rm.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
 
 
 def held_out(count):
     return read("tiny/reviews/preferences/test.jsonl")[:count]
-
-
-def dataset(tmp_path, train, test=None):
-    (tmp_path / "data").mkdir(exist_ok=True)
-    for split, rows in (("train", train), ("test", test or train)):
-        # Parquet, because JSON has no NaN.
-        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    return str(tmp_path / "data")
 
 
 def plain_scores(folder, rows):
@@ -98,10 +81,6 @@ def scores_of(model, rows):
     return pair_scores(model, [Comparison(row, row, 0.0) for row in rows])[0]
 
 
-def message(role, content):
-    return {"role": role, "content": content}
-
-
 # --- the loss -----------------------------------------------------------------------------------
 
 
@@ -131,15 +110,6 @@ def test_loss_and_gradient_by_hand(chosen, rejected, margin, c, loss, to_chosen,
     assert scores.grad[:, 1].tolist() == [0, 0]
 
 
-def test_extreme_differences_are_finite_and_exact():
-    scores = torch.tensor([[1e4, -1e4], [-1e4, 1e4]], requires_grad=True)
-    losses = bradley_terry_loss(scores[0], scores[1], torch.zeros(2), 0.0)
-    # -log sigmoid(2e4) = log(1 + e^-20000) = 0 and -log sigmoid(-2e4) = 20000 + 0
-    assert losses.tolist() == [0, 2e4]
-    losses.sum().backward()
-    assert scores.grad.tolist() == [[0, -1], [0, 1]]
-
-
 # --- calibration --------------------------------------------------------------------------------
 
 
@@ -163,30 +133,6 @@ def test_calibration_by_hand():
     assert calibration_error(torch.tensor(gaps)) == pytest.approx(expected)
     # In float64 also where the scores are not: sigmoid(17) is 1 in float32.
     assert calibration_error(torch.tensor([17.0])) == pytest.approx(1 / (1 + math.exp(17)))
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "bins", "one_bin"),
-    [
-        (0.6 + 1e-9, 0.7 - 1e-9, 5, True),
-        (0.9 - 1e-9, 0.9 + 1e-9, 5, False),
-        (0.75 - 1e-9, 0.75, 2, False),  # an edge belongs to the bin above
-    ],
-)
-def test_bins_have_equal_width(right, wrong, bins, one_bin):
-    """A right and a wrong prediction cancel where they share a bin, and only there."""
-    gaps = torch.tensor([gap(right), -gap(wrong)], dtype=torch.float64)
-    errors = [right - 1, wrong - 0]  # predicted - observed
-    expected = abs(sum(errors)) if one_bin else sum(map(abs, errors))
-    assert calibration_error(gaps, bins) == pytest.approx(expected / 2)
-
-
-def test_calibration_error_tells_right_from_overconfident_and_timid():
-    torch.manual_seed(0)
-    gaps = 2 * torch.randn(20_000)
-    gaps = torch.where(torch.rand(20_000) < gaps.sigmoid(), gaps, -gaps)
-    assert calibration_error(gaps) < 0.01
-    assert calibration_error(3 * gaps) > 0.1 and calibration_error(gaps / 3) > 0.1
 
 
 # --- the score of a row -------------------------------------------------------------------------
@@ -246,31 +192,12 @@ def test_scores_are_float32_under_autocast(monkeypatch):
 # --- the head and the transformer ---------------------------------------------------------------
 
 
-def test_new_head_is_drawn_with_variance_one_over_d_plus_one(tmp_path):
-    # d = 2, where sqrt(1/3) = 0.577 and sqrt(1/2) = 0.707 are far apart.
-    sizes = dict(hidden_size=2, num_attention_heads=1, num_key_value_heads=1, vocab_size=135)
-    tiny_model("llama", **sizes).save_pretrained(tmp_path)
-    models = [load(tmp_path, seed) for seed in range(100)]
-    assert all(model.score.bias is None for model in models)
-    draws = torch.cat([model.score.weight.detach() for model in models])
-    assert draws.shape == (100, 2)
-    # 200 draws: the standard error of their deviation is 5 % of it.
-    assert draws.square().mean().sqrt().item() == pytest.approx(3**-0.5, rel=0.1)
-    assert draws.mean().abs() < 0.1
-    assert (draws[:, 0] * draws[:, 1]).mean().abs() < 0.1
-
-
-def test_transformer_is_the_policys_and_the_head_depends_on_the_seed_alone():
+def test_the_transformer_is_the_policys_in_float32():
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
-    first = load(POLICY)
-    assert not first.training
-    assert {p.dtype for p in first.parameters()} == {torch.float32}
-    for name, tensor in first.state_dict().items():
+    model = load(POLICY)
+    assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
+    for name, tensor in model.state_dict().items():
         assert name == "score.weight" or torch.equal(tensor, policy[name])
-    torch.randn(3)  # the state of the generator does not matter
-    same, other = (load(POLICY, seed) for seed in (1, 2))
-    assert torch.equal(same.score.weight, first.score.weight)
-    assert not torch.allclose(other.score.weight, first.score.weight)
 
 
 def test_a_trained_head_is_kept():
@@ -285,20 +212,6 @@ def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
     model = load(source)
     scores_of(model, [[1, 84, 45, 2]]).sum().backward()
     assert model.get_input_embeddings().weight.grad[2].abs().max() > 0
-
-
-def test_what_transformers_would_pass_over(tmp_path):
-    with pytest.raises(ValueError, match="fewer positions than --max-length 129"):
-        load(POLICY, max_length=129)
-    tiny_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="the tokenizer has more tokens than the embedding"):
-        load(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(POLICY)
-    weights = model.state_dict()
-    del weights["model.norm.weight"]
-    model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"has no weights for \['model.norm.weight'\]"):
-        load(tmp_path)
 
 
 # --- padding, saving and loading ----------------------------------------------------------------
@@ -333,7 +246,8 @@ def test_padding_gets_an_id_that_ends_no_completion(
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
 def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
-    run_dir = run(tmp_path, model=source, epochs=2, eval_rows=40)
+    flags = dict(train_split="train[:64]", batch_size=16, micro_batch_size=16, epochs=2)
+    run_dir = run(tmp_path, model=source, eval_split="test[:40]", **flags)
     chosen, rejected = plain_scores(run_dir, held_out(40))
     config = AutoConfig.from_pretrained(run_dir)
     assert config.num_labels == 1
@@ -389,7 +303,7 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
     # A learning rate of nearly 0, so that every evaluation is of the model that we have.
     flags = dict(batch_size=8, micro_batch_size=3, eval_rows=10, center_coef=0.01)
     flags |= dict(model=REWARD_MODEL, margin_column="m", learning_rate=1e-30, epochs=1)
-    flags |= dict(train_split="train")
+    flags |= dict(train_split="train", eval_split="test")
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows[11:], rows[:11]), **flags)
     evaluation, step = read(run_dir / "metrics.jsonl")
     assert step["step"] == 1
@@ -425,181 +339,3 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
         error += abs(sum(predicted[i] - (evaluated[i] > 0) for i in inside)) / 10
     assert evaluation["eval/calibration_error"] == pytest.approx(error, rel=1e-6)
     assert all(step[key] == value for key, value in evaluation.items() if key.startswith("eval/"))
-
-
-def test_a_model_that_scores_all_alike_is_right_about_half_the_pairs_and_calibrated(tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(REWARD_MODEL)
-    model.score.weight.data.zero_()
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(REWARD_MODEL).save_pretrained(tmp_path)
-    evaluation, step = read(run(tmp_path, model=str(tmp_path)) / "metrics.jsonl")
-    names = ("loss", "pair_accuracy", "margin", "calibration_error")
-    found = [evaluation[f"eval/{name}"] for name in names]
-    assert found == pytest.approx([math.log(2), 0.5, 0, 0], abs=1e-6)
-    assert step["reward/accuracy"] == 0.5 and step["objective/loss"] == pytest.approx(math.log(2))
-
-
-def test_chosen_and_rejected_share_one_forward_pass(tmp_path, monkeypatch):
-    rows, original = [], rm.load_classifier
-
-    def spy(*args):
-        model = original(*args)
-        model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-        )
-        return model
-
-    monkeypatch.setattr(rm, "load_classifier", spy)
-    run(tmp_path, micro_batch_size=5, eval_rows=8)
-    # 8 held-out pairs, 16 of a step, and 8 held-out ones again: twice as many rows as pairs
-    assert rows == [10, 6, 10, 10, 10, 2, 10, 6]
-
-
-def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
-    gradients, masks, pad_rows = [], [], rm.pad_rows
-
-    def capture(parameters, max_norm):
-        assert max_norm == 0.5
-        gradients.append([p.grad.clone() for p in parameters])
-        raise KeyboardInterrupt  # one step is enough
-
-    def spy(*args):
-        masks.append(pad_rows(*args)[1])
-        return pad_rows(*args)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", capture)
-    monkeypatch.setattr(rm, "pad_rows", spy)
-    for size in (16, 3):
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, micro_batch_size=size, center_coef=0.01, max_grad_norm=0.5)
-    assert len(masks[1].sum(dim=1).unique()) > 5, "the test needs ragged lengths"
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
-    assert max(g.abs().max() for g in gradients[0]) > 1e-3
-
-
-# --- rows to pairs ------------------------------------------------------------------------------
-
-
-def preferences(tmp_path, rows, stop_ids=(2,), chat_template=None, **flags):
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    tokenizer.chat_template = chat_template
-    args = Args(dataset=dataset(tmp_path, rows), **flags)
-    return load_comparisons(args, "train", tokenizer, list(stop_ids))
-
-
-def ids(words):
-    return AutoTokenizer.from_pretrained(POLICY).convert_tokens_to_ids(words.split())
-
-
-def test_sides_end_with_exactly_one_stop_id(tmp_path):
-    rows = held_out(100)
-    rows[1]["chosen"] += " <eos> the film"  # it ended before
-    pairs = preferences(tmp_path, rows)
-    assert len(pairs) == 100
-    for row, pair in zip(rows, pairs, strict=True):
-        prompt = ids("<bos> " + row["prompt"])
-        chosen = prompt + ids(row["chosen"].split("<eos>")[0] + " <eos>")
-        assert [pair.chosen_ids, pair.rejected_ids] == [
-            chosen,
-            prompt + ids(row["rejected"] + " <eos>"),
-        ]
-        assert pair.margin == 0
-    # Any stop id ends a side.
-    (pair,) = preferences(tmp_path, rows[:1], stop_ids=[2, ids(".")[0]])
-    prompt = ids("<bos> " + rows[0]["prompt"])
-    sides = ("we watched it at home .", "the script was simply bland .")
-    assert [pair.chosen_ids, pair.rejected_ids] == [prompt + ids(side) for side in sides]
-
-
-PROMPT = message("user", "on wednesday")
-GOOD, BAD = message("assistant", "a film"), message("assistant", "it")
-
-
-@pytest.mark.parametrize(
-    ("flags", "row"),
-    [
-        ({"chat": True}, {"prompt": "on wednesday", "chosen": "a film", "rejected": "it"}),
-        ({"chat": True}, {"prompt": [PROMPT], "chosen": [GOOD], "rejected": [BAD]}),
-        ({}, {"chosen": [PROMPT, GOOD], "rejected": [PROMPT, BAD]}),  # whole conversations
-        (
-            {"prompt_column": "x", "chosen_column": "y", "rejected_column": "z"},
-            {"x": [PROMPT], "y": [GOOD], "z": [BAD], "prompt": "", "chosen": "", "rejected": ""},
-        ),
-    ],
-)
-def test_chat_pairs_in_tokens(tmp_path, flags, row):
-    (pair,) = preferences(tmp_path, [row], chat_template=CHAT, **flags)
-    prompt = ids("<bos> on wednesday <eos> . the :")
-    assert [pair.chosen_ids, pair.rejected_ids] == [
-        prompt + ids("a film <eos>"),
-        prompt + ids("it <eos>"),
-    ]
-
-
-def test_no_prompt_and_none_that_is_shared(tmp_path, capsys):
-    rows = [{"chosen": [PROMPT, GOOD], "rejected": turns} for turns in ([BAD, BAD], [PROMPT, BAD])]
-    assert len(preferences(tmp_path, rows, chat_template=CHAT)) == 1
-    dropped = "dropped {'whose conversations begin differently': 1}"
-    assert dropped in capsys.readouterr().out
-    with pytest.raises(ValueError, match="'with an empty prompt, or without --prompt-column': 1"):
-        preferences(tmp_path, [{"chosen": "q good", "rejected": "q bad"}])
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_unusable_pairs_are_dropped_and_counted(tmp_path, capsys, chat):
-    good, at_limit, long = " a film", " the plot was dull", " the plot was really dull"
-    sides = [
-        (good, " it"),
-        (good, at_limit),
-        (at_limit, good),
-        (good, long),
-        (long, good),
-        (good, good),
-        (good, "  a film "),  # other text, but the same tokens
-        ("", good),
-        (good, " \n"),
-        (good, None),
-    ]
-    rows = [{"prompt": "on wednesday", "chosen": a, "rejected": b} for a, b in sides]
-    flags = dict(max_length=8)  # <bos> on wednesday, four words and <eos>
-    if chat:
-        for row in rows:
-            row["prompt"] = [message("user", row["prompt"])]
-            for side in ("chosen", "rejected"):
-                row[side] = [message("assistant", row[side])]
-        flags = dict(max_length=12, chat_template=CHAT)  # also <eos>, the full stop, `the` and `:`
-    else:
-        rows.append({"prompt": None, "chosen": good, "rejected": " it"})
-        # One word of two: the prompt would end with another token than when it stands alone.
-        rows.append({"prompt": "on wednesday", "chosen": good, "rejected": "s it"})
-    pairs = preferences(tmp_path, rows, **flags)
-    prompt = 7 if chat else 3  # tokens
-    lengths = [
-        [len(ids) - prompt for ids in [pair.chosen_ids, pair.rejected_ids]] for pair in pairs
-    ]
-    assert lengths == [[3, 2], [3, 5], [5, 3]]
-    printed = capsys.readouterr().out
-    assert printed.startswith("train: 3 rows, dropped {'longer than --max-length': 2, ")
-    assert "'with chosen equal to rejected': 2" in printed
-    assert "'with an empty prompt or completion': 3" in printed
-    assert ("'with an empty prompt, or without --prompt-column': 1" in printed) == (not chat)
-    assert (f'{MERGED}": 1' in printed) == (not chat)
-    assert f"; longest {13 if chat else 9} tokens" in printed
-
-
-@pytest.mark.parametrize("column", ["margin", "m"])
-def test_margins_come_from_their_column(tmp_path, column):
-    rows = [row | {column: value} for row, value in zip(held_out(3), (0.5, -2, 3), strict=True)]
-    pairs = preferences(tmp_path, rows, margin_column=column)
-    assert [pair.margin for pair in pairs] == [0.5, -2, 3]
-    assert all(pair.margin == 0 for pair in preferences(tmp_path, rows, margin_column=None))
-    with pytest.raises(ValueError, match="no column gaps in --dataset"):  # asked for, not there
-        preferences(tmp_path, rows, margin_column="gaps")
-
-
-def test_margins_that_are_not_finite(tmp_path):
-    bad = math.nan
-    rows = [row | {"m": value} for row, value in zip(held_out(2), (0.5, bad), strict=True)]
-    with pytest.raises(ValueError, match=f"--margin-column m: {bad} is no finite number"):
-        preferences(tmp_path, rows, margin_column="m")

@@ -1,43 +1,42 @@
 """sft.py: the loss, what is learned and what is not, and how rows become tokens."""
 
-import itertools
-import json
 import math
-import time
-from collections import Counter
+from functools import partial
 
+import algorithms
 import pytest
 import torch
-from spies import spy_on, watch_steps
+from reviews import dataset
+from spies import spy_on
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import sft
 from common.logprobs import completion_logprobs
-from common.tokens import UnusableRow, encode_pair, find_stop_ids
+from common.tokens import encode_pair, find_stop_ids
 from runs import metrics_of, read
 from sft import Args, Demonstration, load_demonstrations, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
-SMALL = dict(train_split="train[:64]", epochs=1.0, batch_size=16, micro_batch_size=16)
-SMALL |= dict(eval_rows=8, eval_samples=2)
+run = partial(algorithms.run, "sft")
 
 
-def run(tmp_path, **flags):
-    output_dir = f"{tmp_path}/{time.time_ns()}"  # two runs may begin in one second
-    return sft.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
+def load_model(folder=BASE):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def dataset(tmp_path, rows):
-    """A folder whose two splits have these rows."""
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(BASE)
+def plain_loss(model, tokenizer, rows, train_on_prompt):
+    """The mean cross-entropy of the rows' tokens, one row at a time."""
+    total = count = 0
+    for row in rows:
+        ids = tokenizer(row["prompt"] + row["completion"] + "<eos>").input_ids
+        start = 1 if train_on_prompt else len(tokenizer(row["prompt"]).input_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
+        total += cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").item()
+        count += len(ids) - start
+    return total / count
 
 
 def chat_tokenizer():
@@ -67,25 +66,6 @@ def test_loss_by_hand():
     assert negative_log_likelihood(logprobs, 3).item() == pytest.approx(2 * math.log(2))
 
 
-def test_only_completion_tokens_have_a_gradient():
-    """Columns after a completion's end are 0; the loss of the others is plain cross-entropy's."""
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
-    pairs = [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]
-    logprobs = completion_logprobs(model, pairs, range(2))
-    assert logprobs[0, 2:].tolist() == [0, 0]
-    negative_log_likelihood(logprobs, 6).backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    loss = 0
-    for prompt, completion in pairs:
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        target = torch.tensor(completion)
-        loss = loss + torch.nn.functional.cross_entropy(logits, target, reduction="sum") / 6
-    loss.backward()
-    for found, p in zip(gradients, model.parameters(), strict=True):
-        torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("train_on_prompt", "expected"),
     [
@@ -101,7 +81,7 @@ def test_only_completion_tokens_are_learned_unless_asked(
     calls = {}
     for name in ("rollout_logprobs", "generate", "completion_logprobs"):
         calls[name] = spy_on(sft, monkeypatch, name)
-    run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1)
+    run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1, eval_samples=2)
     second = {name: arguments[1] for name, ((arguments, _), *_) in calls.items()}
     assert second["rollout_logprobs"] == expected
     assert sorted(second["completion_logprobs"]) == sorted(expected)
@@ -116,7 +96,7 @@ def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
     args = Args(dataset=dataset(tmp_path, rows))
     pairs = sft.loss_sequences(args, load_demonstrations(args, "train", tokenizer, [2]))
     assert [completion[-1] for _, completion in pairs] == [2, 2]
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
+    model = load_model()
     logprobs = completion_logprobs(model, pairs, range(2)).detach()
     for row, (prompt, completion) in zip(logprobs, pairs, strict=True):
         logits = model(torch.tensor([prompt + completion])).logits[0, -2]
@@ -126,71 +106,32 @@ def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_step_loss_is_the_token_mean_of_plain_cross_entropy(tmp_path, train_on_prompt):
-    run_dir = run(tmp_path, batch_size=8, micro_batch_size=3, train_on_prompt=train_on_prompt)
-    first = metrics_of(run_dir)[1]
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    rows = read("tiny/arithmetic/sft/train.jsonl")[:64]
-    total = count = 0
+def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch, train_on_prompt):
+    """Of the first step, and of the held-out rows after it."""
+    sampled, tokenizer = spy_on(sft, monkeypatch, "generate"), AutoTokenizer.from_pretrained(BASE)
+    flags = dict(eval_split="test", eval_rows=20, eval_samples=15, micro_batch_size=3)
+    flags |= dict(max_new_tokens=6, temperature=0.5, train_on_prompt=train_on_prompt)
+    run_dir = run(tmp_path, **flags)
+    last = metrics_of(run_dir)[-1]
+    rows = read("tiny/arithmetic/sft/train.jsonl")[:32]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-    for i in order[:8]:
-        prompt = tokenizer(rows[i]["prompt"]).input_ids
-        ids = tokenizer(rows[i]["prompt"] + rows[i]["completion"] + "<eos>").input_ids
-        start = 1 if train_on_prompt else len(prompt)
-        logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
-        total += torch.nn.functional.cross_entropy(
-            logits, torch.tensor(ids[start:]), reduction="sum"
-        ).item()
-        count += len(ids) - start
-    assert first["objective/loss"] == pytest.approx(total / count, rel=1e-5)
+    expected = plain_loss(load_model(), tokenizer, [rows[i] for i in order[:8]], train_on_prompt)
+    assert last["objective/loss"] == pytest.approx(expected, rel=1e-5)
+    held_out = read("tiny/arithmetic/sft/test.jsonl")[:20]
+    expected = plain_loss(load_model(run_dir), tokenizer, held_out, train_on_prompt)
+    assert last["eval/loss"] == pytest.approx(expected, rel=1e-4)
+    _, completions = sampled[-1]
+    cut_off = sum(completion[-1] != 2 for completion in completions)
+    assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
+    assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
 
 
-def test_micro_batch_size_does_not_change_the_gradient(tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    for size in (16, 3):
-        run(tmp_path, micro_batch_size=size, epochs=0.1)  # a step
-    (_, gradient, _), (_, other, _) = steps
-    for a, b in zip(gradient, other, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+# --- rows to tokens: more in test_rows.py -------------------------------------------------------
 
 
-def test_each_epoch_is_a_permutation_of_its_own_and_none_is_cut(tmp_path, monkeypatch):
-    """Batches go on into the next epoch, so that each has as many rows."""
-    steps = []
-
-    def completion_logprobs(model, pairs, rows):
-        steps.append(sorted(pairs[i] for i in rows))
-        return logprobs(model, pairs, rows)
-
-    logprobs = sft.completion_logprobs
-    monkeypatch.setattr(sft, "completion_logprobs", completion_logprobs)
-    flags = dict(train_split="train[:6]", batch_size=4, micro_batch_size=4)
-    run(tmp_path, epochs=4.0, **flags)
-    drawn = list(itertools.chain(*steps))
-    assert [len(step) for step in steps] == [4] * 6
-    known = {(tuple(prompt), tuple(completion)) for prompt, completion in drawn}
-    assert len(known) == 6
-    # Two epochs are three batches.
-    for rows in (drawn[:12], drawn[12:]):
-        counts = Counter((tuple(prompt), tuple(completion)) for prompt, completion in rows)
-        assert set(counts.values()) == {2}
-    assert steps[:3] != steps[3:]
-    first, steps[:] = list(steps), []
-    run(tmp_path, epochs=4.0, **flags)
-    assert steps == first
-    steps.clear()
-    run(tmp_path, epochs=4.0, seed=2, **flags)
-    assert steps != first
-
-
-# --- rows to tokens -----------------------------------------------------------------------------
-
-
-def test_plain_pair_ends_with_eos_and_has_one_bos(tokenizer):
-    prompt, completion = encode_pair(tokenizer, "1+2=", "#3", [2])
-    assert tokenizer.convert_ids_to_tokens(prompt) == ["<bos>", "1", "+", "2", "="]
-    assert tokenizer.convert_ids_to_tokens(completion) == ["#", "3", "<eos>"]
+def test_two_bos_are_an_error():
+    with pytest.raises(ValueError, match="two BOS"):
+        encode_pair(AutoTokenizer.from_pretrained(BASE), "<bos>1+2=", "#3", [2])
 
 
 def test_chat_pair_ends_at_its_first_stop_id():
@@ -229,75 +170,8 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     assert chat_tokenizer().convert_ids_to_tokens(completion) == ["d", "<eos>"]
 
 
-def test_a_merge_across_the_boundary_is_found():
-    inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    assert encode_pair(tokenizer, "b", "a", [3]) == ([1], [0, 3])
-    with pytest.raises(UnusableRow, match="prompt's last token is another one"):
-        encode_pair(tokenizer, "a", "b", [3])
-
-
-def test_two_bos_are_an_error(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="two BOS"):
-        encode_pair(tokenizer, "<bos>1+2=", "#3", [2])
-    rows = [{"prompt": text, "completion": "#3"} for text in ["1+2="] * 3 + ["<bos>1+2="]]
-    with pytest.raises(ValueError, match="two BOS"):
-        load_demonstrations(Args(dataset=dataset(tmp_path, rows)), "train", tokenizer, [2])
-
-
-def test_unusable_rows_are_dropped_and_counted(tokenizer, tmp_path, capsys):
-    rows = [
-        {"prompt": "1+2=", "completion": "#34"},  # <bos>, the seven characters and <eos>
-        {"prompt": "1+2=", "completion": "#345"},
-        {"prompt": "1+2=", "completion": "#3" * 50},
-        {"prompt": "1+2=", "completion": ""},
-        {"prompt": None, "completion": "#3"},
-    ]
-    args = Args(dataset=dataset(tmp_path, rows), max_length=9)
-    (row,) = load_demonstrations(args, "train", tokenizer, [2])
-    assert (row.prompt, len(row.prompt_ids), len(row.completion_ids)) == ("1+2=", 5, 4)
-    assert capsys.readouterr().out == (
-        "train: 1 rows, dropped {'longer than --max-length': 2, "
-        "'with an empty prompt or completion': 2}; longest 106 tokens\n"
-    )
-    with pytest.raises(ValueError, match="no row is left of train: 0 rows"):
-        load_demonstrations(Args(dataset=args.dataset, max_length=8), "train", tokenizer, [2])
-
-
-@pytest.mark.parametrize("flag", ["prompt_column", "completion_column"])
-def test_a_column_that_is_not_there(flag, tokenizer):
-    args = Args(**{flag: "answr"})
-    with pytest.raises(ValueError, match=r"no column answr in .*: it has \['prompt', 'completion'"):
-        load_demonstrations(args, "train[:2]", tokenizer, [2])
-
-
-@pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, train_on_prompt):
-    sampled = spy_on(sft, monkeypatch, "generate")
-    flags = dict(eval_rows=20, eval_samples=15, micro_batch_size=3, max_new_tokens=6)
-    run_dir = run(tmp_path, train_on_prompt=train_on_prompt, temperature=0.5, **flags)
-    last = metrics_of(run_dir)[-1]
-    model = AutoModelForCausalLM.from_pretrained(run_dir, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    total = count = 0
-    for row in read("tiny/arithmetic/sft/test.jsonl")[:20]:
-        ids = tokenizer(row["prompt"] + row["completion"] + "<eos>").input_ids
-        start = 1 if train_on_prompt else len(tokenizer(row["prompt"]).input_ids)
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
-        target = torch.tensor(ids[start:])
-        total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
-        count += len(target)
-    (_, _, _, temperature, *_), completions = sampled[-1]
-    assert temperature == 0.5
-    cut_off = sum(completion[-1] != 2 for completion in completions)
-    assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
-    assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
-    assert last["eval/loss"] == pytest.approx(total / count, rel=1e-4)
-
-
 def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):
-    file = run(tmp_path, weight_decay=0.1) / "checkpoint_00000004.pt"
+    file = run(tmp_path, weight_decay=0.1) / "checkpoint_00000001.pt"
     _, moments = torch.load(file, weights_only=True)["policy"]
     (group,) = moments["param_groups"]
     assert group["betas"] == (0.9, 0.95)

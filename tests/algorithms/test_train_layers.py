@@ -1,7 +1,8 @@
 """rm_bradley_terry.py --train-layers: the head and the last layers, the rest frozen."""
 
-import time
+from functools import partial
 
+import algorithms
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,20 +12,14 @@ from transformers import AutoTokenizer
 import rm_bradley_terry as rm
 from common.distributed import transformer_layers
 from rm_bradley_terry import Args, load_classifier, pair_scores
-from runs import read_log
 
-SMALL = dict(train_split="train[:8]", epochs=1.0, batch_size=4, eval_rows=4)
+run = partial(algorithms.run, "rm_bradley_terry", epochs=0.5)  # two steps
 
 
 def load(num_layers):
     args = Args(train_layers=num_layers)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     return load_classifier(args, tokenizer, [tokenizer.eos_token_id], torch.device("cpu"))
-
-
-def run(tmp_path, **flags):
-    output_dir = f"{tmp_path}/{time.time_ns()}"  # two runs may begin in one second
-    return rm.main(Args(output_dir=output_dir, **{**SMALL, **flags}))
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, None])
@@ -67,17 +62,6 @@ def test_no_activation_is_kept_below_the_first_trained_layer():
     assert head < (two - one) / 10  # the last tokens' states alone
     assert one - head > (two - one) / 2
     assert two < everything  # of which the embedding keeps the token ids
-
-
-def test_resumes_to_the_same_bits(tmp_path):
-    flags = dict(train_layers=1, save_every=1, lr_schedule="constant_with_warmup")
-    run_dir = run(tmp_path, epochs=2.0, **flags)
-    whole, rows = load_file(run_dir / "model.safetensors"), read_log(run_dir / "metrics.jsonl")
-    (run_dir / "checkpoint_00000004.pt").unlink()  # as if killed after step 3
-    rm.main(rm.parse_args(["--resume", str(run_dir)]))
-    resumed = load_file(run_dir / "model.safetensors")
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
-    assert read_log(run_dir / "metrics.jsonl") == rows
 
 
 def test_more_layers_than_the_model_has_are_refused(tmp_path):

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import grpo
-import sft
 from common.logprobs import adapters_off, add_adapters, completion_logprobs
 
 trl = pytest.importorskip("trl", reason="pip install -e '.[bench]'")
@@ -92,25 +91,6 @@ def test_dpo(tmp_path):
     logprobs = dpo.pair_logprobs(policy, sequences, inds)
     losses, _ = dpo.pair_losses(args, logprobs, ref_logprobs, lengths)
     check(policy, losses.mean(), trainer)
-
-
-def test_sft(tmp_path):
-    rows = first_rows("sft", ["prompt", "completion"])
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    trainer = trl.SFTTrainer(
-        model=load_policy(),
-        args=trl.SFTConfig(completion_only_loss=True, **settings(tmp_path)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(**LORA),
-    )
-    policy = with_same_adapters(trainer.model)
-    args = sft.Args(dataset="tiny/reviews/sft")
-    data = sft.load_demonstrations(args, "train[:4]", tokenizer, [tokenizer.eos_token_id])
-    sequences = sft.loss_sequences(args, data)
-    logprobs = completion_logprobs(policy, sequences, torch.arange(len(data)))
-    num_tokens = sum(len(completion) for _, completion in sequences)
-    check(policy, sft.negative_log_likelihood(logprobs, num_tokens), trainer)
 
 
 # --- recipes of grpo.py -------------------------------------------------------------------------

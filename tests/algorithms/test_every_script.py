@@ -1,0 +1,311 @@
+"""What the loops of several scripts have in common, once for all of them."""
+
+import math
+from dataclasses import fields
+from statistics import mean
+
+import pytest
+import torch
+from algorithms import assert_same_gradient, run
+from pydantic import ValidationError
+from reviews import dataset
+from runs import metrics_of, read
+from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
+from spies import spy_by_name, spy_on, watch_steps
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import common.logprobs
+import ppo_rlhf
+import rm_bradley_terry
+
+EACH = pytest.mark.parametrize("name", SPECS)
+
+
+# --- flags --------------------------------------------------------------------------------------
+MAY_BE_ZERO = set(
+    "seed log_rollouts_every lora_rank train_layers warmup_ratio weight_decay center_coef gamma "
+    "missing_eos_penalty overlong_buffer gae_lambda vf_coef ent_coef label_smoothing nll_coef "
+    "eval_temperature".split()
+)
+ALSO_ZERO = {"sft": "temperature", "reinforce": "beta", "ppo_rlhf": "beta", "grpo": "beta"}
+EDGES = [  # the last number that is allowed, and one that is not
+    ("ppo_rlhf", "gamma", 1.0, 1.0001),
+    ("ppo_rlhf", "gae_lambda", 1.0, 1.0001),
+    ("dpo", "label_smoothing", 0.4999, 0.5),
+    ("kto", "batch_size", 2, 1),
+    ("kto", "eval_rows", 2, 1),
+    *((name, "warmup_ratio", 0.9999, 1.0) for name in with_flag("warmup_ratio")),
+]
+
+
+def assert_out_of_range(name, flag, value):
+    with pytest.raises(ValidationError, match=rf"^1 validation error for Args\n{flag}\n"):
+        SPECS[name].module.Args(**{flag: value})
+
+
+@EACH
+def test_zero_is_allowed_where_it_means_something(name):
+    args = SPECS[name].module.Args
+    types = {field.name: str(field.type).lower() for field in fields(args)}
+    for flag, kind in types.items():
+        if ("int" in kind or "float" in kind) and "list" not in kind:
+            if flag in MAY_BE_ZERO or flag == ALSO_ZERO.get(name):
+                args(**{flag: 0})
+            else:
+                assert_out_of_range(name, flag, 0)
+
+
+@pytest.mark.parametrize(("name", "flag", "allowed", "refused"), EDGES)
+def test_the_edges_of_a_range(name, flag, allowed, refused):
+    SPECS[name].module.Args(**{flag: allowed})
+    assert_out_of_range(name, flag, refused)
+
+
+@pytest.mark.parametrize("name", ["ppo_rlhf", "dpo", "kto"])
+def test_the_gold_reward_is_for_the_default_dataset_alone(name):
+    args = SPECS[name].module.Args
+    assert args().eval_reward_fn == "tiny/reviews/gold.py:sentiment"
+    assert args(eval_reward_fn="x.py:f").eval_reward_fn == "x.py:f"
+    assert args(dataset="tiny/arithmetic/prompts").eval_reward_fn is None
+
+
+# --- the step -----------------------------------------------------------------------------------
+@EACH
+def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch):
+    """As AdamW has them when it steps."""
+    rates, decays, step, steps = [], set(), AdamW.step, watch_steps(monkeypatch)
+
+    def spy(optimizer, *arguments):
+        (group,) = optimizer.param_groups
+        rates.append(group["lr"])
+        decays.add(group["weight_decay"])
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(AdamW, "step", spy)
+    flags = dict(epochs=1.0, warmup_ratio=0.5, max_grad_norm=0.3)
+    factors, largest = [1 / 3, 2 / 3, 1, 1 / 2], 0.3  # int(0.5 x 4) steps of warm-up
+    if SPECS[name].kind == "rollouts":
+        flags |= dict(total_rollouts=4, max_new_tokens=6)
+        del flags["epochs"]
+    if name == "reinforce":
+        del flags["warmup_ratio"], flags["max_grad_norm"]
+        factors, largest = [1, 3 / 4, 1 / 2, 1 / 4], math.inf
+    of_critic = dict(critic_learning_rate=7e-4) if name == "ppo_rlhf" else {}
+    rows = metrics_of(run(name, tmp_path, learning_rate=2e-4, **flags, **of_critic))[1:]
+    number = len(SPECS[name].models)  # each has an optimiser
+    assert rates[::number] == pytest.approx([2e-4 * factor for factor in factors])
+    if of_critic:
+        assert rates[1::2] == pytest.approx([7e-4 * factor for factor in factors])
+    if name != "reinforce":
+        (metric,) = (metric for metric in rows[0] if metric.endswith("/learning_rate"))
+        assert [row[metric] for row in rows] == rates[::number]
+    assert decays == {0}
+    assert {max_norm for *_, max_norm in steps} == {largest} and len(steps) == 4 * number
+
+
+# What makes more of a script take part.
+MORE = {
+    "rm_bradley_terry": dict(center_coef=0.01),
+    "reinforce": dict(beta=0.1),
+    "ppo_rlhf": dict(ent_coef=0.1, temperature=1.5, prompts_per_rollout=16),
+    "grpo": dict(temperature=1.5, max_new_tokens=14, mask_truncated=True, beta=0.1),
+    "dpo": dict(nll_coef=0.1),
+}
+
+
+@EACH
+def test_micro_batch_size_does_not_change_the_gradient(name, tmp_path, monkeypatch):
+    steps, passes = watch_steps(monkeypatch), []
+    for module in (common.logprobs, rm_bradley_terry, ppo_rlhf):
+        passes.append(spy_on(module, monkeypatch, "pad_rows"))
+    largest = []
+    for size in (16, 3):
+        run(name, tmp_path, micro_batch_size=size, **MORE.get(name, {}))
+        masks = [mask for calls in passes for _, (_, mask) in calls]
+        lengths = {length for mask in masks for length in mask.sum(dim=1).tolist()}
+        assert len(lengths) > 1, "the test needs ragged lengths"
+        largest.append(max(map(len, masks)))
+        for calls in passes:
+            calls.clear()
+    assert largest[0] > largest[1] in (3, 6)  # the two sides of a pair share a pass
+    number = len(SPECS[name].models)
+    assert len(steps) == 2 * number
+    for (_, gradient, _), (_, other, _) in zip(steps[:number], steps[number:], strict=True):
+        assert_same_gradient(gradient, other)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf"])
+def test_each_step_begins_without_a_gradient(name, tmp_path, monkeypatch):
+    """With rates too small to matter a second pass over the same rows has the same gradient."""
+    steps = watch_steps(monkeypatch)
+    rates = dict(learning_rate=1e-20)
+    if name == "ppo_rlhf":
+        rates |= dict(critic_learning_rate=1e-20, prompts_per_rollout=8)
+    run(name, tmp_path, update_epochs=2, **rates)
+    number = len(SPECS[name].models)
+    for (_, gradient, _), (_, other, _) in zip(steps[:number], steps[number:], strict=True):
+        assert_same_gradient(gradient, other)
+
+
+@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "grpo", "ppo_rlhf"])
+def test_each_epoch_has_an_order_of_its_own_and_no_row_twice(name, tmp_path, monkeypatch):
+    """Batches go on into the next epoch, so that each has as many rows: three hold two epochs."""
+    script, is_rollout = SPECS[name].module, SPECS[name].kind == "rollouts"
+    calls = spy_on(script, monkeypatch, "generate" if is_rollout else "micro_batches")
+    flags = dict(train_split="train[:6]", eval_split="test[:2]", max_new_tokens=2)
+    if is_rollout:
+        flags |= dict(total_rollouts=6, prompts_per_rollout=4)
+    else:
+        flags |= dict(epochs=4.0, batch_size=4)
+    orders = []
+    for seed in (1, 1, 2):
+        calls.clear()
+        run(name, tmp_path, seed=seed, **short_flags(name, **flags))
+        steps = [arguments[1] if is_rollout else arguments[0] for arguments, _ in calls]
+        steps = [[str(row) for row in step[:: len(step) // 4]] for step in steps if len(step) >= 4]
+        assert len(steps) == 6
+        drawn = [row for step in steps for row in step]
+        epochs = [drawn[start : start + 6] for start in (0, 6, 12, 18)]
+        assert all(sorted(epoch) == sorted({*drawn}) for epoch in epochs)
+        assert epochs[0] != epochs[1] != epochs[2]
+        orders.append(drawn)
+    assert orders[0] == orders[1] != orders[2]
+
+
+# --- models -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["reinforce", "grpo", "dpo", "kto"])
+def test_the_reference_is_the_starting_model_and_never_moves(name, tmp_path, monkeypatch):
+    loaded = spy_on(SPECS[name].module, monkeypatch, "load_model")
+    steps = dict(epochs=0.5) if SPECS[name].kind == "rows" else dict(total_rollouts=2)
+    run(name, tmp_path, beta=0.1, **steps)
+    (_, policy), (_, reference) = loaded
+    source = SPECS[name].module.Args.model
+    start = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    assert all(torch.equal(weight, start[key]) for key, weight in reference.state_dict().items())
+    assert all(weight.grad is None for weight in reference.parameters())
+    assert not any(torch.equal(weight, start[key]) for key, weight in policy.state_dict().items())
+
+
+def new_head(kind, seed):
+    tokenizer, cpu = AutoTokenizer.from_pretrained("tiny/reviews/policy"), torch.device("cpu")
+    if kind == "reward model":
+        args = rm_bradley_terry.Args(seed=seed)
+        return rm_bradley_terry.load_classifier(args, tokenizer, [2], cpu).score
+    critic = ppo_rlhf.load_critic(ppo_rlhf.Args(critic_init=kind, seed=seed), tokenizer, 104, cpu)
+    return critic.score if kind == "sft" else critic
+
+
+@pytest.mark.parametrize("kind", ["reward model", "sft", "policy"])
+def test_a_new_head_is_drawn_with_variance_one_over_d_plus_one(kind, monkeypatch):
+    drawn = spy_by_name(torch.nn.init, monkeypatch, "normal_")
+    head = new_head(kind, seed=1)
+    assert head.weight.shape == (1, 128) and head.bias is None
+    assert drawn[-1]["std"] == pytest.approx(129**-0.5, rel=1e-12)
+    assert torch.equal(drawn[-1]["result"], head.weight)
+    torch.randn(3)  # the state of the generator does not matter
+    assert torch.equal(new_head(kind, seed=1).weight, head.weight)
+    assert not torch.allclose(new_head(kind, seed=2).weight, head.weight)
+
+
+# --- what is sampled ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "flags", "temperatures"),
+    [
+        ("sft", dict(temperature=0.5), [0.5, 0.5]),
+        ("dpo", dict(temperature=0.5), [0.5, 0.5]),
+        ("kto", dict(temperature=0.5), [0.5, 0.5]),
+        ("reinforce", {}, [1.0, 1.0, 1.0]),
+        ("grpo", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.3]),
+        ("ppo_rlhf", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.3]),
+    ],
+)
+def test_evaluations_and_rollouts_are_sampled_as_the_flags_say(
+    name, flags, temperatures, tmp_path, monkeypatch
+):
+    calls = spy_by_name(SPECS[name].module, monkeypatch, "generate")
+    run(name, tmp_path, max_new_tokens=5, generation_batch_size=3, seed=4, **flags)
+    assert [call["temperature"] for call in calls] == temperatures
+    for call in calls:
+        settings = (call["max_new_tokens"], call["batch_size"], call["stop_ids"])
+        assert settings == (5, 3, [2])
+    seeds = [call["rng"].initial_seed() for call in calls]
+    assert seeds[0] == seeds[-1] == 4
+    assert len(calls) == 2 or seeds[1] != 4
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+def test_every_evaluation_draws_the_same_numbers(name, tmp_path):
+    def samples(seed):
+        run_dir = run(name, tmp_path, max_new_tokens=12, learning_rate=1e-30, seed=seed)
+        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
+
+    first = samples(1)
+    assert first[:4] == first[4:]
+    assert samples(2) != first
+
+
+REWARDS = """
+def rate(prompts, completions, answer, note):
+    assert [prompt.split()[-1] for prompt in prompts] == note
+    assert not any("<" in completion for completion in completions)  # no special tokens
+    return [a + len(completion) / 1000 for a, completion in zip(answer, completions)]
+
+def right(completions, answer, **columns):
+    return [a >= 1 for a in answer]
+"""
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "dpo", "kto"])
+def test_a_reward_function_gets_the_columns_and_rates_the_samples(name, tmp_path):
+    (tmp_path / f"rewards_of_{name}.py").write_text(REWARDS)
+    script, flag = SPECS[name].module, "reward_fn" if name == "reinforce" else "eval_reward_fn"
+    rows = [
+        row | dict(answer=i / 2, note=row["prompt"].split()[-1])
+        for i, row in enumerate(read(f"{script.Args.dataset}/test.jsonl")[:10])
+    ]
+    flags = dict(dataset=dataset(tmp_path, rows), train_split="train", eval_split="test")
+    if name == "grpo":
+        flags["reward_fn"] = [f"{tmp_path}/rewards_of_{name}.py:right"]
+    last = {}
+    for function in ("rate", "right"):
+        flags[flag] = f"{tmp_path}/rewards_of_{name}.py:{function}"
+        run_dir = run(name, tmp_path / "runs", max_new_tokens=9, **flags)
+        last[function] = metrics_of(run_dir)[-1]
+        samples = read(run_dir / "samples.jsonl")[-10:]
+        assert [sample["prompt"] for sample in samples] == [row["prompt"] for row in rows]
+        rewards = [i / 2 + len(s["completion"]) / 1000 for i, s in enumerate(samples)]
+        if function == "right":  # of 0, 0.5, 1, ... all but the first two
+            rewards = [0, 0, *8 * [1]]
+        assert [sample["reward"] for sample in samples] == pytest.approx(rewards)
+        assert last[function]["eval/reward"] == pytest.approx(mean(rewards))
+        assert last[function]["eval/length_mean"] == mean(s["length"] for s in samples)
+    assert "eval/accuracy" not in last["rate"]
+    if name != "reinforce":  # where each is right or wrong
+        assert last["right"]["eval/accuracy"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [("dpo", "loss pair_accuracy margin kl length_mean"), ("kto", "loss margin kl length_mean")],
+)
+def test_without_a_reward_function_there_is_no_reward(name, names, tmp_path):
+    rows = read(f"{SPECS[name].module.Args.dataset}/test.jsonl")[:10]
+    run_dir = run(name, tmp_path, dataset=dataset(tmp_path, rows), train_split="train")
+    for row in metrics_of(run_dir):
+        found = {key for key in row if key.startswith("eval/")}
+        assert found == {f"eval/{key}" for key in names.split()}
+    assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
+
+
+@pytest.mark.parametrize("name", WITH_ROLLOUTS)
+def test_a_line_of_rollouts_shows_the_first_group(name, tmp_path, monkeypatch):
+    sampled = spy_on(SPECS[name].module, monkeypatch, "generate")
+    run_dir = run(name, tmp_path, max_new_tokens=9, prompts_per_rollout=8)
+    (_, prompts, *_), completions = sampled[1]  # after the first evaluation
+    (line,) = read(run_dir / "rollouts.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir)
+    shown = [(row["prompt"], "".join(row["tokens"])) for row in line["completions"]]
+    texts = [tokenizer.batch_decode(rows[:4]) for rows in (prompts, completions)]
+    assert shown == [*zip(*texts, strict=True)]
+    assert prompts[:4] != prompts[4:8]
