@@ -85,5 +85,165 @@ def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
     work = DEFAULTS | {"lora_rank": lora_rank}
     parts = memory(model, ALGORITHMS[algorithm], FLOAT32, **work)["update"]
     core = sum(parts.values()) - parts["copies"] - parts["activations"]
-    print(algorithm, lora_rank, max(held)/1e6, core/1e6, max(held)/core)
     assert max(held) == pytest.approx(core, rel=0.005)
+
+
+# --- against transformers and autograd -----------------------------------------------------------
+# Billions, as the cards of the models say.
+PUBLISHED = [0.49, 1.54, 3.09, 7.61, 8.03, 14.7, 32.5, 70.6]
+
+
+@pytest.mark.parametrize(("name", "billions"), [*zip(MODELS, PUBLISHED, strict=True)])
+def test_parameters_are_those_of_the_models(name, billions):
+    assert parameters(MODELS[name])["policy"] / 1e9 == pytest.approx(billions, rel=0.01)
+    model = MODELS[name] | {"layers": 2}
+    kind = Qwen2Config if "Qwen2" in name else LlamaConfig
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(kind(**llama_sizes(model)))
+    two_layers = parameters(model)
+    assert made.num_parameters() == pytest.approx(two_layers["policy"], rel=3e-4)
+    body = sum(p.numel() for p in made.model.parameters())
+    assert body == pytest.approx(two_layers["backbone"], rel=3e-4)
+    with torch.device("meta"):
+        add_adapters(made, rank=16, seed=0)
+    trained = made.num_parameters(only_trainable=True)
+    assert trained == 2 * parameters(model, lora_rank=16)["adapters"]
+
+
+SMALL = dict(hidden=128, query=128, kv=32, ffn=352, vocab=64, layers=2, tied=True)
+ROWS, LENGTH = 2, 24
+
+
+def kept_bytes(kind, layers, checkpointing=False, train_layers=None, lora_rank=0):
+    """Of all storages that the graph of a forward pass of a `SMALL` model holds on to."""
+    heads = dict(num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=layers)
+    config = Qwen2Config(vocab_size=64, hidden_size=128, intermediate_size=352, **heads)
+    net = AutoModelForCausalLM.from_config(config).eval()
+    add_adapters(net, lora_rank, seed=0)
+    net = net.bfloat16() if kind == "bfloat16" else net
+    for module in net.model.layers.modules():
+        is_frozen = isinstance(module, torch.nn.Linear) and not module.weight.requires_grad
+        if is_frozen and kind == "autocast":  # as on a GPU
+            module.weight.data = module.weight.data.bfloat16()
+    if train_layers is not None:
+        net.requires_grad_(False)
+        for layer in transformer_layers(net)[layers - train_layers :]:
+            layer.requires_grad_(True)
+    if checkpointing:
+        checkpoint_activations(net)
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    sizes, alive = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=kind != "float32"),
+    ):
+        net.model(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.long), use_cache=False)
+    return sum(sizes.values())
+
+
+def bytes_of_a_layer(kind, lora_rank=0):
+    """Activations by the formula, and under autocast the copy in bfloat16 of what is trained."""
+    each = CONSTANTS["lora_activations" if lora_rank else "activations"][kind]
+    number = 4 if kind == "float32" else 2
+    per_token = sum(each[width] * SMALL[width] for width in each) + 7 * lora_rank * number
+    copies = 2 * parameters(SMALL, lora_rank)["adapters" if lora_rank else "matrices"]
+    return ROWS * LENGTH * per_token + (copies if kind == "autocast" else 0)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 16])
+@pytest.mark.parametrize("kind", CONSTANTS["activations"])
+def test_activations_are_what_autograd_keeps(kind, lora_rank):
+    """Two models that differ by a layer."""
+    two, three = (kept_bytes(kind, layers, lora_rank=lora_rank) for layers in (2, 3))
+    # The rest: a number of each norm and head.
+    assert three - two == pytest.approx(bytes_of_a_layer(kind, lora_rank), rel=0.005)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 16])
+@pytest.mark.parametrize("kind", CONSTANTS["activations"])
+def test_checkpointing_keeps_the_inputs_of_layers(kind, lora_rank):
+    two, three = (kept_bytes(kind, layers, True, lora_rank=lora_rank) for layers in (2, 3))
+    assert three - two == ROWS * LENGTH * CONSTANTS["layer_input"][kind] * SMALL["hidden"]
+
+
+@pytest.mark.parametrize("kind", CONSTANTS["activations"])
+def test_nothing_is_kept_below_the_first_trained_layer(kind):
+    """The same for 2 trained layers of 2 as of 4, and no copies of weights that are frozen."""
+    of_four = kept_bytes(kind, layers=4, train_layers=2)
+    assert of_four == kept_bytes(kind, layers=2, train_layers=2)
+    one_more = kept_bytes(kind, layers=4, train_layers=3) - of_four
+    assert one_more == pytest.approx(bytes_of_a_layer(kind), rel=0.005)
+
+
+# --- by hand: what only a GPU has -----------------------------------------------------------------
+TINY = dict(hidden=10, layers=2, query=10, kv=5, ffn=30, vocab=100, tied=False)
+MATRICES = 100 + 100 + 50 + 50 + 3 * 300  # of a layer
+LAYER = MATRICES + 20
+POLICY, CLASSIFIER = 2 * LAYER + 2 * 1_000 + 10, 2 * LAYER + 1_000 + 10
+WORK = dict(micro_batch=3, prompt=4, completion=6, rollout=9, group=2)
+
+
+def parts_of(algorithm, moment="update", compute_bytes=MIXED, gpus=1, **changed):
+    found = memory(TINY, ALGORITHMS[algorithm], compute_bytes, gpus=gpus, **WORK | changed)[moment]
+    return {part: size for part, size in found.items() if size}
+
+
+def test_one_gpu_by_hand():
+    """Matrices of frozen layers, and a frozen head, take 2 bytes; input embeddings have no copy."""
+    assert parts_of("ppo") == {
+        "policy": 4 * POLICY,
+        "reference": 4 * POLICY - 2 * (2 * MATRICES + 1_000),
+        "critic": 4 * CLASSIFIER,
+        "reward": 4 * CLASSIFIER - 2 * 2 * MATRICES,
+        "gradients": 4 * (POLICY + CLASSIFIER),
+        "adamw": 8 * (POLICY + CLASSIFIER),
+        "copies": 2 * (POLICY - 1_000),
+        "activations": 30 * 2 * (260 + 40 + 20 + 240) + 4 * 100 * 18 + 4 * 1_000,
+    }
+    adapters = 2 * 3 * (20 + 20 + 15 + 15 + 3 * 40)
+    assert parts_of("ppo", lora_rank=3) == {
+        "policy": 4 * POLICY - 2 * (2 * MATRICES + 1_000) + 4 * adapters,
+        "critic": 4 * CLASSIFIER - 2 * 2 * MATRICES + 4 * adapters,  # and reward model
+        "gradients": 4 * 2 * adapters,
+        "adamw": 8 * 2 * adapters,
+        "copies": 2 * adapters,
+        "activations": 30 * 2 * (180 + 60 + 20 + 240 + 7 * 3 * 2) + 4 * 100 * 18,
+    }
+    assert parts_of("rm", train_layers=1) == {
+        "reward": 4 * CLASSIFIER - 2 * MATRICES,
+        "gradients": 4 * LAYER,
+        "adamw": 8 * LAYER,
+        "copies": 2 * LAYER,
+        "activations": 60 * (260 + 40 + 20 + 240),
+    }
+    # Checkpointing: two layers' inputs, all of one layer, and the gradient of the head.
+    pairs = parts_of("dpo", compute_bytes=FLOAT32, checkpointing=True)
+    assert pairs["activations"] == 60 * (2 * 40 + 240 + 80 + 40 + 480) + 4 * 1_000
+
+
+def test_several_gpus_gather_the_policy_to_sample():
+    update, sampling = (parts_of("grpo", moment, gpus=2) for moment in ("update", "sampling"))
+    assert update["policy"] == update["gradients"] == update["adamw"] / 2 == 2 * POLICY
+    assert update["copies"] == 2 * (2_010 + 2 * LAYER)  # the ends and two layers
+    assert sampling["copies"] == 2 * POLICY
+    row = 10 * 2 * 2 * 5 * 2  # keys and values of ten tokens
+    # Five whole groups of two; SFT's evaluation samples 8 completions, DPO's 500.
+    rows = [("grpo", 2, 256, 5), ("grpo", 1, 256, 10), ("grpo", 1, 4, 4), ("sft", 1, 3, 3)]
+    rows += [("sft", 16, 256, 1), ("dpo", 1, 256, 256), ("kto", 4, 256, 125)]
+    for name, gpus, batch, number in rows:
+        found = parts_of(name, "sampling", gpus=gpus, generation_batch=batch)
+        assert found["cache"] == number * row and found["logits"] == number * 16 * 100
+        assert "gradients" not in found and "activations" not in found
+    # With long prompts reading them takes more: three for the five rows of a GPU.
+    long = parts_of("grpo", "sampling", gpus=2, prompt=999)
+    assert long["cache"] == 3 * 1_005 * 2 * 2 * 5 * 2 and "logits" not in long
+    assert long["reading"] == 3 * 999 * 2 * (60 + 90)
+    assert memory(TINY, ALGORITHMS["rm"], MIXED, gpus=2, **WORK).keys() == {"update"}
