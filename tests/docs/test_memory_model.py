@@ -17,8 +17,6 @@ from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes,
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 FLOAT32 = CONSTANTS["precisions"]["float32"]
 
-
-# --- what a script holds -------------------------------------------------------------------------
 WITH_REWARD_MODEL = dict(
     model="tiny/reviews/policy",
     dataset="tiny/reviews/prompts",
@@ -88,7 +86,6 @@ def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
     assert max(held) == pytest.approx(core, rel=0.005)
 
 
-# --- against transformers and autograd -----------------------------------------------------------
 # Billions, as the cards of the models say.
 PUBLISHED = [0.49, 1.54, 3.09, 7.61, 8.03, 14.7, 32.5, 70.6]
 
