@@ -103,15 +103,7 @@ CONSTANTS = {
     "logits_chunk": MAX_LOGITS,
     "logit": 4,  # bytes; and of the head's gradient, per weight, before it is added to the others
     "sampled_logit": 16,  # bytes: the logit, its softmax, and the cumulative sum in float64
-    "cards": [
-        dict(gb=16, name="T4", bfloat16=False),
-        dict(gb=24, name="RTX 4090", bfloat16=True),
-        dict(gb=48, name="L40S", bfloat16=True),
-        dict(gb=80, name="H100", bfloat16=True),
-        dict(gb=96, name="RTX PRO 6000", bfloat16=True),
-        dict(gb=141, name="H200", bfloat16=True),
-        dict(gb=192, name="B200", bfloat16=True),
-    ],
+    "cards": [12, 16, 24, 32, 40, 48, 80],  # GB
     "most_gpus": 4_096,  # the page takes no more, and looks no further
     "most": 1_000_000,  # of any other number
 }
@@ -296,7 +288,7 @@ def peak(model: dict, algorithm: dict, compute_bytes: int, **work: int) -> float
 def constants_json() -> str:
     """The JSON that stands in docs/explorer.html, a model or an algorithm per line."""
     text = json.dumps(CONSTANTS | {"parts": PARTS, "defaults": DEFAULTS}, indent=1)
-    return re.sub(r"\{[^{}]*\}", lambda entry: " ".join(entry[0].split()), text)
+    return re.sub(r"\{[^{}]*\}|\[[^][{}]*\]", lambda entry: " ".join(entry[0].split()), text)
 
 
 def write_explorer() -> None:
