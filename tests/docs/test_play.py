@@ -1,0 +1,90 @@
+"""docs/play.html in a real browser: its formulas against the scripts', its texts against both."""
+
+import json
+import math
+import re
+from pathlib import Path
+from random import Random
+
+import torch
+from browser import needs_browser
+from pytest import approx
+
+import grpo
+import ppo_rlhf
+from docs.experiments.one_prompt import leaf, mask_of, padded, ppo_advantages
+from reinforce import baseline_advantages
+
+PAGE = Path("docs/play.html")
+MEASURED = json.loads(Path("docs/results/one_prompt.json").read_text())["numbers"]
+LEVELS = {"GRPO": ("token", "clip"), "GSPO": ("sequence", "clip"), "CISPO": ("token", "cispo")}
+SETTING = "r1=1.5&base=leave_one_out&std=no&c=1&loss=CISPO&steps=7&p1.2=-3.2"
+# All numbers that functions of the page return; all that it shows, with their arithmetic.
+CALL = """const flat = (x) => (typeof x === "number" ? [x] : Object.values(x).flatMap(flat));
+return arguments[0].map(([name, args]) => flat(play[name](...args)));"""
+READ = """return Object.fromEntries([...document.querySelectorAll("b[id]")].map((x) =>
+[x.id, [Number(x.textContent), x.ariaDescription]]));"""
+
+
+def loss_and_gradients(new, old, ref, A, low, high, beta, loss):
+    """grpo_loss of completions in lists, and its gradient by autograd."""
+    logprobs, mask, (level, kind) = leaf(padded(new)), mask_of(new), LEVELS[loss]
+    weights = grpo.token_weights(mask.double(), "sequence", max_new_tokens=0)
+    rows = (logprobs, padded(old), padded(ref), torch.tensor(A).double(), weights)
+    value, _ = grpo.grpo_loss(*rows, low, high, beta, level=level, loss_type=kind)
+    return [value.item(), *torch.autograd.grad(value, logprobs)[0][mask].tolist()]
+
+
+def random_calls(seed):
+    """Calls of the page's functions, and what the scripts' give."""
+    rng = Random(seed)
+    rewards = [rng.choice([1.0, 0.1]) if seed % 2 else rng.gauss(0, 3) * seed for _ in range(4)]
+    old = [[-3 * rng.random() - 1 for _ in range(rng.randint(1, 9))] for _ in rewards]
+    new, ref, values = ([[x + rng.gauss(0, 0.4) for x in row] for row in old] for _ in range(3))
+    low, high, gamma, lam = (rng.random() for _ in range(4))
+    r, settings = torch.tensor(rewards), dict(low=low, high=high, beta=seed % 3 / 5)
+    yield "advantages", [rewards, "group", True], grpo.group_advantages(r, 4)
+    yield "advantages", [rewards, "group", False], grpo.group_advantages(r, 4, "none")
+    for kind in ("none", "leave_one_out"):
+        yield "advantages", [rewards, kind, False], baseline_advantages(r, 4, kind)
+    for loss in LEVELS:
+        args, named = [new, old, ref, rewards[::-1]], settings | dict(loss=loss)
+        yield "grpoLoss", [*args, named], loss_and_gradients(*args, **named)
+    row = padded(ref[:1]), padded(values[:1])  # token rewards and values
+    deltas, advantages = (ppo_rlhf.gae(*row, gamma, x)[0][0] for x in (0, lam))
+    yield "gae", [ref[0], values[0], gamma, lam], [*deltas, *advantages]
+    x, y = leaf(new[0][0]), torch.tensor(ref[0][0]).double()
+    k1, k2, k3 = (x - y).item(), ppo_rlhf.k2_kl(x, x, y).item(), grpo.k3_kl(x, y)
+    yield "estimates", [x.item(), y.item()], [k1, 1, k2, k1, k3.item(), *torch.autograd.grad(k3, x)]
+
+
+@needs_browser
+def test_the_formulas_are_those_of_the_scripts(browser):
+    browser.open(page=PAGE.absolute().as_uri())
+    assert browser.run("return play.D").items() <= MEASURED.items()
+    calls = [call for seed in range(20) for call in random_calls(seed)]
+    for found, call in zip(browser.run(CALL, [call[:2] for call in calls]), calls, strict=True):
+        assert found == approx([float(x) for x in call[2]], rel=1e-6, abs=1e-6), call[0]
+
+
+@needs_browser
+def test_a_setting_in_the_address_is_shown_and_nothing_is_loaded(browser):
+    for dark in (False, True):
+        browser.open(page=PAGE.absolute().as_uri(), width=360, dark=dark, address=SETTING)
+        assert browser.run("return document.documentElement.scrollWidth") == 360
+    assert browser.run("return performance.getEntriesByType('resource')") == []
+    assert "http" not in PAGE.read_text() and browser.hash() == f"#{SETTING}"
+    shown, rewards = browser.run(READ), [2.8213, 1.5, -3.7782, -4.0684]
+    A = baseline_advantages(torch.tensor(rewards), 4, "leave_one_out").tolist()
+    assert [shown[f"A{c}"][0] for c in range(4)] == approx(A, abs=6e-5)
+    new = [[-3.2 if x == MEASURED["new"][1][2] else x for x in row] for row in MEASURED["new"]]
+    rows = (new, MEASURED["old"], MEASURED["ref"], A, 0.2, 0.2, 0)
+    assert shown["gradient"][0] == approx(loss_and_gradients(*rows, "CISPO")[1 + 11 + 2], abs=6e-5)
+    of_ppo = ppo_advantages(MEASURED | {"reward": rewards})["advantage A"][1].tolist()
+    assert [shown[f"A1.{t}"][0] for t in range(12)] == approx(of_ppo, abs=6e-3)
+    parts = {how.split(":")[0]: number for number, how in shown.values()}
+    plain = [how for how in parts if re.fullmatch(r"([-+*/()., \dx²e]|exp|min|sqrt)+", how)]
+    for how in plain:
+        value = eval(how.replace(" x ", " * ").replace("²", " ** 2"), vars(math) | {"min": min})
+        assert value == approx(parts[how], rel=2e-3, abs=6e-3), how
+    assert len(plain) > 100
