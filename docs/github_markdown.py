@@ -36,7 +36,7 @@ class AsOnGitHub(Preprocessor):
             page.meta["description"] = first_sentence(text)
         text = re.sub(r"\$`([^`]+)`\$", r"\\(\1\\)", text)
         text = text.replace("<details>", "<details markdown>")
-        text = text.replace("<!-- clone -->", f"    git clone {self.repository} && cd plainrlhf")
+        text = text.replace("<!-- clone -->", f"    git clone {self.repository}\n    cd plainrlhf")
         text = DOWNLOAD.sub(r"open\1", text)
         return re.sub(r"\]\(([^)\s]+)\)", self.link, text).split("\n")
 
