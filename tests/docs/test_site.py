@@ -98,7 +98,7 @@ th, td {{ padding: 6px 13px; border: 1px solid; }}
 code, pre {{ font: 85%/1.45 "Liberation Mono", "Courier New", monospace; }}
 code {{ padding: .2em .4em; white-space: break-spaces; }}
 pre {{ padding: 16px 0 16px 16px; }}
-.language-python pre {{ width: 822px; }} /* as long as the scripts' lines */
+.language-python pre {{ width: 822px; max-width: none; }} /* the scripts have 100 columns */
 pre code {{ padding: 0; font-size: 100%; white-space: pre; }}
 .katex {{ font-size: 1em; }}
 </style>"""
@@ -106,7 +106,7 @@ pre code {{ padding: 0; font-size: 100%; white-space: pre; }}
 CUT = """
 for (const x of document.querySelectorAll("details")) x.open = true;
 return [...document.querySelectorAll("article *")].filter((x) =>
-  getComputedStyle(x).overflowX !== "visible" && !x.closest(".katex")
+  getComputedStyle(x).overflowX !== "visible" && !x.closest(".katex, .mermaid")
   && x.scrollWidth > x.clientWidth + 1).map((x) => [x.scrollWidth, x.innerText]);
 """
 
