@@ -1,20 +1,43 @@
-"""What GitHub understands on the pages and the site's Markdown does not (see mkdocs.yml)."""
+"""What GitHub understands on the pages and the site's Markdown does not, and what is said there
+in other words (see mkdocs.yml)."""
 
 import os
 import re
 
+from experiments.lib.navigation import LAST_LINE
 from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 
+# On GitHub a link to a page of HTML shows its source; on the site it opens the page.
+DOWNLOAD = re.compile(
+    r"\bdownload(\s+\[[^\]]+\]\(\w+\.html\))(,|\s+and)\s+open\s+it\s+in\s+a\s+browser"
+)
+
+
+def first_sentence(text):
+    """Of a page, in plain words; its line of papers is none."""
+    blocks = [" ".join(block.split()) for block in text.split("\n\n")]
+    paragraph = next(
+        block for block in blocks if re.match(r"[\w*\[]", block) and " · " not in block
+    )
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+    return re.match(r".+?[.:](?= [A-Z]|$)|.+", re.sub(r"[`*$\\]", "", plain))[0]
+
 
 class AsOnGitHub(Preprocessor):
-    def __init__(self, repository):
+    def __init__(self, md, repository):
+        super().__init__(md)
         self.repository = repository
 
     def run(self, lines):
-        text = "\n".join(lines)
+        text = LAST_LINE.sub("\n", "\n".join(lines))
+        if "rendering_context" in self.md.preprocessors:  # by zensical, with what templates read
+            page = self.md.preprocessors["rendering_context"].page
+            page.meta["description"] = first_sentence(text)
         text = re.sub(r"\$`([^`]+)`\$", r"\\(\1\\)", text)
         text = text.replace("<details>", "<details markdown>")
+        text = text.replace("<!-- clone -->", f"    git clone {self.repository}\n    cd plainrlhf")
+        text = DOWNLOAD.sub(r"open\1", text)
         return re.sub(r"\]\(([^)\s]+)\)", self.link, text).split("\n")
 
     def link(self, found):
@@ -33,7 +56,7 @@ class GitHubMarkdown(Extension):
 
     def extendMarkdown(self, md):
         # After fenced code has been put aside (25), before HTML is (20).
-        md.preprocessors.register(AsOnGitHub(self.repository), "github", 22)
+        md.preprocessors.register(AsOnGitHub(md, self.repository), "github", 22)
 
 
 def makeExtension(**settings):
