@@ -7,7 +7,7 @@
 
 An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and the tables of the pages
 between the comment lines that name them. Runs that runs/experiments already holds are read, not
-repeated: delete that folder after a change to a script.
+repeated, as long as their flags, the script and common/ are the same.
 """
 
 import sys

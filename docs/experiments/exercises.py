@@ -1,5 +1,6 @@
 """docs/exercises.md: runs of the exercises' scripts with their bugs and without."""
 
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from docs.experiments.lib.drawing import (
     panel,
     plain_log_scale,
 )
-from docs.experiments.lib.runs import RUNS, Numbers, Run, experiment_of_runs, runs_of
+from docs.experiments.lib.runs import Numbers, Run, experiment_of_runs, runs_of
 
 WAYS = ("healthy", "planted")
 
@@ -58,18 +59,6 @@ PANELS = {
 }
 
 
-def copy_of(number: int, way: str) -> Path:
-    """The folder of a copy, written if there is none."""
-    exercise = EXERCISES[number]
-    name = f"{number}_{way}"
-    if way == "healthy" and not exercise.setup:
-        name = "healthy"  # the same for all of these
-    folder = RUNS / "exercises" / name
-    if not folder.exists():
-        write_copy(exercise, folder, healthy=way == "healthy")
-    return folder
-
-
 def differences(first: Run, second: Run) -> Run:
     """A run whose rows are how far the losses of two runs, which should agree, differ."""
     run = Run(first.folder)
@@ -86,7 +75,9 @@ def find_runs(_: dict[str, str]) -> dict[str, list[Run]]:
     found = {}
     for number, exercise in EXERCISES.items():
         for way in WAYS:
-            runs = [*runs_of(exercise.commands, root=copy_of(number, way)).values()]
+            with tempfile.TemporaryDirectory() as copy:
+                write_copy(exercise, Path(copy), healthy=way == "healthy")
+                runs = [*runs_of(exercise.commands, root=Path(copy)).values()]
             if len(runs) == 2:
                 runs = [[differences(*of_seed) for of_seed in zip(*runs, strict=True)]]
             (found[f"{number}, {way}"],) = runs

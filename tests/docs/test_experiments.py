@@ -3,6 +3,7 @@ and their numbers are what they should be."""
 
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,37 +99,94 @@ def test_spread_and_fixed():
 SCRIPT = """
 import json, sys
 from pathlib import Path
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder = Path(flags["--output-dir"], "run")
-folder.mkdir(parents=True)
-rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "x/loss": 2.0}, {"step": 2, "x/loss": 4.0}]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-(folder / "args.json").write_text(json.dumps(flags))
-if "--error" in flags:
-    sys.exit(flags["--error"].replace("_", " "))
-(folder / "model.safetensors").touch()
+from types import SimpleNamespace
+
+def parse_args(words):  # as tyro reads them
+    flags = dict(a="0", seed="1", output_dir="runs", model="", reward_fn="", error="")
+    for word in " ".join(words).replace("--", "\\n").split("\\n")[1:]:
+        name, value = word.replace("=", " ").split()
+        flags[name.replace("-", "_")] = value
+    return SimpleNamespace(**flags)
+
+if __name__ == "__main__":
+    args = parse_args(sys.argv[1:])
+    folder = Path(args.output_dir, "run")
+    folder.mkdir(parents=True)
+    rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "x/loss": 2.0}, {"step": 2, "x/loss": 4.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (folder / "args.json").write_text(json.dumps(vars(args)))
+    if args.error:
+        sys.exit(args.error.replace("_", " "))
+    (folder / "model.safetensors").touch()
 """
 
 
 @pytest.fixture
-def root(tmp_path):
-    """A folder with a script that is quickly done."""
-    (tmp_path / "quick.py").write_text(SCRIPT)
-    return tmp_path
+def root(tmp_path, monkeypatch):
+    """A folder with a script that is quickly done; runs are kept in another one."""
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+    root = tmp_path / "root"
+    (root / "common").mkdir(parents=True)
+    (root / "common/losses.py").write_text("BETA = 1\n")
+    (root / "reward.py").write_text("def reward(): return 1\n")
+    (root / "policy").mkdir()
+    (root / "policy/weights").write_text("1")
+    (root / "quick.py").write_text(SCRIPT)
+    return root
 
 
 def flags_of(run):
     return json.loads((run.folder / "args.json").read_text())
 
 
-def test_a_run_is_made_once_for_a_command_and_a_seed(root):
-    run = run_of("quick.py --a 1", 1, root)
-    assert flags_of(run)["--a"] == "1" and flags_of(run)["--seed"] == "1"
-    (root / "quick.py").unlink()
-    assert run_of("quick.py --a 1", 1, root).folder == run.folder
-    for command, seed in (("quick.py --a 1", 2), ("quick.py --a 2", 1)):
-        with pytest.raises(RuntimeError, match="No such file"):
-            run_of(command, seed, root)
+COMMAND = "quick.py --a 1 --model policy --reward-fn reward.py:reward"
+
+
+def test_a_run_is_made_once_whatever_the_spelling_of_its_command(root):
+    run = run_of(COMMAND, 1, root)
+    assert flags_of(run)["a"] == "1" and flags_of(run)["seed"] == "1"
+    same = "quick.py  --reward-fn reward.py:reward --model=policy --a 1"
+    for command in (COMMAND, same, same.replace("--a 1", "--a 2 --a 1")):
+        assert run_of(command, 1, root).folder == run.folder
+    others = [(COMMAND, 2), (COMMAND.replace("--a 1", "--a 2"), 1), (COMMAND[:-7], 1)]
+    assert len({run_of(*other, root).folder for other in others} | {run.folder}) == 4
+    assert len([*runs.RUNS.iterdir()]) == 4
+
+
+def test_two_spellings_of_one_call_are_run_once(root):
+    made = runs_of(["quick.py", "quick.py --a 0"], root)
+    assert made["quick.py"] == made["quick.py --a 0"] and len([*runs.RUNS.iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("quick.py", '"x/loss": 4.0', '"x/loss": 5.0'),
+        ("common/losses.py", "1", "2"),
+        ("reward.py", "return 1", "return 2"),
+        ("policy/weights", "1", "2"),
+    ],
+)
+def test_a_change_to_what_a_run_is_made_of_makes_another_one(root, file, old, new):
+    """Numbers from before a fix do not come back."""
+    before = run_of(COMMAND, 1, root)
+    sys.modules.pop(f"quick.py in {root}")
+    text = (root / file).read_text()
+    (root / file).write_text(text.replace(old, new))
+    after = run_of(COMMAND, 1, root)
+    assert after.folder != before.folder
+    assert (after.rows[-1]["x/loss"] == 5) == (file == "quick.py")
+    (root / file).write_text(text + ("\n# a comment\n" if file.endswith(".py") else ""))
+    assert run_of(COMMAND, 1, root).folder == before.folder
+
+
+def test_a_change_to_the_run_whose_model_is_named_makes_another_one(root):
+    command = "quick.py --a 3 --model {quick.py --a 1}"
+    before = run_of(command, 1, root)
+    assert flags_of(before)["model"] == str(run_of("quick.py --a 1", 1, root).folder)
+    assert run_of(command.replace("--a 1", "--a 2"), 1, root) != before
+    assert run_of(command.replace("py --a 1", "py --a=1"), 1, root) == before
 
 
 def test_an_interrupted_run_is_made_again(root):
@@ -139,14 +197,13 @@ def test_an_interrupted_run_is_made_again(root):
     assert (again.folder / "model.safetensors").exists() and not (again.folder / "left").exists()
 
 
-def test_a_command_names_the_model_of_another_run_with_its_seed(root, monkeypatch):
-    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+def test_a_command_names_the_model_of_another_run_with_its_seed(root):
     first, second = "quick.py --a 1", "quick.py --model {quick.py --a 1}"
     made = runs_of([second, first], root)
     assert [*made] == [second, first]
     for one, other in zip(made[first], made[second], strict=True):
-        assert flags_of(other)["--model"] == str(one.folder)
-        assert flags_of(other)["--seed"] == flags_of(one)["--seed"]
+        assert flags_of(other)["model"] == str(one.folder)
+        assert flags_of(other)["seed"] == flags_of(one)["seed"]
 
 
 def test_a_run_may_stop_with_a_gradient_norm_and_nothing_else(root):

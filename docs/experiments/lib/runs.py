@@ -1,5 +1,6 @@
 """Runs of the scripts: made where there are none, and read."""
 
+import ast
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha1
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -26,6 +29,7 @@ from docs.experiments.lib.tables import rounded, spread
 from tiny.reviews.gold import grammatical
 
 RUNS = Path("runs/experiments")
+MODEL_OF = re.compile(r"\{(.*)\}")  # in a command: the run whose model is meant
 SEEDS = (1, 2, 3, 4, 5)
 JOBS = os.cpu_count() or 1  # runs side by side, of one thread each
 LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
@@ -69,15 +73,54 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 # --- making runs -------------------------------------------------------------------------------
+def load_script(name: str, root: Path) -> Any:
+    """The module of a script in folder `root`, which may be a copy that differs from ours."""
+    spec = spec_from_file_location(f"{name} in {root.resolve()}", root / name)
+    if spec.name not in sys.modules:
+        module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look there
+        spec.loader.exec_module(module)
+    return sys.modules[spec.name]
+
+
+def content_of(path: Path) -> bytes:
+    """What a file holds, or the files of a folder; of Python all but comments and layout."""
+    if path.is_dir():
+        return b"".join(content_of(file) for file in sorted(path.rglob("*")) if file.is_file())
+    if path.suffix == ".py":
+        return ast.unparse(ast.parse(path.read_text())).encode()
+    return path.read_bytes()
+
+
+def key_of(command: str, seed: int, root: Path = Path()) -> str:
+    """What names a run: its flags as the script resolves them, the code, and what the flags name.
+
+    Two spellings of a command have one key. A change to the script, to `common/`, or to a reward
+    function, model or data set that the command names gives another one, so that no number of the
+    old code comes back.
+    """
+    words = MODEL_OF.sub(lambda other: f"run:{key_of(other[1], seed, root)}", command).split()
+    flags = vars(load_script(words[0], root).parse_args([*words[1:], "--seed", str(seed)]))
+    del flags["output_dir"]
+    key = sha1(json.dumps(flags, sort_keys=True).encode())
+    paths = [root / words[0], *sorted((root / "common").glob("*.py"))]
+    for value in flags.values():
+        for word in value if isinstance(value, list) else [value]:
+            file = word.partition(":")[0] if isinstance(word, str) else ""  # path.py:function
+            if file and (root / file).exists():
+                paths.append(root / file)
+    for path in paths:
+        key.update(content_of(path))
+    return key.hexdigest()[:12]
+
+
 def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     """The run of a command with a seed, made on one thread if there is none yet.
 
-    A command may name the model of another run with the same seed: `{command of that run}`. Runs
-    are found by their command: delete `RUNS` after a change to a script. A run that stops with an
-    error is kept with its message in error.txt if the error is that of a gradient norm.
+    A command may name the model of another run with the same seed: `{command of that run}`. With
+    `root` the script is that of another folder. A run that stops with an error is kept with its
+    message in error.txt if the error is that of a gradient norm.
     """
-    digest = sha1(f"{command} --seed {seed}".encode()).hexdigest()[:12]
-    output_dir = root / RUNS / f"{command.partition('.py')[0]}_{digest}"
+    output_dir = RUNS / f"{command.partition('.py')[0]}_{key_of(command, seed, root)}"
     for pattern in ("*/model.safetensors", "*/error.txt"):
         for file in output_dir.glob(pattern):
             return Run(file.parent)
@@ -86,7 +129,7 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     def folder_of(other: re.Match) -> str:
         return str(run_of(other[1], seed, root).folder.resolve())
 
-    arguments = re.sub(r"\{(.*)\}", folder_of, command).split()
+    arguments = MODEL_OF.sub(folder_of, command).split()
     arguments += ["--seed", str(seed), "--output-dir", str(output_dir.resolve())]
     process = subprocess.run(
         [sys.executable, *arguments],
@@ -106,16 +149,18 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
 
 
 def runs_of(commands: Iterable[str], root: Path = Path()) -> dict[str, list[Run]]:
-    """By command, its runs: one for each seed."""
-    commands = dict.fromkeys(commands)
-    needed_first = [other for command in commands for other in re.findall(r"\{(.*)\}", command)]
-    for stage in (dict.fromkeys(needed_first), commands):
+    """By command, its runs: one for each seed. Commands of one key are run once."""
+    commands = [*dict.fromkeys(commands)]
+    needed_first = [other for command in commands for other in MODEL_OF.findall(command)]
+    for stage in (needed_first, commands):
         with ThreadPoolExecutor(JOBS) as pool:
-            futures = {
-                command: [pool.submit(run_of, command, seed, root) for seed in SEEDS]
-                for command in stage
-            }
-    return {command: [future.result() for future in futures[command]] for command in commands}
+            futures, keys = {}, {}
+            for command, seed in product(stage, SEEDS):
+                keys[command, seed] = key = key_of(command, seed, root)
+                if key not in futures:
+                    futures[key] = pool.submit(run_of, command, seed, root)
+    runs = {key: future.result() for key, future in futures.items()}
+    return {command: [runs[keys[command, seed]] for seed in SEEDS] for command in commands}
 
 
 def runs_by_label(commands: dict[str, str]) -> dict[str, list[Run]]:
