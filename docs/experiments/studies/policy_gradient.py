@@ -137,4 +137,4 @@ def draw(_: dict) -> dict:
     return {"policy_gradient": axis}
 
 
-EXPERIMENTS = (Experiment("policy_gradient", tables, draw=draw),)
+EXPERIMENTS = (Experiment("policy_gradient", more_tables=tables, draw=draw),)

@@ -214,7 +214,7 @@ def measure_real_size() -> dict:
             all_flags = flags | {"lora_rank": lora_rank}
             length, highest = measuring.in_own_process(measure_script, script, all_flags)
             numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
-    return {"numbers": numbers}
+    return numbers
 
 
 def real_size_tables(results: dict) -> dict:
@@ -237,6 +237,6 @@ def real_size_tables(results: dict) -> dict:
 
 
 EXPERIMENTS = (
-    Experiment("model_sizes", tables, draw=draw),
-    Experiment("real_size", real_size_tables, measure_real_size),
+    Experiment("model_sizes", more_tables=tables, draw=draw),
+    Experiment("real_size", measure_all=measure_real_size, more_tables=real_size_tables),
 )
