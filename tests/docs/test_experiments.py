@@ -36,9 +36,9 @@ def test_what_an_experiment_declares_is_in_its_results(name):
     """So that a committed result can be drawn again without its runs."""
     results = EXPERIMENTS[name].results()
     for label, metric in EXPERIMENTS[name].kept_metrics():
-        assert len(results["numbers"][label][metric.name]) in (1, 5)
+        assert 1 <= len(results["numbers"][label][metric.name]) <= 5
     for label, metric in EXPERIMENTS[name].kept_curves():
-        assert len(results["curves"][label][metric]) == 5
+        assert 1 <= len(results["curves"][label][metric]) <= 5
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if EXPERIMENTS[name].commands])

@@ -2,7 +2,7 @@
 
 A figure has one pair of axes, and its title is what a reader should take from it. Most are 336
 pixels wide: two stand side by side on a page, on a phone one below the other. None is wider than
-480, so that its text has 9 pixels where a phone shows it on 328.
+422, so that its text has 9 pixels where a phone shows it on 328.
 
 Each algorithm has one colour and one marker on all pages, and so have the gold reward and the runs
 with a symptom and without. A series can be told from the others by its marker alone.
@@ -25,7 +25,8 @@ from pandas import DataFrame
 
 plt.style.use(Path(__file__).parent / "plain.mplstyle")
 FIGURES = Path("docs/figures")
-THIRD, HALF, WIDE = 2.25, 3.5, 5  # inches: 216, 336 and 480 pixels
+COLOUR = r"((?:fill|stroke)(?:: |=\"))(#\w{6})"  # in an SVG of matplotlib
+THIRD, HALF, WIDE = 2.25, 3.5, 4.4  # inches: 216, 336 and 422 pixels
 
 
 class Style(NamedTuple):
@@ -175,7 +176,7 @@ def save(name: str, axis: Any) -> None:
         f" <style>{scheme_style(svg)}</style>\n"
     )
     svg = re.sub(r"(<svg [^>]*>\n)", lambda opening: opening[1] + words, svg, count=1)
-    svg = re.sub(r"(fill|stroke): (#\w{6})", lambda use: f"{use[1]}: var(--c{use[2][1:]})", svg)
+    svg = re.sub(COLOUR, lambda use: f"{use[1]}var(--c{use[2][1:]})", svg)
     # A tenth of a point is exact enough for a line.
     svg = re.sub(r' d="[^"]*"', lambda line: re.sub(r"(\.\d)\d+", r"\1", line[0]), svg)
     path.write_text(re.sub(r"[ \t]+\n", "\n", svg))
@@ -183,7 +184,7 @@ def save(name: str, axis: Any) -> None:
 
 def scheme_style(svg: str) -> str:
     """The colours of a drawing on light pages, and on dark ones, as properties by their names."""
-    used = sorted({*re.findall(r"(?:fill|stroke): (#\w{6})", svg)})
+    used = sorted({colour for _, colour in re.findall(COLOUR, svg)})
     light = " ".join(f"--c{colour[1:]}: {colour};" for colour in used)
     dark = " ".join(f"--c{colour[1:]}: {DARK.get(colour, colour)};" for colour in used)
     return f"svg {{{light}}} @media (prefers-color-scheme: dark) {{svg {{{dark}}}}}"

@@ -41,9 +41,9 @@ FRONTIER = Table(
 
 
 def draw_frontier(results: dict) -> dict:
-    title = "Gold reward is highest near 5 nats, whatever the algorithm"
+    title = "Gold reward is highest near 5 nats,\nwhatever the algorithm"
     xlabel, ylabel = "KL to the starting policy, nats per completion", "gold reward, held out"
-    axis = panel(title, xlabel, ylabel, WIDE, 3.6, xscale="log", ylim=(-0.2, 1))
+    axis = panel(title, xlabel, ylabel, WIDE, 3.8, xscale="log", ylim=(-0.2, 1))
     axis.axvspan(3.5, 5.6, color=GREY, alpha=0.2, lw=0)
     for name in FAMILIES:
         algorithm, _, placement = name.partition(", ")

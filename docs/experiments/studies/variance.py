@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 import reinforce
 from common.logprobs import completion_logprobs
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, TEXT, Style, panel, plain_log_scale
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, TEXT, WIDE, Style, panel, plain_log_scale
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import train
 from tiny.arithmetic.reward import last_number
@@ -93,8 +93,8 @@ def draw(results: dict) -> dict:
         "no baseline, rewards 0 and 1",
         "leave one out, either",
     )
-    title = "Without a baseline 1 and 2 as rewards\nhave several times the variance of 0 and 1"
-    axis = panel(title, "rollouts trained", "variance of the gradient", height=3.4)
+    title = "Adding 1 to all rewards raises the variance\nonly where there is no baseline"
+    axis = panel(title, "rollouts trained", "variance of the gradient", WIDE, 3.6)
     for (case, (colour, marker)), label in zip(styles.items(), labels, strict=True):
         values = [results["numbers"][case][f"after {moment} rollouts"] for moment in MOMENTS]
         places = range(len(MOMENTS))
