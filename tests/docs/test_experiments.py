@@ -12,6 +12,7 @@ import torch
 from scripts import SCRIPTS
 
 from common.logprobs import plain_logprobs
+from docs.experiments.lib import experiment as experiments
 from docs.experiments.lib import metrics, runs, sampling, tables
 from docs.experiments.lib.drawing import HEALTHY, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table, saved_results
@@ -272,6 +273,20 @@ def test_an_experiment_keeps_what_its_tables_and_figures_declare(root, monkeypat
         "columns": ["flags", "loss", "r"],
         "rows": [["a", "3.0", "0.50"]],
     }
+
+
+def test_with_labels_the_numbers_of_others_stay(root, monkeypatch):
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(experiments, "RESULTS", root)
+    table = Table({"a": (last("x/loss"), 1)})
+    experiment = Experiment("quick", {"a": "quick.py", "b": "quick.py --a 1"}, {"quick": table})
+    old = {"a": {"x/loss": [1, 2]}, "b": {"x/loss": [3, 4], "kept": [5]}}
+    results = {"commands": {}, "numbers": old, "curves": {}}
+    (root / "quick.json").write_text(json.dumps(results))
+    experiment.make(labels=("b",))
+    made = json.loads((root / "quick.json").read_text())
+    assert made["numbers"] == old | {"b": {"x/loss": [4.0, 4.0], "kept": [5]}}
+    assert made["commands"] == experiment.commands
 
 
 def test_what_a_function_measures_for_each_seed_is_kept_by_label_and_metric(monkeypatch):

@@ -62,9 +62,9 @@ class Experiment:
         """What is kept of the runs; with labels of these alone."""
         if self.measure_all:
             return {"numbers": self.measure_all()}
-        commands = {label: self.commands[label] for label in labels or self.commands}
+        commands = {label: self.commands.get(label, "") for label in labels or self.commands}
         runs = self.find_runs(commands) if self.find_runs else runs_by_label(commands)
-        numbers = for_each_seed(self.measure_seed) if self.measure_seed else {}
+        numbers = for_each_seed(self.measure_seed) if self.measure_seed and not labels else {}
         for label, metric in self.kept_metrics():
             if label in runs and metric.of_run:
                 found = rounded([metric.of_run(run) for run in runs[label]])
@@ -87,10 +87,18 @@ class Experiment:
         kept = [(label, metric) for label in self.curves for metric in self.curves[label]]
         return kept + [key for figure in self.figures.values() for key in figure.series]
 
-    def make(self) -> None:
-        """Measure, and draw the figures."""
+    def make(self, labels: tuple[str, ...] = ()) -> None:
+        """Measure, and draw the figures. With labels their runs alone are made, and what is known
+        of the others stays."""
         if self.keeps_results():
-            results = {"commands": self.commands} | self.measure()
+            results = {"commands": self.commands} | self.measure({*labels})
+            if labels:
+                kept = self.results()
+                for name in ("numbers", "curves"):
+                    results[name] = kept[name] | {
+                        label: kept[name].get(label, {}) | found
+                        for label, found in results[name].items()
+                    }
             (RESULTS / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
         self.redraw()
 

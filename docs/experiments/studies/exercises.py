@@ -65,7 +65,7 @@ def differences(first_run: Run, second_run: Run) -> Run:
     return run
 
 
-def find_runs(_: dict[str, str]) -> dict[str, list[Run]]:
+def find_runs(wanted: dict[str, str]) -> dict[str, list[Run]]:
     """A run for each seed, by exercise and way; of two commands that of `differences`."""
     found = {}
     for number, exercise in EXERCISES.items():
@@ -74,6 +74,8 @@ def find_runs(_: dict[str, str]) -> dict[str, list[Run]]:
             often = f"--eval-every {EVAL_EVERY[number]}"
             commands = [re.sub(r"--eval-every \d+", often, command) for command in commands]
         for way in STYLES:
+            if wanted and f"{number}, {way}" not in wanted:
+                continue
             with tempfile.TemporaryDirectory() as copy:
                 write_copy(exercise, Path(copy), healthy=way == "healthy")
                 runs = [*runs_of(commands, root=Path(copy)).values()]
