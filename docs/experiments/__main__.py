@@ -3,11 +3,12 @@
     python -m docs.experiments grpo                   # an experiment: its runs, tables and figures
     python -m docs.experiments grpo dpo --redraw      # from docs/results, without new runs
     python -m docs.experiments --redraw               # all tables and figures
+    python -m docs.experiments grpo --labels "(default)"   # these runs of it alone
     python -m docs.experiments memory                 # a program that prints what it measures
 
 An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and the tables of the pages
 between the comment lines that name them. Runs that runs/experiments already holds are read, not
-repeated: delete that folder after a change to a script.
+repeated, as long as their flags, the script and common/ are the same.
 """
 
 import sys
@@ -22,12 +23,17 @@ from docs.experiments.registry import EXPERIMENTS, all_tables
 PROGRAMS = ("memory", "speed", "launches", "gpu", "processes")  # in cost/, with flags of their own
 
 
-def main(names: tyro.conf.Positional[tuple[str, ...]], redraw: bool = False) -> None:
+def main(
+    names: tyro.conf.Positional[tuple[str, ...]],
+    redraw: bool = False,
+    labels: tuple[str, ...] = (),
+) -> None:
     """Make experiments, and write the pages.
 
     Args:
         names: experiments; with --redraw and no name all
         redraw: make figures and tables from docs/results alone, without runs
+        labels: make these runs alone, by their labels in docs/results; the others' numbers stay
     """
     unknown = {*names} - {*EXPERIMENTS}
     if unknown or not (names or redraw):
@@ -36,7 +42,7 @@ def main(names: tyro.conf.Positional[tuple[str, ...]], redraw: bool = False) -> 
     for name in names or EXPERIMENTS:
         print(name, flush=True)
         experiment = EXPERIMENTS[name]
-        experiment.redraw() if redraw else experiment.make()
+        experiment.redraw() if redraw else experiment.make(labels)
     write_pages(all_tables())
     write_explorer()
 

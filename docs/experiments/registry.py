@@ -1,14 +1,16 @@
-"""The experiments: every page's, by name."""
+"""The experiments, by name: the declared ones, and those of studies/."""
 
 from importlib import import_module
 from pathlib import Path
 
-PAGES = sorted(file.stem for file in Path(__file__).parent.glob("[a-z]*.py"))
+from docs.experiments import declared
+
+STUDIES = [
+    import_module(f"docs.experiments.studies.{file.stem}")
+    for file in sorted(Path(__file__).parent.glob("studies/[a-z]*.py"))
+]
 EXPERIMENTS = {
-    experiment.name: experiment
-    for page in PAGES
-    if page != "registry"
-    for experiment in import_module(f"docs.experiments.{page}").EXPERIMENTS
+    experiment.name: experiment for file in (declared, *STUDIES) for experiment in file.EXPERIMENTS
 }
 
 
@@ -16,5 +18,5 @@ def all_tables() -> dict[str, dict]:
     """Every table of every experiment, by name."""
     tables = {}
     for experiment in EXPERIMENTS.values():
-        tables |= experiment.tables(experiment.results())
+        tables |= experiment.make_tables()
     return tables

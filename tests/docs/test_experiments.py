@@ -3,33 +3,43 @@ and their numbers are what they should be."""
 
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from scripts import SCRIPTS
-from transformers import AutoModelForCausalLM
 
 from common.logprobs import plain_logprobs
-from docs.experiments.lib import runs, sampling, tables
-from docs.experiments.lib.experiment import saved_results
-from docs.experiments.lib.runs import Numbers, Run, experiment_of_runs, run_of, runs_of, value
+from docs.experiments.lib import experiment as experiments
+from docs.experiments.lib import metrics, runs, sampling, tables
+from docs.experiments.lib.drawing import HEALTHY, Lines, Series
+from docs.experiments.lib.experiment import Experiment, Table, saved_results
+from docs.experiments.lib.metrics import last, late
+from docs.experiments.lib.runs import Run, run_of, runs_of
 from docs.experiments.registry import EXPERIMENTS, all_tables
 
 BY_HAND = {"post_training"}  # figures
 
 
 # --- names -------------------------------------------------------------------------------------
-def test_results_figures_and_tables_have_the_name_of_their_experiment():
-    made = {name for name, experiment in EXPERIMENTS.items() if experiment.measure}
+def test_results_and_figures_have_the_name_of_their_experiment():
+    made = {name for name, experiment in EXPERIMENTS.items() if experiment.keeps_results()}
     assert {file.stem for file in Path("docs/results").iterdir()} == made
-    drawn = {name for name, experiment in EXPERIMENTS.items() if experiment.draw}
+    drawn = [name for name, one in EXPERIMENTS.items() if one.draw or one.figures]
     for figure in {file.stem for file in Path("docs/figures").iterdir()} - BY_HAND:
         assert any(f"{figure}_".startswith(f"{name}_") for name in drawn), figure
-    for name, experiment in EXPERIMENTS.items():
-        for table in experiment.tables(experiment.results()):
-            assert table == name or table.startswith(f"{name} ")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_an_experiment_declares_is_in_its_results(name):
+    """So that a committed result can be drawn again without its runs."""
+    results = EXPERIMENTS[name].results()
+    for label, metric in EXPERIMENTS[name].kept_metrics():
+        assert 1 <= len(results["numbers"][label][metric.name]) <= 5
+    for label, metric in EXPERIMENTS[name].kept_curves():
+        assert 1 <= len(results["curves"][label][metric]) <= 5
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if EXPERIMENTS[name].commands])
@@ -98,37 +108,94 @@ def test_spread_and_fixed():
 SCRIPT = """
 import json, sys
 from pathlib import Path
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder = Path(flags["--output-dir"], "run")
-folder.mkdir(parents=True)
-rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "x/loss": 2.0}, {"step": 2, "x/loss": 4.0}]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-(folder / "args.json").write_text(json.dumps(flags))
-if "--error" in flags:
-    sys.exit(flags["--error"].replace("_", " "))
-(folder / "model.safetensors").touch()
+from types import SimpleNamespace
+
+def parse_args(words):  # as tyro reads them
+    flags = dict(a="0", seed="1", output_dir="runs", model="", reward_fn="", error="")
+    for word in " ".join(words).replace("--", "\\n").split("\\n")[1:]:
+        name, value = word.replace("=", " ").split()
+        flags[name.replace("-", "_")] = value
+    return SimpleNamespace(**flags)
+
+if __name__ == "__main__":
+    args = parse_args(sys.argv[1:])
+    folder = Path(args.output_dir, "run")
+    folder.mkdir(parents=True)
+    rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "x/loss": 2.0}, {"step": 2, "x/loss": 4.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (folder / "args.json").write_text(json.dumps(vars(args)))
+    if args.error:
+        sys.exit(args.error.replace("_", " "))
+    (folder / "model.safetensors").touch()
 """
 
 
 @pytest.fixture
-def root(tmp_path):
-    """A folder with a script that is quickly done."""
-    (tmp_path / "quick.py").write_text(SCRIPT)
-    return tmp_path
+def root(tmp_path, monkeypatch):
+    """A folder with a script that is quickly done; runs are kept in another one."""
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+    root = tmp_path / "root"
+    (root / "common").mkdir(parents=True)
+    (root / "common/losses.py").write_text("BETA = 1\n")
+    (root / "reward.py").write_text("def reward(): return 1\n")
+    (root / "policy").mkdir()
+    (root / "policy/weights").write_text("1")
+    (root / "quick.py").write_text(SCRIPT)
+    return root
 
 
 def flags_of(run):
     return json.loads((run.folder / "args.json").read_text())
 
 
-def test_a_run_is_made_once_for_a_command_and_a_seed(root):
-    run = run_of("quick.py --a 1", 1, root)
-    assert flags_of(run)["--a"] == "1" and flags_of(run)["--seed"] == "1"
-    (root / "quick.py").unlink()
-    assert run_of("quick.py --a 1", 1, root).folder == run.folder
-    for command, seed in (("quick.py --a 1", 2), ("quick.py --a 2", 1)):
-        with pytest.raises(RuntimeError, match="No such file"):
-            run_of(command, seed, root)
+COMMAND = "quick.py --a 1 --model policy --reward-fn reward.py:reward"
+
+
+def test_a_run_is_made_once_whatever_the_spelling_of_its_command(root):
+    run = run_of(COMMAND, 1, root)
+    assert flags_of(run)["a"] == "1" and flags_of(run)["seed"] == "1"
+    same = "quick.py  --reward-fn reward.py:reward --model=policy --a 1"
+    for command in (COMMAND, same, same.replace("--a 1", "--a 2 --a 1")):
+        assert run_of(command, 1, root).folder == run.folder
+    others = [(COMMAND, 2), (COMMAND.replace("--a 1", "--a 2"), 1), (COMMAND[:-7], 1)]
+    assert len({run_of(*other, root).folder for other in others} | {run.folder}) == 4
+    assert len([*runs.RUNS.iterdir()]) == 4
+
+
+def test_two_spellings_of_one_call_are_run_once(root):
+    made = runs_of(["quick.py", "quick.py --a 0"], root)
+    assert made["quick.py"] == made["quick.py --a 0"] and len([*runs.RUNS.iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("quick.py", '"x/loss": 4.0', '"x/loss": 5.0'),
+        ("common/losses.py", "1", "2"),
+        ("reward.py", "return 1", "return 2"),
+        ("policy/weights", "1", "2"),
+    ],
+)
+def test_a_change_to_what_a_run_is_made_of_makes_another_one(root, file, old, new):
+    """Numbers from before a fix do not come back."""
+    before = run_of(COMMAND, 1, root)
+    sys.modules.pop(f"quick.py in {root}")
+    text = (root / file).read_text()
+    (root / file).write_text(text.replace(old, new))
+    after = run_of(COMMAND, 1, root)
+    assert after.folder != before.folder
+    assert (last("x/loss").of_run(after) == 5) == (file == "quick.py")
+    (root / file).write_text(text + ("\n# a comment\n" if file.endswith(".py") else ""))
+    assert run_of(COMMAND, 1, root).folder == before.folder
+
+
+def test_a_change_to_the_run_whose_model_is_named_makes_another_one(root):
+    command = "quick.py --a 3 --model {quick.py --a 1}"
+    before = run_of(command, 1, root)
+    assert flags_of(before)["model"] == str(run_of("quick.py --a 1", 1, root).folder)
+    assert run_of(command.replace("--a 1", "--a 2"), 1, root) != before
+    assert run_of(command.replace("py --a 1", "py --a=1"), 1, root) == before
 
 
 def test_an_interrupted_run_is_made_again(root):
@@ -139,14 +206,13 @@ def test_an_interrupted_run_is_made_again(root):
     assert (again.folder / "model.safetensors").exists() and not (again.folder / "left").exists()
 
 
-def test_a_command_names_the_model_of_another_run_with_its_seed(root, monkeypatch):
-    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+def test_a_command_names_the_model_of_another_run_with_its_seed(root):
     first, second = "quick.py --a 1", "quick.py --model {quick.py --a 1}"
     made = runs_of([second, first], root)
     assert [*made] == [second, first]
     for one, other in zip(made[first], made[second], strict=True):
-        assert flags_of(other)["--model"] == str(one.folder)
-        assert flags_of(other)["--seed"] == flags_of(one)["--seed"]
+        assert flags_of(other)["model"] == str(one.folder)
+        assert flags_of(other)["seed"] == flags_of(one)["seed"]
 
 
 def test_a_run_may_stop_with_a_gradient_norm_and_nothing_else(root):
@@ -156,38 +222,71 @@ def test_a_run_may_stop_with_a_gradient_norm_and_nothing_else(root):
         run_of("quick.py --error out_of_paper", 1, root)
 
 
-def test_value():
+def run_with(folder, metrics_rows, samples=()):
+    runs.write_jsonl(folder / "metrics.jsonl", metrics_rows)
+    runs.write_jsonl(folder / "samples.jsonl", samples)
+    return Run(folder)
+
+
+def test_metrics_of_a_run(tmp_path):
     rows = [{"step": 0, "eval/x": 9.0}, *({"step": i, "a/x": float(i)} for i in range(1, 8))]
-    rows += [{"step": 8, "a/x": 0.0, "eval/x": 2.0}]
-    assert value(rows, "a/x") == (4 + 5 + 6 + 7 + 0) / 5
-    assert value(rows, "eval/x") == 2
-    assert value(rows, "first eval/x") == 9
-    assert value(rows, "first a/x") == 1
-    assert value(rows, "highest a/x") == 7
-    assert value(rows, "average a/x") == 28 / 8
-    assert value(rows, "a/x at 3") == 3
+    run = run_with(tmp_path, [*rows, {"step": 8, "a/x": 0.0, "eval/x": 2.0}])
+    for metric, name, expected in (
+        (late("a/x"), "a/x", (4 + 5 + 6 + 7 + 0) / 5),
+        (last("eval/x"), "eval/x", 2),
+        (metrics.first("eval/x"), "first eval/x", 9),
+        (metrics.first("a/x"), "first a/x", 1),
+        (metrics.highest("a/x"), "highest a/x", 7),
+        (metrics.average("a/x"), "average a/x", 28 / 8),
+        (metrics.at("a/x", 3), "a/x at 3", 3),
+    ):
+        assert (metric.name, metric.of_run(run)) == (name, expected)
+    assert [*run.values("eval/x").items()] == [(0, 9.0), (8, 2.0)]
 
 
-def test_an_experiment_of_runs_keeps_what_its_tables_and_figure_ask_for(root, monkeypatch):
-    monkeypatch.setattr(runs, "SEEDS", (1, 2))
+def test_samples_and_the_typical_one(tmp_path):
+    rows = [{"step": 0, "completion": "z", "reward": 4}]
+    rows += [
+        {"step": 5, "completion": text, "reward": reward}
+        for text, reward in zip("abc", (0, 2, 9), strict=True)
+    ]
+    run = run_with(tmp_path, [], rows)
+    assert run.samples(0) == rows[:1] and run.samples() == rows[1:]
+    assert metrics.typical_sample(run) == {"completion": "b", "reward": 2}
+
+
+def test_an_experiment_keeps_what_its_tables_and_figures_declare(root, monkeypatch):
     monkeypatch.chdir(root)
-
-    def make_tables(numbers):
-        return {"quick": numbers.table({"loss": ("x/loss", 1), "r": ("eval/reward", 2)})}
-
-    def draw(numbers):
-        return numbers.metric_curves("a", "x/loss"), "title", "words"
-
-    experiment = experiment_of_runs("quick", {"a": "quick.py"}, make_tables, draw)
+    experiment = Experiment(
+        "quick",
+        {"a": "quick.py"},
+        {"quick": Table({"loss": (late("x/loss"), 1), "r": (last("eval/reward"), 2)})},
+        {"quick": Lines("title", "y", {("a", "x/loss"): Series("loss", HEALTHY)})},
+    )
     results = experiment.measure()
-    assert results["numbers"] == {"a": {"x/loss": [3.0, 3.0], "eval/reward": [0.5, 0.5]}}
     curve = [[1, 2.0], [2, 4.0]]
-    assert results["curves"] == {"a": {"x/loss": [curve, curve]}}
-    saved = json.loads(json.dumps({"commands": experiment.commands} | results))
-    assert experiment.draw(saved)[0] == [curve, curve]
-    assert experiment.tables(saved) == {
-        "quick": {"columns": ["flags", "loss", "r"], "rows": [["a", "3.0", "0.50"]]},
+    assert json.loads(json.dumps(results)) == {
+        "numbers": {"a": {"x/loss": [3.0, 3.0], "eval/reward": [0.5, 0.5]}},
+        "curves": {"a": {"x/loss": [curve, curve]}},
     }
+    assert experiment.tables["quick"].make(results["numbers"], ["a"]) == {
+        "columns": ["flags", "loss", "r"],
+        "rows": [["a", "3.0", "0.50"]],
+    }
+
+
+def test_with_labels_the_numbers_of_others_stay(root, monkeypatch):
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(experiments, "RESULTS", root)
+    table = Table({"a": (last("x/loss"), 1)})
+    experiment = Experiment("quick", {"a": "quick.py", "b": "quick.py --a 1"}, {"quick": table})
+    old = {"a": {"x/loss": [1, 2]}, "b": {"x/loss": [3, 4], "kept": [5]}}
+    results = {"commands": {}, "numbers": old, "curves": {}}
+    (root / "quick.json").write_text(json.dumps(results))
+    experiment.make(labels=("b",))
+    made = json.loads((root / "quick.json").read_text())
+    assert made["numbers"] == old | {"b": {"x/loss": [4.0, 4.0], "kept": [5]}}
+    assert made["commands"] == experiment.commands
 
 
 def test_what_a_function_measures_for_each_seed_is_kept_by_label_and_metric(monkeypatch):
@@ -197,17 +296,14 @@ def test_what_a_function_measures_for_each_seed_is_kept_by_label_and_metric(monk
     def measure_seed(seed):
         return {"a": {"x": seed / 3, "text": f"seed {seed}"}, "b": {"x": 1.0}}
 
-    def make_tables(numbers):
-        return {"quick": numbers.table({"shown": ("x", 1)}, "")}
-
-    experiment = experiment_of_runs("quick", {}, make_tables, measure_seed=measure_seed)
-    results = experiment.measure()
-    assert results["numbers"] == {
+    assert Experiment("quick", measure_seed=measure_seed).measure()["numbers"] == {
         "a": {"x": [0.333333, 0.666667], "text": ["seed 1", "seed 2"]},
         "b": {"x": [1.0, 1.0]},
     }
-    assert experiment.tables({"commands": {}} | results) == {
-        "quick": {"columns": ["", "shown"], "rows": [["a", "0.5 (0.3-0.7)"], ["b", "1.0"]]},
+    table = Table({"shown": (metrics.measured("x"), 1)}, {"a": ("first", "a")}, ("", "name"))
+    assert table.make({"a": {"x": [1 / 3, 2 / 3]}}, []) == {
+        "columns": ["", "name", "shown"],
+        "rows": [["first", "a", "0.5 (0.3-0.7)"]],
     }
 
 
@@ -235,26 +331,5 @@ def test_kl_of_samples_reads_them_back_from_the_log(tmp_path):
     """As dpo.py measures it, on the tokens that were sampled."""
     flags = dict(train_split="train[:64]", eval_split="test[:20]", epochs=1.0, micro_batch_size=8)
     run = runs.train(SCRIPTS["dpo"], output_dir=str(tmp_path), learning_rate=2e-3, **flags)
-    found = runs.kl_of_samples(run)
-    assert found == pytest.approx(value(run.rows, "eval/kl"), abs=1e-4) and found > 0.001
-    assert AutoModelForCausalLM.from_pretrained(run.folder)
-
-
-def test_curves_of_all_steps_or_of_evaluations_alone(tmp_path):
-    rows = [{"step": 1, "x/kl": 1.0}, {"step": 2, "x/kl": 3.0, "eval/reward": 0.5}]
-    runs.write_jsonl(tmp_path / "metrics.jsonl", rows)
-    for evaluations, points in ((False, [[1, 1.0], [2, 3.0]]), (True, [[2, 3.0]])):
-        numbers = Numbers({"a": "quick.py"}, runs={"a": [Run(tmp_path)]})
-        assert numbers.metric_curves("a", "x/kl", evaluations) == [points]
-
-
-def test_typical_sample(tmp_path):
-    rows = [
-        {"step": 5, "completion": text, "reward": r}
-        for text, r in zip("abc", (0, 2, 9), strict=True)
-    ]
-    runs.write_jsonl(
-        tmp_path / "samples.jsonl", [{"step": 0, "completion": "z", "reward": 4}, *rows]
-    )
-    numbers = Numbers({"a": "quick.py"}, runs={"a": [Run(tmp_path)]})
-    assert numbers.values("a", "typical sample") == [{"completion": "b", "reward": 2}]
+    found = metrics.kl_of_samples(run)
+    assert found == pytest.approx(last("eval/kl").of_run(run), abs=1e-4) and found > 0.001

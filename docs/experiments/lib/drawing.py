@@ -1,31 +1,32 @@
 """How the figures of all pages look.
 
 A figure has one pair of axes, and its title is what a reader should take from it. Most are 336
-pixels wide: two stand side by side on a page, on a phone one below the other.
+pixels wide: two stand side by side on a page, on a phone one below the other. None is wider than
+422, so that its text has 9 pixels where a phone shows it on 328.
 
-Each algorithm has one colour and one marker on all pages (ALGORITHM_STYLES). Series that are not
-algorithms take TEXT, RED or GREY. Every series also has its own marker, so that a figure can be
-read without colours. Values logged at every step are lines (`draw_band`); the few evaluations of a
-run are markers without a line (`draw_evaluations`).
+Each algorithm has one colour and one marker on all pages, and so have the gold reward and the runs
+with a symptom and without. A series can be told from the others by its marker alone.
 
-Each figure has an opaque ground, because no grey can be read on a white page and on GitHub's dark
-one. All colours here have a contrast of 4.5 : 1 to it and can be used for text.
+Figures have no ground of their own. Each colour has a value for light pages and one for dark ones,
+both with a contrast of 4.5 : 1, and the SVG chooses by `prefers-color-scheme`.
 """
 
 import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")  # no window
 from matplotlib import pyplot as plt
+from pandas import DataFrame
 
+plt.style.use(Path(__file__).parent / "plain.mplstyle")
 FIGURES = Path("docs/figures")
-THIRD, HALF, WIDE = 2.25, 3.5, 5  # inches: 216, 336 and 480 pixels
+COLOUR = r"((?:fill|stroke)(?:: |=\"))(#\w{6})"  # in an SVG of matplotlib
+THIRD, HALF, WIDE = 2.25, 3.5, 4.4  # inches: 216, 336 and 422 pixels
 
 
 class Style(NamedTuple):
@@ -35,50 +36,47 @@ class Style(NamedTuple):
     marker: str = ""
 
 
-GROUND = "#ffffff"
 TEXT = "#24292f"
 GREY = "#5f6872"  # lines and words that stay in the background
 RED = "#c4202a"
+GREEN = "#1a7a3a"
 ALGORITHM_STYLES = {
-    "SFT": Style("#7a5f00", "s"),
+    "SFT": Style("#00707a", "s"),
     "reward model": Style("#4a5a78", "P"),
     "best of n": Style("#8c3b2e", "*"),
     "REINFORCE": Style("#7a3fc0", "p"),
     "PPO": Style("#0b62c4", "o"),
     "GRPO": Style("#b84a00", "^"),
-    "DPO": Style("#1a7a3a", "D"),
+    "DPO": Style(GREEN, "D"),
 }
-# Runs with a symptom and without one, whatever their algorithm.
-HEALTHY, SICK = Style(TEXT, "o"), Style(RED, "x")
-
-matplotlib.rcParams.update(
-    {
-        "text.color": TEXT,
-        "axes.labelcolor": TEXT,
-        "axes.edgecolor": GREY,
-        "xtick.color": GREY,
-        "ytick.color": GREY,
-        "xtick.labelcolor": TEXT,
-        "ytick.labelcolor": TEXT,
-        "font.sans-serif": ["DejaVu Sans", "Arial"],
-        "font.size": 9,
-        "axes.titlesize": 9,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GREY,
-        "grid.alpha": 0.25,
-        "legend.framealpha": 0,
-        "figure.constrained_layout.w_pad": 6 / 72,  # 8 pixels of ground around all
-        "figure.constrained_layout.h_pad": 6 / 72,
-        "axes.unicode_minus": False,  # screen readers and searches know the hyphen
-        "svg.fonttype": "none",  # letters, not their outlines
-        "svg.hashsalt": "plain",  # the same file in each run
-    }
-)
+GOLD = Style("#8a6100", "h")  # the gold reward, whatever was trained
+HEALTHY, SICK = Style(TEXT, "o"), Style(RED, "x")  # whatever the algorithm
+TINTS = {  # areas with words on them: of light pages and of dark ones
+    "#9ecbf5": "#1d4f80",
+    "#f5c9a3": "#7a4a1c",
+    "#a9dcb8": "#1f5e36",
+    "#d8c1f0": "#573b78",
+    "#f6b9c4": "#7a2f3d",
+    "#e3d08a": "#5f5118",
+    "#c3c9d0": "#4a525c",
+    "#a5dde0": "#1b5a5e",
+}
+DARK = TINTS | {
+    TEXT: "#e6edf3",
+    GREY: "#9198a1",
+    RED: "#ff7b72",
+    GREEN: "#3fb950",
+    "#00707a": "#39c5cf",
+    "#4a5a78": "#a5b4d4",
+    "#8c3b2e": "#f0997b",
+    "#7a3fc0": "#bc8cff",
+    "#0b62c4": "#58a6ff",
+    "#b84a00": "#ff9b50",
+    "#8a6100": "#d9b23c",
+}
 
 
+# --- axes --------------------------------------------------------------------------------------
 def panel(
     title: str,
     xlabel: str,
@@ -88,7 +86,7 @@ def panel(
     **settings: Any,
 ) -> Any:
     """The axes of a new figure of so many inches; settings are those of `axes.set`."""
-    _, axis = plt.subplots(figsize=(width, height), layout="constrained")
+    _, axis = plt.subplots(figsize=(width, height))
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     return axis
 
@@ -100,78 +98,56 @@ def plain_log_scale(axis: Any) -> None:
     axis.minorticks_off()
 
 
-def band_of(curves: Sequence[Sequence[tuple]]) -> tuple[list, list, list, list]:
-    """Of curves, lists of points (x, y): x, and the mean, the lowest and the highest y there."""
-    points = [[*zip(*of_step, strict=True)] for of_step in zip(*curves, strict=True)]
-    means = [mean(ys) for _, ys in points]
-    lowest, highest = [min(ys) for _, ys in points], [max(ys) for _, ys in points]
-    return [mean(xs) for xs, _ in points], means, lowest, highest
+def draw_curves(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style) -> None:
+    """The mean over curves, lists of points (x, y), and a band from the lowest to the highest y."""
+    points = DataFrame({seed: dict(curve) for seed, curve in enumerate(curves)}).sort_index()
+    x, colour = points.index.to_numpy(), style.colour
+    axis.fill_between(x, points.min(axis=1), points.max(axis=1), color=colour, alpha=0.2, lw=0)
+    # A marker at each point, or where there are many at some of them.
+    every = 1 if len(x) <= 25 else (0.05, 0.18)
+    means = points.mean(axis=1).to_numpy()
+    axis.plot(x, means, color=colour, marker=style.marker, label=label, ms=4.5, markevery=every)
 
 
-def draw_band(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style) -> None:
-    """The mean over curves, lists of points (x, y), and a band from the lowest to the highest y.
-
-    For what is logged at every step. A few markers tell the lines apart.
-    """
-    x, means, lowest, highest = band_of(curves)
-    axis.fill_between(x, lowest, highest, color=style.colour, alpha=0.2, lw=0)
-    axis.plot(
-        x,
-        means,
-        color=style.colour,
-        marker=style.marker,
-        label=label,
-        ms=5,
-        markevery=(0.05, 0.18),  # start and spacing as fractions of the axes' diagonal
-    )
+class Series(NamedTuple):
+    name: str  # in the legend
+    style: Style
 
 
-def draw_evaluations(
-    axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style
-) -> None:
-    """The mean of each evaluation as a marker, with a bar from the lowest to the highest y, and the
-    single values of the curves as dots on it. No line: nothing was measured in between.
-    """
-    x, means, lowest, highest = band_of(curves)
-    for curve in curves:
-        axis.plot(*zip(*curve, strict=True), color=style.colour, marker=".", ms=3, ls="", alpha=0.6)
-    axis.vlines(x, lowest, highest, color=style.colour, alpha=0.5, lw=1.2)
-    axis.plot(x, means, color=style.colour, marker=style.marker, ms=6, ls="", label=label)
+class Lines(NamedTuple):
+    """A figure of metrics over training: mean and range of the seeds."""
 
-
-class Metric(NamedTuple):
-    """A figure of the default run."""
-
-    metric: str
     title: str
     ylabel: str
-    limits: tuple[float, float] | None = None  # of y
+    series: dict[tuple[str, str], Series]  # by label and metric
+    xlabel: str = "rollout"
+    limits: tuple[float | None, float | None] | None = None  # of y
     best: float | None = None  # the best possible value, a dashed line
+    width: float = HALF
+    log_scale: bool = False
 
 
-def draw_metrics(
-    numbers: Any,
-    algorithm: str,
-    figures: dict[str, Metric],
-    xlabel: str = "rollout",
-    width: float = HALF,
-) -> dict[str, Any]:
-    """A figure for each metric of the default run: mean and range of the seeds."""
-    axes = {}
-    for name, (metric, title, ylabel, limits, best) in figures.items():
-        axis = axes[name] = panel(title, xlabel, ylabel, width)
-        draw = draw_evaluations if metric.startswith("eval/") else draw_band
-        curves = numbers.metric_curves("(default)", metric)
-        draw(axis, curves, algorithm, ALGORITHM_STYLES[algorithm])
-        axis.margins(y=0.1)
-        axis.locator_params(nbins=5)
-        axis.set(ylim=limits)
-        if best is not None:
-            axis.axhline(best, color=TEXT, ls="--", lw=1.2, label="best possible")
-            axis.legend()
-    return axes
+def draw_lines(figure: Lines, all_curves: dict) -> Any:
+    height = 2.6 if len(figure.series) == 1 else 2.9  # with a legend
+    axis = panel(figure.title, figure.xlabel, figure.ylabel, figure.width, height)
+    for (label, metric), series in figure.series.items():
+        draw_curves(axis, all_curves[label][metric], series.name, series.style)
+    axis.locator_params(nbins=5, integer=figure.xlabel == "rollout", axis="x")
+    if figure.best is not None:
+        axis.axhline(figure.best, color=TEXT, ls="--", lw=1.2, label="best possible")
+    if figure.log_scale:
+        plain_log_scale(axis)
+    else:
+        axis.locator_params(nbins=5, axis="y")
+    axis.set(ylim=figure.limits)
+    if len(figure.series) > 1:
+        axis.figure.legend(loc="outside lower center", ncols=2)
+    elif figure.best is not None:
+        axis.legend()
+    return axis
 
 
+# --- files -------------------------------------------------------------------------------------
 def description_of(axis: Any) -> str:
     """In words: what is drawn over what, and the first and the last value of each series."""
     series = []
@@ -181,7 +157,8 @@ def description_of(axis: Any) -> str:
     for bars in axis.containers:
         series.append((bars.get_label(), ", ".join(f"{value:.3g}" for value in bars.datavalues)))
     words = "; ".join(f"{label} {values}" for label, values in series if label[0] != "_")
-    return f"{axis.get_ylabel()} over {axis.get_xlabel()}: {words}.".strip()
+    texts = [" ".join(text.get_text().split()) for text in axis.figure.texts]
+    return f"{axis.get_ylabel()} over {axis.get_xlabel()}: {'; '.join([words, *texts])}.".strip()
 
 
 def save(name: str, axis: Any) -> None:
@@ -194,10 +171,20 @@ def save(name: str, axis: Any) -> None:
     svg = re.sub(r" <metadata>.*?</metadata>\n", "", path.read_text(), flags=re.DOTALL)
     svg = svg.replace("<svg ", f'<svg role="img" aria-labelledby="{name}-title {name}-desc" ', 1)
     words = (
-        f'\\1 <title id="{name}-title">{escape(title)}</title>\n'
+        f' <title id="{name}-title">{escape(title)}</title>\n'
         f' <desc id="{name}-desc">{escape(description_of(axis))}</desc>\n'
+        f" <style>{scheme_style(svg)}</style>\n"
     )
-    svg = re.sub(r"(<svg [^>]*>\n)", words, svg, count=1)
+    svg = re.sub(r"(<svg [^>]*>\n)", lambda opening: opening[1] + words, svg, count=1)
+    svg = re.sub(COLOUR, lambda use: f"{use[1]}var(--c{use[2][1:]})", svg)
     # A tenth of a point is exact enough for a line.
     svg = re.sub(r' d="[^"]*"', lambda line: re.sub(r"(\.\d)\d+", r"\1", line[0]), svg)
     path.write_text(re.sub(r"[ \t]+\n", "\n", svg))
+
+
+def scheme_style(svg: str) -> str:
+    """The colours of a drawing on light pages, and on dark ones, as properties by their names."""
+    used = sorted({colour for _, colour in re.findall(COLOUR, svg)})
+    light = " ".join(f"--c{colour[1:]}: {colour};" for colour in used)
+    dark = " ".join(f"--c{colour[1:]}: {DARK.get(colour, colour)};" for colour in used)
+    return f"svg {{{light}}} @media (prefers-color-scheme: dark) {{svg {{{dark}}}}}"

@@ -2,8 +2,8 @@
 
 from statistics import mean, stdev
 
-from docs.experiments.lib.experiment import saved_results
-from docs.experiments.lib.runs import Numbers, experiment_of_runs
+from docs.experiments.lib.experiment import Experiment, Table, saved_numbers
+from docs.experiments.lib.metrics import at, average, last
 from docs.experiments.lib.tables import spread
 
 RECIPES = {
@@ -37,37 +37,55 @@ def difference(values: list[float], others: list[float]) -> str:
     return f"{mean(values) - mean(others):+.3f} ± {error:.3f}"
 
 
-def tables(numbers: Numbers) -> dict:
-    saved = saved_results("grpo")["numbers"]
-    default, without_kl = (saved[label]["eval/accuracy"] for label in ("(default)", "`--beta 0`"))
+STEPS, PASSES = (
+    (0, 20, 40, 60),
+    {"pass@1": "accuracy", "pass@8": "pass_at_8", "pass@64": "pass_at_64"},
+)
+
+
+def tables(results: dict) -> dict:
+    numbers = results["numbers"]
+    default, without_kl = (
+        saved_numbers("grpo", label, "eval/accuracy") for label in ("(default)", "`--beta 0`")
+    )
     rows = [["(default)", spread(default, 3), "", "32"]]
     rows.append(["(default), `--beta 0`", spread(without_kl, 3), "", "32"])
-    for name in RECIPES:
-        accuracy = numbers.values(name, "eval/accuracy")
-        base = without_kl if "--beta 0" in RECIPES[name] else default
-        sampled = spread(numbers.values(name, "average prompts/sampled"), 0)
+    for name, flags in RECIPES.items():
+        accuracy = numbers[name]["eval/accuracy"]
+        base = without_kl if "--beta 0" in flags else default
+        sampled = spread(numbers[name]["average prompts/sampled"], 0)
         rows.append([name, spread(accuracy, 3), difference(accuracy, base), sampled])
-    columns = ["recipe", "accuracy", "minus the default's of that β", "prompts per rollout"]
     steps = []
-    for step in (0, 20, 40, 60):
-        metrics = [f"eval/{name} at {step}" for name in ("accuracy", "pass_at_8", "pass_at_64")]
-        steps.append([str(step), *(spread(numbers.values("pass@k", m), 2) for m in metrics)])
-    of_rounds = []
-    for rounds in ROUNDS:
-        cells = []
-        for step in (0, 4, 10, 20):
-            shares = numbers.values(f"rounds {rounds}", f"eval/reward at {step}")
-            cells.append(spread(shares, 2))
-        for metric in ("average prompts/kept", "average prompts/sampled"):
-            cells.append(spread(numbers.values(f"rounds {rounds}", metric), 1))
-        of_rounds.append([rounds, *cells])
-    steps_shown = [f"after {step} rollouts" for step in (4, 10, 20)]
-    dynamic = ["rounds", "share at the start", *steps_shown, "kept per rollout", "sampled"]
+    for step in STEPS:
+        passes = [numbers["pass@k"][f"eval/{metric} at {step}"] for metric in PASSES.values()]
+        steps.append([str(step), *(spread(of_seeds, 2) for of_seeds in passes)])
+    columns = ["recipe", "accuracy", "minus the default's of that β", "prompts per rollout"]
     return {
-        "dynamic sampling": {"columns": dynamic, "rows": of_rounds},
         "recipes": {"columns": columns, "rows": rows},
-        "pass at k": {"columns": ["rollouts", "pass@1", "pass@8", "pass@64"], "rows": steps},
+        "pass at k": {"columns": ["rollouts", *PASSES], "rows": steps},
     }
 
 
-EXPERIMENTS = (experiment_of_runs("recipes", COMMANDS, tables),)
+DYNAMIC_SAMPLING = Table(
+    {
+        "share at the start": (at("eval/reward", 0), 2),
+        "after 4 rollouts": (at("eval/reward", 4), 2),
+        "after 10 rollouts": (at("eval/reward", 10), 2),
+        "after 20 rollouts": (at("eval/reward", 20), 2),
+        "kept per rollout": (average("prompts/kept"), 1),
+        "sampled": (average("prompts/sampled"), 1),
+    },
+    {f"rounds {rounds}": (rounds,) for rounds in ROUNDS},
+    heading=("rounds",),
+)
+METRICS = {name: [last("eval/accuracy"), average("prompts/sampled")] for name in RECIPES}
+METRICS["pass@k"] = [at(f"eval/{metric}", step) for step in STEPS for metric in PASSES.values()]
+EXPERIMENTS = (
+    Experiment(
+        "recipes",
+        COMMANDS,
+        {"dynamic sampling": DYNAMIC_SAMPLING},
+        metrics=METRICS,
+        more_tables=tables,
+    ),
+)

@@ -18,9 +18,10 @@ import grpo
 import ppo_rlhf
 import sft
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, draw_evaluations, panel
-from docs.experiments.lib.experiment import saved_results
-from docs.experiments.lib.runs import Numbers, experiment_of_runs, train, write_jsonl
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, panel
+from docs.experiments.lib.experiment import Experiment, Table, saved_numbers, saved_results
+from docs.experiments.lib.metrics import measured
+from docs.experiments.lib.runs import train, write_jsonl
 from docs.experiments.lib.tables import spread
 from tiny.reviews.gold import score
 
@@ -89,13 +90,13 @@ def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     learned = reward_fn(repeated, sequences, texts).tolist()
     gold = [score(text) for text in texts]
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
-    measured = {}
+    found = {}
     for n in SIZES:
-        measured[str(n)] = {"bound of the KL": kl_bound(n)}
+        found[str(n)] = {"bound of the KL": kl_bound(n)}
         for name, values in (("learned", learned), ("gold", gold)):
             best = [expected_best(learned[group], values[group], n) for group in groups]
-            measured[str(n)][name] = mean(best)
-    return measured
+            found[str(n)][name] = mean(best)
+    return found
 
 
 def sample(
@@ -179,9 +180,9 @@ def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
         model = str(run.folder)
         policy = sampling.load_policy(model)
         num_kept += len(selected)
-        num_steps += len(run.rows) - 1
-    measured = evaluate(task, reward_fn, policy, start_policy, seed)
-    return measured | {"kept": num_kept, "steps": num_steps}
+        num_steps += len(run.metrics) - 1
+    numbers = evaluate(task, reward_fn, policy, start_policy, seed)
+    return numbers | {"kept": num_kept, "steps": num_steps}
 
 
 def evaluate(
@@ -206,11 +207,11 @@ def evaluate(
 
 # --- results -----------------------------------------------------------------------------------
 def measure_seed(seed: int) -> dict[str, dict[str, float]]:
-    measured = best_of_reviews(seed)
+    found = best_of_reviews(seed)
     for label, plan in (SUM_PLANS | REVIEW_PLANS).items():
         with tempfile.TemporaryDirectory() as folder:
-            measured[label] = rejection_sampling(plan, seed, Path(folder))
-    return measured
+            found[label] = rejection_sampling(plan, seed, Path(folder))
+    return found
 
 
 def num_steps(args: Any) -> str:
@@ -218,64 +219,78 @@ def num_steps(args: Any) -> str:
     return str(args.total_rollouts * args.update_epochs * args.num_minibatches)
 
 
-def tables(numbers: Numbers) -> dict:
-    """Best of n; and rejection sampling beside GRPO's and PPO's results."""
-    best = {
-        "bound of the KL": ("bound of the KL", 2),
-        "learned": ("learned", 2),
-        "gold": ("gold", 3),
-    }
+BEST = Table(
+    {
+        "bound of the KL": (measured("bound of the KL"), 2),
+        "learned": (measured("learned"), 2),
+        "gold": (measured("gold"), 3),
+    },
+    {str(n): (str(n),) for n in SIZES},
+    heading=("n",),
+)
+TRAINED = {"trained on": (measured("kept"), 0), "optimiser steps": (measured("steps"), 0)}
+REJECTION_SUMS = Table(
+    TRAINED | {"accuracy": (measured("accuracy"), 3)},
+    {label: (label,) for label in SUM_PLANS},
+    heading=("",),
+)
+REJECTION_REVIEWS = Table(
+    TRAINED
+    | {
+        "learned": (measured("learned"), 2),
+        "gold": (measured("gold"), 2),
+        "KL": (measured("KL"), 1),
+    },
+    {label: (label,) for label in REVIEW_PLANS},
+    heading=("",),
+)
 
-    trained = {"trained on": ("kept", 0), "optimiser steps": ("steps", 0)}
-    sums = numbers.table(trained | {"accuracy": ("accuracy", 3)}, "", SUM_PLANS)
-    accuracies = saved_results("grpo")["numbers"]["(default)"]["eval/accuracy"]
-    grpo_row = ["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", num_steps(SUMS)]
-    sums["rows"].append([*grpo_row, spread(accuracies, 3)])
 
-    judged = {"learned": ("learned", 2), "gold": ("gold", 2), "KL": ("KL", 1)}
-    reviews = numbers.table(trained | judged, "", REVIEW_PLANS)
-    learned = saved_results("reward_hacking")["numbers"]["0.2"]["reward/mean"]
-    ppo = saved_results("frontier")["numbers"]["PPO, KL in the reward, beta 0.2"]
+def tables(results: dict) -> dict:
+    """Rejection sampling beside GRPO's and PPO's results."""
+    sums, reviews = (
+        table.make(results["numbers"], []) for table in (REJECTION_SUMS, REJECTION_REVIEWS)
+    )
+    accuracy = spread(saved_numbers("grpo", "(default)", "eval/accuracy"), 3)
+    sums["rows"].append(["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", num_steps(SUMS), accuracy])
+    learned = spread(saved_numbers("reward_hacking", "0.2", "reward/mean"), 2)
+    label = "PPO, KL in the reward, beta 0.2"
+    gold = spread(saved_numbers("frontier", label, "eval/reward"), 2)
+    kl = spread(saved_numbers("frontier", label, "KL of samples"), 1)
     ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", num_steps(PPO)]
-    ppo_row += [spread(learned, 2), spread(ppo["eval/reward"], 2), spread(ppo["KL of samples"], 1)]
-    reviews["rows"].append(ppo_row)
-    return {
-        "best_of_n": numbers.table(best, "n", map(str, SIZES)),
-        "best_of_n rejection sums": sums,
-        "best_of_n rejection reviews": reviews,
-    }
+    reviews["rows"].append([*ppo_row, learned, gold, kl])
+    return {"best_of_n rejection sums": sums, "best_of_n rejection reviews": reviews}
 
 
-def draw(numbers: Numbers) -> dict:
+def draw(results: dict) -> dict:
     """Gold reward on the reviews against the KL."""
-    title = "Best of n is not hacked: it stays near"
-    axis = panel(title, "KL to the start, nats", "gold reward", height=3.2)
-    style = ALGORITHM_STYLES["PPO"]
+    title = "Best of n stays below 5 nats,\nPPO goes on and is hacked"
+    axis = panel(title, "KL to the start, nats", "gold reward", height=3, xscale="log")
     ppo = []
-    for label, of_run in saved_results("frontier")["numbers"].items():
+    for label, numbers in saved_results("frontier")["numbers"].items():
         if label.startswith("PPO, KL in the reward"):
-            kls, golds = of_run["KL of samples"], of_run["eval/reward"]
-            ppo.append([*zip(kls, golds, strict=True)])
-            beta = label.rpartition(" ")[2]
-            axis.annotate(
-                beta,
-                (mean(kls), mean(golds)),
-                xytext={"0.5": (0, -15), "0.05": (-28, 3)}.get(beta, (7, -2)),
-                textcoords="offset points",
-                color=style.colour,
-            )
-    draw_evaluations(axis, [*zip(*ppo, strict=True)], "PPO, with its beta", style)
-    best = []  # a list of points for each n; n = 1 has a KL of 0, which log scales cannot show
-    for n in SIZES[1:]:
-        golds = numbers.values(str(n), "gold")
-        best.append([(kl_bound(n), gold) for gold in golds])
-    label = f"best of n, n = {SIZES[1]} to {SIZES[-1]}"
-    draw_evaluations(axis, [*zip(*best, strict=True)], label, ALGORITHM_STYLES["best of n"])
-    axis.set(xscale="log")
+            ppo.append((mean(numbers["KL of samples"]), mean(numbers["eval/reward"])))
+    # n = 1 has a KL of 0, which log scales cannot show.
+    best = [(kl_bound(n), mean(results["numbers"][str(n)]["gold"])) for n in SIZES[1:]]
+    for points, name, label in (
+        (ppo, "PPO", "PPO, beta 0.5 to 1e-9"),
+        (best, "best of n", f"best of n, n = {SIZES[1]} to {SIZES[-1]}"),
+    ):
+        colour, marker = ALGORITHM_STYLES[name]
+        xs, ys = zip(*sorted(points), strict=True)
+        axis.plot(xs, ys, color=colour, marker=marker, label=label)
     axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
     axis.minorticks_off()
     axis.legend(loc="lower left")
     return {"best_of_n_gold": axis}
 
 
-EXPERIMENTS = (experiment_of_runs("best_of_n", {}, tables, draw, measure_seed),)
+EXPERIMENTS = (
+    Experiment(
+        "best_of_n",
+        tables={"best_of_n": BEST},
+        measure_seed=measure_seed,
+        more_tables=tables,
+        draw=draw,
+    ),
+)

@@ -1,6 +1,4 @@
-"""docs/dpo.md and docs/dpo_variants.md: the losses of dpo.py; and DPO in rounds, on pairs that the
-current policy has written and that the reward model labels.
-"""
+"""docs/dpo.md: DPO in rounds, on pairs that the policy has written and the reward model labels."""
 
 import shutil
 import tempfile
@@ -15,74 +13,11 @@ from torch import Generator
 import dpo
 from common.tokens import encode, encode_pair
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import THIRD, Metric, draw_metrics
-from docs.experiments.lib.runs import (
-    LAST_NUMBER,
-    REVIEW_COLUMNS,
-    Numbers,
-    experiment_of_runs,
-    read_jsonl,
-    train,
-    variants,
-    write_jsonl,
-)
+from docs.experiments.lib.experiment import Experiment, Table
+from docs.experiments.lib.metrics import measured
+from docs.experiments.lib.runs import read_jsonl, train, write_jsonl
 from tiny.reviews import gold
 
-# Preference pairs of the sums.
-SUMS = f"--dataset tiny/arithmetic/preferences --eval-reward-fn {LAST_NUMBER} --max-new-tokens 24"
-COMMANDS = variants("dpo.py", "", "--loss ipo --beta 1", "--nll-coef 0.2", "--label-smoothing 0.1")
-
-
-def draw(numbers: Numbers) -> dict:
-    figures = {
-        "dpo_accuracy": Metric(
-            "eval/pair_accuracy", "Pairs are told apart", "held-out pair accuracy"
-        ),
-        "dpo_gold": Metric("eval/reward", "Gold reward rises", "gold reward"),
-        "dpo_kl": Metric("eval/kl", "Policy moves away", "KL, nats per completion"),
-    }
-    return draw_metrics(numbers, "DPO", figures, "optimiser step", THIRD)
-
-
-def tables(numbers: Numbers) -> dict:
-    return {"dpo": numbers.table(REVIEW_COLUMNS)}
-
-
-# --- simpo_and_orpo, orpo ----------------------------------------------------------------------
-SIMPO_AND_ORPO = variants(
-    "dpo.py",
-    "--loss simpo --beta 5 --gamma 0.5",
-    "--loss simpo --beta 5 --gamma 0.5 --nll-coef 0.2",
-    "--loss orpo --beta 5",
-    "--loss orpo --beta 1e-9",
-)
-FROM_BASE = (
-    f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
-    "--beta"
-)
-ORPO = {
-    "SFT on the chosen": f"{FROM_BASE} 1e-9",
-    "ORPO, beta 0.5": f"{FROM_BASE} 0.5",
-    "that SFT, then DPO": f"dpo.py --model {{{FROM_BASE} 1e-9}} {SUMS}",
-}
-
-
-def simpo_and_orpo_tables(numbers: Numbers) -> dict:
-    """Losses without a reference, so without a KL."""
-    columns = {
-        "gold": ("eval/reward", 2),
-        "grammatical": ("grammatical", 2),
-        "pair accuracy": ("eval/pair_accuracy", 3),
-        "tokens": ("eval/length_mean", 1),
-    }
-    return {"simpo_and_orpo": numbers.table(columns)}
-
-
-def orpo_tables(numbers: Numbers) -> dict:
-    return {"orpo": numbers.table({"accuracy": ("eval/accuracy", 3)}, "trained by")}
-
-
-# --- iterative_dpo -----------------------------------------------------------------------------
 POLICY = dpo.Args.model  # where every row of the table starts
 OFFLINE_PAIRS = dpo.Args.dataset  # written by that policy, labelled by the judge
 REWARD_MODEL = "tiny/reviews/reward_model"
@@ -194,29 +129,26 @@ def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
 def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     """`evaluate` after each round."""
     reward_fn = sampling.load_reward_model(REWARD_MODEL)
-    measured = {}
+    found = {}
     for name, rounds in ROUNDS.items():
         with tempfile.TemporaryDirectory() as folder:
             models = train_rounds(rounds, reward_fn, seed, Path(folder))
             for i, model in enumerate(models, start=1):
                 label = name if rounds.number == 1 else f"{name}, after round {i}"
-                measured[label] = evaluate(model, reward_fn, seed)
-    return measured
+                found[label] = evaluate(model, reward_fn, seed)
+    return found
 
 
-def iterative_tables(numbers: Numbers) -> dict:
-    columns = {
-        "gold": ("gold", 2),
-        "learned": ("learned", 1),
-        "KL": ("KL", 1),
-        "grammatical": ("grammatical", 2),
-    }
-    return {"iterative_dpo": numbers.table(columns, "trained on")}
-
-
+COLUMNS = {
+    "gold": (measured("gold"), 2),
+    "learned": (measured("learned"), 1),
+    "KL": (measured("KL"), 1),
+    "grammatical": (measured("grammatical"), 2),
+}
 EXPERIMENTS = (
-    experiment_of_runs("dpo", COMMANDS, tables, draw),
-    experiment_of_runs("simpo_and_orpo", SIMPO_AND_ORPO, simpo_and_orpo_tables),
-    experiment_of_runs("orpo", ORPO, orpo_tables),
-    experiment_of_runs("iterative_dpo", {}, iterative_tables, measure_seed=measure_seed),
+    Experiment(
+        "iterative_dpo",
+        tables={"iterative_dpo": Table(COLUMNS, heading=("trained on",))},
+        measure_seed=measure_seed,
+    ),
 )

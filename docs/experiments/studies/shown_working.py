@@ -1,6 +1,5 @@
-"""docs/sft.md and docs/grpo.md: the default run; and how often completions show their working after
-three kinds of SFT, and after GRPO from the last.
-"""
+"""docs/sft.md and docs/grpo.md: how often completions show their working after three kinds of SFT,
+and after GRPO from the last."""
 
 import tempfile
 from collections.abc import Sequence
@@ -15,34 +14,12 @@ from torch import Tensor
 import grpo
 import sft
 from common.logprobs import Sequences, completion_logprobs
-from docs.experiments.lib.drawing import Metric, draw_metrics
-from docs.experiments.lib.runs import (
-    Numbers,
-    Run,
-    experiment_of_runs,
-    read_jsonl,
-    train,
-    value,
-    write_jsonl,
-)
+from docs.experiments.lib.experiment import Experiment, Table
+from docs.experiments.lib.metrics import first, last, measured
+from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
 from docs.rewards import formats
 
 
-def draw(numbers: Numbers) -> dict:
-    loss = Metric(
-        "eval/loss",
-        "The loss ends near the data's entropy",
-        "held-out loss, nats per token",
-        limits=(0, None),
-        # The entropy of the demonstrations. Which of the two forms: ln 2 = 0.69 nats. Which digit
-        # is guessed in an answer at once: ln 10 = 2.30. Whether and how each of five digits of the
-        # working is wrong: 2.72. So 0.69 + (2.30 + 2.72) / 2 = 3.21 for 7.5 tokens on average.
-        best=0.43,
-    )
-    return draw_metrics(numbers, "SFT", {"sft": loss}, "optimiser step")
-
-
-# --- shown_working -----------------------------------------------------------------------------
 def share_with_working(samples: list[dict]) -> float:
     return mean(formats.shown([], [sample["completion"] for sample in samples]))
 
@@ -91,33 +68,36 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
         # Twice the epochs, of half the data.
         at_once = train(sft, **flags, dataset=str(data), epochs=8.0)
         trained = train(grpo, output_dir=folder, seed=seed, model=str(at_once.folder))
-        samples = read_jsonl(trained.folder / "samples.jsonl")
-        samples_before = [sample for sample in samples if sample["step"] == 0]
         return {
-            OVER_TOKENS: {"share": share_with_working(over_tokens.samples)},
-            OVER_COMPLETIONS: {"share": share_with_working(over_completions.samples)},
+            OVER_TOKENS: {"share": share_with_working(over_tokens.samples())},
+            OVER_COMPLETIONS: {"share": share_with_working(over_completions.samples())},
             "before": {
-                "share": share_with_working(samples_before),
-                "accuracy": value(trained.rows, "first eval/accuracy"),
+                "share": share_with_working(trained.samples(step=0)),
+                "accuracy": first("eval/accuracy").of_run(trained),
             },
             "after": {
-                "share": share_with_working(trained.samples),
-                "accuracy": value(trained.rows, "eval/accuracy"),
+                "share": share_with_working(trained.samples()),
+                "accuracy": last("eval/accuracy").of_run(trained),
             },
         }
 
 
-def shown_working_tables(numbers: Numbers) -> dict:
-    share = {"share of samples with working": ("share", 2)}
-    both = share | {"accuracy": ("accuracy", 2)}
-    labels = (OVER_TOKENS, OVER_COMPLETIONS)
-    return {
-        "shown_working": numbers.table(share, "mean of the loss over", labels),
-        "shown_working grpo": numbers.table(both, "60 rollouts of GRPO", ("before", "after")),
-    }
-
-
+SHARE = {"share of samples with working": (measured("share"), 2)}
 EXPERIMENTS = (
-    experiment_of_runs("sft", {"(default)": "sft.py"}, lambda _: {}, draw),
-    experiment_of_runs("shown_working", {}, shown_working_tables, measure_seed=measure_seed),
+    Experiment(
+        "shown_working",
+        tables={
+            "shown_working": Table(
+                SHARE,
+                {label: (label,) for label in (OVER_TOKENS, OVER_COMPLETIONS)},
+                heading=("mean of the loss over",),
+            ),
+            "shown_working grpo": Table(
+                SHARE | {"accuracy": (measured("accuracy"), 2)},
+                {label: (label,) for label in ("before", "after")},
+                heading=("60 rollouts of GRPO",),
+            ),
+        },
+        measure_seed=measure_seed,
+    ),
 )

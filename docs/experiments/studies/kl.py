@@ -109,4 +109,4 @@ def draw(_: dict) -> dict:
     return {"kl": axis}
 
 
-EXPERIMENTS = (Experiment("kl", tables, draw=draw),)
+EXPERIMENTS = (Experiment("kl", more_tables=tables, draw=draw),)

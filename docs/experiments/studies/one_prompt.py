@@ -295,4 +295,4 @@ def by_token(measured: dict, columns: dict[str, Any]) -> dict:
     return {"columns": [f"completion {NAMES[BEST]}", *columns], "rows": rows}
 
 
-EXPERIMENTS = (Experiment("one_prompt", tables, lambda: {"numbers": measure()}),)
+EXPERIMENTS = (Experiment("one_prompt", measure_all=measure, more_tables=tables),)

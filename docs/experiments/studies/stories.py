@@ -17,19 +17,13 @@ from docs.experiments.lib.drawing import (
     HEALTHY,
     SICK,
     THIRD,
-    draw_band,
-    draw_evaluations,
-    panel,
+    Lines,
+    Series,
 )
-from docs.experiments.lib.runs import (
-    Numbers,
-    Run,
-    experiment_of_runs,
-    read_jsonl,
-    run_of,
-    runs_by_label,
-    write_jsonl,
-)
+from docs.experiments.lib.experiment import Experiment, Table, runs_by_label
+from docs.experiments.lib.metrics import first, last, late, measured
+from docs.experiments.lib.runs import Run, read_jsonl, run_of, write_jsonl
+from docs.experiments.lib.tables import spread
 from docs.rewards import stories as rules
 
 FOLDER = Path("runs/stories")
@@ -92,12 +86,12 @@ def measure_seed(seed: int) -> dict[str, dict[str, Any]]:
     start = sampling.load_policy(run_of(SFT, seed).folder)
     args = grpo.Args(dataset=str(DATA), max_prompt_length=96)
     prompt_ids = [prompt.ids for prompt in sampling.load_prompts(args, "test", start.tokenizer)]
-    measured = {}
+    found = {}
     for label, command in COMMANDS.items():
         policy = sampling.load_policy(run_of(command, seed).folder)
         sequences, texts = sampling.sample(policy, prompt_ids, 64, Generator().manual_seed(seed))
         num_tokens = sum(len(completion) for _, completion in sequences)
-        measured[label] = {
+        found[label] = {
             "a friend": mean(rules.friend([], texts)),
             "happy words": mean(rules.happy_words([], texts)),
             "distinct pairs": mean(rules.distinct_pairs([], texts)),
@@ -105,28 +99,34 @@ def measure_seed(seed: int) -> dict[str, dict[str, Any]]:
             "KL": sampling.mean_log_ratio(policy, start, sequences),
             "first completion": texts[0],
         }
-    return measured
+    return found
 
 
 # --- tables and figures --------------------------------------------------------------------------
-def tables(numbers: Numbers) -> dict:
-    columns = {
-        "a friend": ("a friend", 2),
-        "happy words": ("happy words", 2),
-        "distinct pairs": ("distinct pairs", 2),
-        "log-prob per token under the SFT model": ("log-prob per token", 2),
-        "KL to it": ("KL", 1),
-    }
+COLUMNS = {
+    "a friend": (measured("a friend"), 2),
+    "happy words": (measured("happy words"), 2),
+    "distinct pairs": (measured("distinct pairs"), 2),
+    "log-prob per token under the SFT model": (measured("log-prob per token"), 2),
+    "KL to it": (measured("KL"), 1),
+}
+TRUNCATED = {
+    "before SFT": first("eval/truncated_fraction"),
+    "after it": last("eval/truncated_fraction"),
+}
+
+
+def tables(results: dict) -> dict:
+    numbers = results["numbers"]
     # Of the first held-out opening, seed 1: neither chosen nor shortened.
-    samples = [
-        [label, in_a_cell(numbers.values(label, "first completion")[0])] for label in COMMANDS
-    ]
-    moments = {"first eval/truncated_fraction": 2, "eval/truncated_fraction": 2}
-    truncated = ["`eval/truncated_fraction`", *numbers.spreads("SFT", moments)]
+    samples = [[label, in_a_cell(numbers[label]["first completion"][0])] for label in COMMANDS]
+    truncated = [spread(numbers["SFT"][metric.name], 2) for metric in TRUNCATED.values()]
     return {
-        "stories": numbers.table(columns, ""),
         "stories samples": {"columns": ["", "completion"], "rows": samples},
-        "stories truncated": {"columns": ["", "before SFT", "after it"], "rows": [truncated]},
+        "stories truncated": {
+            "columns": ["", *TRUNCATED],
+            "rows": [["`eval/truncated_fraction`", *truncated]],
+        },
     }
 
 
@@ -135,37 +135,55 @@ def in_a_cell(text: str) -> str:
     return "`" + " ".join(text.replace("`", "'").replace("|", "/").split()) + "`"
 
 
-def draw(numbers: Numbers) -> dict:
-    """The rewards and the second judge over the rollouts."""
-    friend = panel("Rule 1 is learned", "rollout", "fraction with a friend", THIRD, ylim=(0, 1.03))
-    happy = panel("Rule 2 is hacked", "rollout", "happy words per story", THIRD)
-    distinct = panel(
-        "Text repeats itself", "rollout", "distinct pairs, held out", THIRD, ylim=(0, 1.03)
-    )
-    curves = numbers.metric_curves("friend", "rewards/friend")
-    draw_band(friend, curves, "friend", ALGORITHM_STYLES["GRPO"])
-    for beta, style in (("beta 0", SICK), ("beta 0.2", HEALTHY)):
-        label = f"happy words, {beta}"
-        draw_band(happy, numbers.metric_curves(label, "rewards/happy_words"), beta, style)
-        draw_evaluations(distinct, numbers.metric_curves(label, "eval/reward"), beta, style)
-    happy.legend()
-    return {"stories_friend": friend, "stories_happy": happy, "stories_distinct": distinct}
+def with_and_without_kl(title: str, ylabel: str, metric: str, **more: Any) -> Lines:
+    series = {
+        (f"happy words, {beta}", metric): Series(beta, style)
+        for beta, style in (("beta 0", SICK), ("beta 0.2", HEALTHY))
+    }
+    return Lines(title, ylabel, series, width=THIRD, **more)
 
+
+FIGURES = {
+    "stories_friend": Lines(
+        "Rule 1 is learned",
+        "fraction with a friend",
+        {("friend", "rewards/friend"): Series("friend", ALGORITHM_STYLES["GRPO"])},
+        limits=(0, 1.03),
+        width=THIRD,
+    ),
+    "stories_happy": with_and_without_kl(
+        "Rule 2 is hacked", "happy words per story", "rewards/happy_words"
+    ),
+    "stories_distinct": with_and_without_kl(
+        "Without a KL text\nrepeats itself",
+        "distinct pairs, held out",
+        "eval/reward",
+        limits=(0, 1.03),
+    ),
+}
 
 # --- learning rates, for docs/choosing.md ------------------------------------------------------
 GRPO_AT = f"{GRPO}:happy_words".replace("--eval-rows 400 --eval-every 10", "--eval-rows 40")
 RATES = {rate: GRPO_AT.replace("3e-4", rate) for rate in ("5e-4", "5e-5", "5e-6")}
-
-
-def rate_tables(numbers: Numbers) -> dict:
-    columns = {
-        "happy words": ("rewards/happy_words", 2),
-        "KL (k3), nats per completion": ("objective/kl", 2),
-    }
-    return {"stories_rates": numbers.table(columns, "learning rate")}
-
-
+RATE_COLUMNS = {
+    "happy words": (late("rewards/happy_words"), 2),
+    "KL (k3), nats per completion": (late("objective/kl"), 2),
+}
 EXPERIMENTS = (
-    experiment_of_runs("stories", COMMANDS, tables, draw, measure_seed, find_runs),
-    experiment_of_runs("stories_rates", RATES, rate_tables, find_runs=find_runs),
+    Experiment(
+        "stories",
+        COMMANDS,
+        {"stories": Table(COLUMNS, heading=("",))},
+        FIGURES,
+        metrics={"SFT": [*TRUNCATED.values()]},
+        measure_seed=measure_seed,
+        find_runs=find_runs,
+        more_tables=tables,
+    ),
+    Experiment(
+        "stories_rates",
+        RATES,
+        {"stories_rates": Table(RATE_COLUMNS, heading=("learning rate",))},
+        find_runs=find_runs,
+    ),
 )

@@ -1,4 +1,4 @@
-"""docs/reinforce.md: the baselines; and the variance of the gradient under each, along training."""
+"""docs/reinforce.md: the variance of the gradient under each baseline, along training."""
 
 import tempfile
 from statistics import median
@@ -9,31 +9,12 @@ from torch import Generator, Tensor
 import reinforce
 from common.logprobs import completion_logprobs
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import (
-    ALGORITHM_STYLES,
-    TEXT,
-    GREY,
-    WIDE,
-    Style,
-    panel,
-    plain_log_scale,
-)
-from docs.experiments.lib.runs import Numbers, experiment_of_runs, train, variants
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, TEXT, WIDE, Style, panel, plain_log_scale
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.runs import train
 from tiny.arithmetic.reward import last_number
 
 
-def tables(numbers: Numbers) -> dict:
-    columns = {
-        "accuracy after 20 rollouts": ("eval/reward at 20", 3),
-        "after 60": ("eval/reward", 3),
-    }
-    return {"reinforce": numbers.table(columns)}
-
-
-BASELINES = ("--baseline none", "--baseline batch_mean", "--baseline leave_one_out")
-
-
-# --- variance ----------------------------------------------------------------------------------
 CASES = {  # what is added to each reward, and the baseline
     "none": (0, "none"),
     "none, rewards 1 and 2": (1, "none"),
@@ -98,37 +79,32 @@ def along_training(seed: int) -> dict[str, dict[str, float]]:
     return measured
 
 
-def draw_variance(numbers: Numbers) -> dict:
-    """The variance in each case at each moment, median and range."""
+def draw(results: dict) -> dict:
+    """The median in each case at each moment, and the seeds. The mean of the batch as a baseline
+    would cover leave one out."""
     colour = ALGORITHM_STYLES["REINFORCE"].colour
     styles = {
-        "none": Style(colour, "p"),
         "none, rewards 1 and 2": Style(colour, "x"),
-        "batch mean": Style(TEXT, "o"),
-        "leave one out": Style(GREY, "s"),
+        "none": Style(colour, "p"),
+        "leave one out": Style(TEXT, "s"),
     }
-    axis = panel(
-        "No baseline: the lowest variance with rewards 0 and 1,\nthe highest with rewards 1 and 2",
-        "rollouts trained",
-        "variance, lower is better",
-        WIDE,
-        height=3.6,
+    labels = (
+        "no baseline, rewards 1 and 2",
+        "no baseline, rewards 0 and 1",
+        "leave one out, either",
     )
-    for i, (case, (colour, marker)) in enumerate(styles.items()):
-        values = [numbers.values(case, f"after {moment} rollouts") for moment in MOMENTS]
-        places = [place + 0.16 * (i - 1.5) for place in range(len(MOMENTS))]  # side by side
-        lowest, highest = [min(value) for value in values], [max(value) for value in values]
-        medians = [median(value) for value in values]
-        axis.vlines(places, lowest, highest, color=colour, lw=1.2, alpha=0.6)
-        axis.plot(places, values, ".", color=colour, ms=3, alpha=0.6)
-        axis.plot(places, medians, color=colour, marker=marker, ls="", ms=7, label=case)
+    title = "Adding 1 to all rewards raises the variance\nonly where there is no baseline"
+    axis = panel(title, "rollouts trained", "variance of the gradient", WIDE, 3.6)
+    for (case, (colour, marker)), label in zip(styles.items(), labels, strict=True):
+        values = [results["numbers"][case][f"after {moment} rollouts"] for moment in MOMENTS]
+        places = range(len(MOMENTS))
+        axis.plot(places, values, ".", color=colour, ms=3, alpha=0.5)
+        line = ":" if case == "none" else "-"
+        axis.plot(places, [*map(median, values)], line, color=colour, marker=marker, label=label)
     axis.set_xticks(range(len(MOMENTS)), labels=map(str, MOMENTS))
     plain_log_scale(axis)
-    axis.figure.legend(loc="outside lower center", ncols=2)
+    axis.figure.legend(loc="outside lower center")
     return {"variance": axis}
 
 
-EXPERIMENTS = (
-    experiment_of_runs("reinforce", variants("reinforce.py", *BASELINES), tables),
-    experiment_of_runs("variance", {}, lambda _: {}, draw_variance, along_training),
-)
+EXPERIMENTS = (Experiment("variance", measure_seed=along_training, draw=draw),)

@@ -23,7 +23,7 @@ from docs.experiments.cost.memory_model import (
     peak,
 )
 from docs.experiments.lib import measuring
-from docs.experiments.lib.drawing import GREY, TEXT, panel
+from docs.experiments.lib.drawing import GREY, TEXT, WIDE, panel
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import train
 
@@ -118,22 +118,21 @@ def draw(_: dict) -> dict:
         parts_by_label[label] = {
             PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size
         }
-    styles = {  # tint, hatching, and what is written into the part
-        "policy": ("#9ecbf5", "", "policy"),
-        "reference": ("#f5c9a3", "//", "ref"),
-        "critic": ("#a9dcb8", "", "critic"),
-        "reward model": ("#d8c1f0", "\\\\", "RM"),
-        "gradients": ("#f6b9c4", "..", "grads"),
-        "AdamW": ("#e3d08a", "", "AdamW"),
-        "copies of weights": ("#c3c9d0", "xx", ""),
-        "activations": ("#a5dde0", "", ""),
+    styles = {  # tint and hatching
+        "policy": ("#9ecbf5", ""),
+        "reference": ("#f5c9a3", "//"),
+        "critic": ("#a9dcb8", ""),
+        "reward model": ("#d8c1f0", "\\\\"),
+        "gradients": ("#f6b9c4", ".."),
+        "AdamW": ("#e3d08a", ""),
+        "copies of weights": ("#c3c9d0", "xx"),
+        "activations": ("#a5dde0", ""),
     }
-    xlabel = "GB on one GPU, 7B parameters, a micro-batch of 1 with 512 + 512 tokens"
-    axis = panel("With LoRA 7B needs about a sixth", xlabel, width=8, height=4.6)
-    axis.set_title(axis.get_title("left"), pad=20)
+    xlabel = "GB on one GPU, 512 + 512 tokens"
+    axis = panel("With LoRA 7B fits on 80 GB", xlabel, width=WIDE, height=5.2)
     axis.grid(visible=False, axis="y")
     left_ends = dict.fromkeys(parts_by_label, 0.0)
-    for part, (tint, hatching, written) in styles.items():
+    for part, (tint, hatching) in styles.items():
         widths = [parts.get(part, 0.0) for parts in parts_by_label.values()]
         drawn = axis.barh(
             [*left_ends],
@@ -146,16 +145,13 @@ def draw(_: dict) -> dict:
             label=part,
             height=0.62,
         )
-        labels = [written if width > 4 * len(written) else "" for width in widths]  # has room
-        axis.bar_label(drawn, labels, label_type="center", bbox=dict(fc=tint, lw=0, pad=1))
         for label, width in zip(left_ends, widths, strict=True):
             left_ends[label] += width
-    axis.bar_label(drawn, [f"{total:.0f} GB" for total in left_ends.values()], padding=4)
+    axis.bar_label(drawn, [f"{total:.0f}" for total in left_ends.values()], padding=4)
     axis.axvline(80, color=TEXT, ls="--", lw=1.2)
-    axis.annotate("80 GB", (80, -0.75), ha="center", annotation_clip=False)
-    axis.set(xlim=(0, 1.12 * max(left_ends.values())))
+    axis.set(xlim=(0, 1.12 * max(left_ends.values())), xticks=(0, 80, 160, 240))
     axis.invert_yaxis()
-    axis.figure.legend(loc="outside lower center", ncols=4, handlelength=2.5)
+    axis.figure.legend(loc="outside lower center", ncols=2, handlelength=2.5)
     return {"model_sizes": axis}
 
 
@@ -214,7 +210,7 @@ def measure_real_size() -> dict:
             all_flags = flags | {"lora_rank": lora_rank}
             length, highest = measuring.in_own_process(measure_script, script, all_flags)
             numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
-    return {"numbers": numbers}
+    return numbers
 
 
 def real_size_tables(results: dict) -> dict:
@@ -237,6 +233,6 @@ def real_size_tables(results: dict) -> dict:
 
 
 EXPERIMENTS = (
-    Experiment("model_sizes", tables, draw=draw),
-    Experiment("real_size", real_size_tables, measure_real_size),
+    Experiment("model_sizes", more_tables=tables, draw=draw),
+    Experiment("real_size", measure_all=measure_real_size, more_tables=real_size_tables),
 )

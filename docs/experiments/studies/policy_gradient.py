@@ -127,7 +127,7 @@ def tables(_: dict) -> dict:
 
 def draw(_: dict) -> dict:
     """The clipped objective."""
-    title = f"No gradient above {1 + CLIP:g} for A = +1, below {1 - CLIP:g} for A = -1"
+    title = f"No gradient above {1 + CLIP:g} for A = +1,\nbelow {1 - CLIP:g} for A = -1"
     axis = panel(title, "ratio rho = π / π_old", "objective", WIDE)
     ratios = [0.4 + 0.01 * i for i in range(121)]
     for advantage, line, colour in ((1, "-", TEXT), (-1, "--", RED)):
@@ -137,4 +137,4 @@ def draw(_: dict) -> dict:
     return {"policy_gradient": axis}
 
 
-EXPERIMENTS = (Experiment("policy_gradient", tables, draw=draw),)
+EXPERIMENTS = (Experiment("policy_gradient", more_tables=tables, draw=draw),)

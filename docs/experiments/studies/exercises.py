@@ -1,0 +1,115 @@
+"""docs/exercises.md: runs of the exercises' scripts with their bugs and without."""
+
+import re
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from docs.exercises.plant import EXERCISES, write_copy
+from docs.experiments.lib.drawing import HEALTHY, SICK, Lines, Series
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.metrics import Metric, average, first, highest, last, late
+from docs.experiments.lib.runs import Run, runs_of
+from docs.experiments.lib.tables import spread
+
+STYLES = {"healthy": HEALTHY, "planted": SICK}
+
+
+class Symptom(NamedTuple):
+    number: int  # of the exercise
+    name: str  # in the table
+    metric: Metric
+    digits: int  # behind the point, in the table
+
+
+SYMPTOMS = (
+    Symptom(1, "highest `objective/kl`", highest("objective/kl"), 1),
+    Symptom(1, "`reward/mean`", late("reward/mean"), 2),
+    Symptom(1, "`eval/reward`", last("eval/reward"), 2),
+    Symptom(2, "`policy/approx_kl`", late("policy/approx_kl"), 5),
+    Symptom(3, "`eval/truncated_fraction`", last("eval/truncated_fraction"), 2),
+    Symptom(4, "largest difference of `objective/loss`", highest("difference/loss"), 3),
+    Symptom(5, "highest `objective/loss`", highest("objective/loss"), 2),
+    Symptom(5, "highest `policy/grad_norm`", highest("policy/grad_norm"), 1),
+    Symptom(6, "`value/explained_variance`, all rollouts", average("value/explained_variance"), 2),
+    Symptom(6, "`reward/mean`", late("reward/mean"), 2),
+    Symptom(7, "`reward/mean`", late("reward/mean"), 2),
+    Symptom(7, "`policy/grad_norm`, all rollouts", average("policy/grad_norm"), 1),
+    Symptom(8, "`eval/pair_accuracy`", last("eval/pair_accuracy"), 2),
+    Symptom(9, "first `objective/loss`", first("objective/loss"), 2),
+    Symptom(9, "`eval/pair_accuracy`", last("eval/pair_accuracy"), 2),
+    Symptom(10, "`eval/margin`", last("eval/margin"), 2),
+    Symptom(10, "`eval/kl`", last("eval/kl"), 1),
+)
+# What the figure of each exercise draws, the label of x, and its title.
+PANELS = {
+    1: ("objective/kl", "rollout", "the KL stays 0"),
+    2: ("policy/approx_kl", "rollout", "the steps do not shrink"),
+    3: ("eval/truncated_fraction", "optimiser step", "completions never stop"),
+    4: ("difference/loss", "optimiser step", "the micro-batch size matters"),
+    5: ("policy/grad_norm", "rollout", "the gradient jumps and comes back"),
+    6: ("reward/mean", "rollout", "the policy learns less"),
+    7: ("reward/mean", "rollout", "the reward rises slowly"),
+    8: ("eval/pair_accuracy", "optimiser step", "pairs are not told apart"),
+    9: ("objective/loss", "optimiser step", "the first loss is not ln 2"),
+    10: ("eval/margin", "optimiser step", "the margin stays 0"),
+}
+EVAL_EVERY = {3: 10, 8: 10, 10: 4}  # steps, for the figures: the exercises evaluate less often
+
+
+def differences(first_run: Run, second_run: Run) -> Run:
+    """A run whose metric is how far the losses of two runs, which should agree, differ."""
+    losses = [run.values("objective/loss") for run in (first_run, second_run)]
+    run = Run(first_run.folder)
+    run.metrics = (losses[0] - losses[1]).abs().to_frame("difference/loss")
+    return run
+
+
+def find_runs(wanted: dict[str, str]) -> dict[str, list[Run]]:
+    """A run for each seed, by exercise and way; of two commands that of `differences`."""
+    found = {}
+    for number, exercise in EXERCISES.items():
+        commands = exercise.commands
+        if number in EVAL_EVERY:
+            often = f"--eval-every {EVAL_EVERY[number]}"
+            commands = [re.sub(r"--eval-every \d+", often, command) for command in commands]
+        for way in STYLES:
+            if wanted and f"{number}, {way}" not in wanted:
+                continue
+            with tempfile.TemporaryDirectory() as copy:
+                write_copy(exercise, Path(copy), healthy=way == "healthy")
+                runs = [*runs_of(commands, root=Path(copy)).values()]
+            if len(runs) == 2:
+                runs = [[differences(*of_seed) for of_seed in zip(*runs, strict=True)]]
+            (found[f"{number}, {way}"],) = runs
+    return found
+
+
+def tables(results: dict) -> dict:
+    rows = []
+    for number, name, metric, digits in SYMPTOMS:
+        of_ways = [results["numbers"][f"{number}, {way}"][metric.name] for way in STYLES]
+        rows.append([str(number), name, *(spread(of_seeds, digits) for of_seeds in of_ways)])
+    return {"exercises": {"columns": ["exercise", "metric", *STYLES], "rows": rows}}
+
+
+FIGURES, METRICS = {}, {}
+for number, (metric, xlabel, title) in PANELS.items():
+    series = {(f"{number}, {way}", metric): Series(way, style) for way, style in STYLES.items()}
+    ylabel = metric.replace("difference/loss", "difference of the losses")
+    FIGURES[f"exercises_{number}"] = Lines(
+        f"{number}: {title}", ylabel, series, xlabel, log_scale=number in (2, 5)
+    )
+    for way in STYLES:
+        METRICS[f"{number}, {way}"] = [
+            symptom.metric for symptom in SYMPTOMS if symptom.number == number
+        ]
+EXPERIMENTS = (
+    Experiment(
+        "exercises",
+        figures=FIGURES,
+        metrics=METRICS,
+        find_runs=find_runs,
+        more_tables=tables,
+    ),
+)
