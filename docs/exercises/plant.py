@@ -118,7 +118,7 @@ EXERCISES = {
                 "            loss = loss * len(inds) / len(sequences)\n",
             ),
         ),
-        test="test_sft.py::test_micro_batch_size_does_not_change_the_gradient",
+        test="test_every_script.py::test_micro_batch_size_does_not_change_the_gradient",
     ),
     5: Exercise(
         commands=(f"{GRPO_REVIEWS} --beta 0.2 --total-rollouts 12 --eval-every 6",),

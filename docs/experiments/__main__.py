@@ -17,6 +17,7 @@ from importlib import import_module
 import tyro
 
 from docs.experiments.cost.memory_model import write_explorer
+from docs.experiments.lib.navigation import add_navigation
 from docs.experiments.lib.tables import write_pages
 from docs.experiments.registry import EXPERIMENTS, all_tables
 
@@ -44,6 +45,7 @@ def main(
         experiment = EXPERIMENTS[name]
         experiment.redraw() if redraw else experiment.make(labels)
     write_pages(all_tables())
+    add_navigation()
     write_explorer()
 
 

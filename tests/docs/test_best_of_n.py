@@ -13,7 +13,7 @@ import torch
 
 import grpo
 from common.tokens import encode_pair
-from docs.experiments import best_of_n
+from docs.experiments.studies import best_of_n
 from docs.experiments.lib import sampling
 
 

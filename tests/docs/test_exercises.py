@@ -12,8 +12,8 @@ from scripts import SCRIPTS
 
 from docs.exercises import plant
 from docs.exercises.plant import EXERCISES, Edit, apply, write_copy
-from docs.experiments import exercises as experiment
-from docs.experiments.lib.runs import Run
+from docs.experiments.studies import exercises as experiment
+from docs.experiments.lib.runs import Run, write_jsonl
 
 # --- the bugs -----------------------------------------------------------------------------------
 QUICK = {
@@ -113,10 +113,12 @@ def test_a_run_with_the_bug_shows_its_symptom(tmp_path, capsys):
 def test_differences_of_two_runs(tmp_path):
     runs = []
     for loss in (2.0, 2.5):
-        run = Run(tmp_path)
-        run.rows = [{"step": 0, "eval/loss": 1.0}, {"step": 1, "objective/loss": loss}]
-        runs.append(run)
-    assert experiment.differences(*runs).rows == [{"step": 1, "difference/loss": 0.5}]
+        folder = tmp_path / str(loss)
+        folder.mkdir()
+        rows = [{"step": 0, "eval/loss": 1.0}, {"step": 1, "objective/loss": loss}]
+        write_jsonl(folder / "metrics.jsonl", rows)
+        runs.append(Run(folder))
+    assert [*experiment.differences(*runs).values("difference/loss").items()] == [(1, 0.5)]
 
 
 # --- the page -----------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import dpo
-from docs.experiments import dpo as experiment
-from docs.experiments.dpo import POLICY, REWARD_MODEL, Rounds
 from docs.experiments.lib import sampling
-from docs.experiments.lib.runs import Run, read_jsonl, train, value, write_jsonl
+from docs.experiments.lib.metrics import first
+from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
+from docs.experiments.studies import iterative_dpo as experiment
+from docs.experiments.studies.iterative_dpo import POLICY, REWARD_MODEL, Rounds
 
 
 def test_the_best_and_the_worst_of_a_group_become_a_pair():
@@ -80,5 +81,5 @@ def test_the_starting_policy_is_measured_with_the_samples_of_dpo_py(monkeypatch,
     found = experiment.evaluate(POLICY, sampling.load_reward_model(REWARD_MODEL), seed=1)
     flags = dict(train_split="train[:32]", eval_split="test[:40]", epochs=1.0)
     run = train(dpo, output_dir=str(tmp_path), **flags)
-    assert found["gold"] == pytest.approx(value(run.rows, "first eval/reward"))
+    assert found["gold"] == pytest.approx(first("eval/reward").of_run(run))
     assert found["KL"] == 0

@@ -8,7 +8,7 @@ import torch
 from by_hand import close, gradient, kl, rows_of, softmax
 
 import grpo
-from docs.experiments import kl as kl_page
+from docs.experiments.studies import kl as kl_page
 
 TABLES = kl_page.tables({})
 REF, FAR, NEAR = (0.4, 0.3, 0.2, 0.1), (0.01, 0.09, 0.3, 0.6), (0.3, 0.3, 0.25, 0.15)

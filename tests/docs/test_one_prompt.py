@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.experiments import one_prompt
+from docs.experiments.studies import one_prompt
 from docs.experiments.lib.experiment import saved_results
 
 SAVED = saved_results("one_prompt")

@@ -17,7 +17,7 @@ from docs.experiments.lib.tables import pages
 
 pytestmark = pytest.mark.house
 
-GROUPS = "reward|rewards|objective|policy|value|completions|eval|time"
+GROUPS = "reward|rewards|objective|policy|value|completions|prompts|eval|time"
 SOURCES = {
     path: path.read_text()
     for pattern in ("*.py", "*/*.py", "*/*/*.py", "*/*/*/*.py")

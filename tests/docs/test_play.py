@@ -12,7 +12,7 @@ from pytest import approx
 
 import grpo
 import ppo_rlhf
-from docs.experiments.one_prompt import leaf, mask_of, padded, ppo_advantages
+from docs.experiments.studies.one_prompt import leaf, mask_of, padded, ppo_advantages
 from reinforce import baseline_advantages
 
 PAGE = Path("docs/play.html")

@@ -10,7 +10,7 @@ from by_hand import close, rows_of, tensor
 import grpo
 import ppo_rlhf
 import reinforce
-from docs.experiments import policy_gradient
+from docs.experiments.studies import policy_gradient
 
 TABLES = policy_gradient.tables({})
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)

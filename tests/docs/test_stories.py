@@ -2,7 +2,7 @@
 
 import json
 
-from docs.experiments import stories
+from docs.experiments.studies import stories
 from docs.experiments.lib import runs
 from docs.rewards import stories as rules
 
