@@ -80,7 +80,7 @@ def test_a_setting_in_the_address_is_shown_and_nothing_is_loaded(browser):
     new = [[-3.2 if x == MEASURED["new"][1][2] else x for x in row] for row in MEASURED["new"]]
     rows = (new, MEASURED["old"], MEASURED["ref"], A, 0.2, 0.2, 0)
     assert shown["gradient"][0] == approx(loss_and_gradients(*rows, "CISPO")[1 + 11 + 2], abs=6e-5)
-    of_ppo = ppo_advantages(MEASURED | {"reward": rewards})["advantage A"][1].tolist()
+    of_ppo = ppo_advantages(MEASURED | {"reward": rewards})["A"][1].tolist()
     assert [shown[f"A1.{t}"][0] for t in range(12)] == approx(of_ppo, abs=6e-3)
     parts = {how.split(":")[0]: number for number, how in shown.values()}
     plain = [how for how in parts if re.fullmatch(r"([-+*/()., \dx²e]|exp|min|sqrt)+", how)]

@@ -197,17 +197,17 @@ def ppo_advantages(measured: dict) -> dict[str, Tensor]:
     advantages, _ = ppo_rlhf.gae(token_rewards, values, PPO.gamma, PPO.gae_lambda)
     return {
         "k1": old - ref,
-        "reward r": token_rewards,
-        "value V": values,
+        "r": token_rewards,
+        "V": values,
         "δ": deltas,
-        "advantage A": advantages,
+        "A": advantages,
         "whitened A": ppo_rlhf.whiten(advantages, mask),
     }
 
 
 def whitening(measured: dict) -> dict:
     """A line with the mean and the standard deviation of all tokens' advantages."""
-    advantages = ppo_advantages(measured)["advantage A"][mask_of(measured["tokens"])]
+    advantages = ppo_advantages(measured)["A"][mask_of(measured["tokens"])]
     mean, deviation = advantages.mean().item(), advantages.std(correction=0).item()
     line = f"Whitening: over the {len(advantages)} tokens of the group A has the mean {show(mean)} "
     return {"rows": [[f"{line}and the standard deviation {show(deviation)}."]]}
@@ -229,7 +229,7 @@ def ppo_table(measured: dict) -> dict:
     )
     (columns["gradient"],) = torch.autograd.grad(loss, new)
     columns["ratio"] = (new.detach() - old).exp()
-    order = ("k1", "reward r", "value V", "δ", "advantage A", "whitened A", "ratio", "gradient")
+    order = ("k1", "r", "V", "δ", "A", "whitened A", "ratio", "gradient")
     return by_token(measured, {name: columns[name][BEST] for name in order})
 
 
