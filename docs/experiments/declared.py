@@ -25,7 +25,7 @@ GRPO_REVIEWS = (
 )
 GRPO_REVIEWS_KL = f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward"
 # Default runs that several experiments read.
-GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py --eval-every 20"
+GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py"
 FROM_BASE = (
     f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
     "--beta"
@@ -90,7 +90,7 @@ def pitfalls(symptoms: dict[str, tuple]) -> Experiment:
 EXPERIMENTS = (
     Experiment(
         "sft",
-        {"(default)": "sft.py --eval-every 40"},
+        {"(default)": "sft.py"},
         figures={
             "sft": default_run(
                 "SFT",
@@ -105,8 +105,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "rm_bradley_terry",
-        {"(default)": "rm_bradley_terry.py --eval-every 20"}
-        | variants("rm_bradley_terry.py", "--train-layers 1"),
+        {"(default)": "rm_bradley_terry.py"} | variants("rm_bradley_terry.py", "--train-layers 1"),
         {
             "rm_bradley_terry": Table(
                 {
@@ -170,7 +169,7 @@ EXPERIMENTS = (
         "rewards",
         {
             "(default)": "grpo.py --reward-fn docs/rewards/formats.py:shown "
-            f"--eval-reward-fn {LAST_NUMBER} --eval-every 5"
+            f"--eval-reward-fn {LAST_NUMBER}"
         },
         figures={
             "rewards": Lines(

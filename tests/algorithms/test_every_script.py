@@ -308,4 +308,4 @@ def test_a_line_of_rollouts_shows_the_first_group(name, tmp_path, monkeypatch):
     shown = [(row["prompt"], "".join(row["tokens"])) for row in line["completions"]]
     texts = [tokenizer.batch_decode(rows[:4]) for rows in (prompts, completions)]
     assert shown == [*zip(*texts, strict=True)]
-    assert prompts[:4] != prompts[4:8]
+    assert completions[:4] != completions[4:8]

@@ -292,7 +292,7 @@ def by_token(measured: dict, columns: dict[str, Any]) -> dict:
     rows = []
     for i, token in enumerate(tokens):
         rows.append([token, *(show(float(numbers[i])) for numbers in columns.values())])
-    return {"columns": [f"completion {NAMES[BEST]}", *columns], "rows": rows}
+    return {"columns": [f"token of {NAMES[BEST]}", *columns], "rows": rows}
 
 
 EXPERIMENTS = (Experiment("one_prompt", measure_all=measure, more_tables=tables),)
