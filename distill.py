@@ -14,7 +14,7 @@ Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arX
 MiniLLM (2306.08543). Deviations: sampled tokens instead of the whole vocabulary, one completion per
 prompt. A healthy run: `objective/kl` falls, `eval/reward` rises to the teacher's.
 
-    python distill.py                                    # tiny/arithmetic, seconds on a CPU
+    python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
     python distill.py --resume runs/distill__1__...      # continue an interrupted run
 """
@@ -76,8 +76,8 @@ class Args:
     chat: bool = False  # turn string prompts into a user's chat message
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- distillation ---
-    total_rollouts: PositiveInt = 20  # rollouts, each followed by one optimiser step
-    prompts_per_rollout: PositiveInt = 256  # prompts per rollout, with one completion each
+    total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
+    prompts_per_rollout: PositiveInt = 32  # prompts per rollout, with one completion each
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     # of later tokens' rewards: 0 leaves a token its own reward alone, 1 all from it to the end
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -92,7 +92,7 @@ class Args:
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     # path/to/file.py:function for eval/reward; default: 1 if the last number is the answer, else 0
     eval_reward_fn: str = "tiny/arithmetic/reward.py:last_number"
-    eval_every: PositiveInt = 5  # rollouts between evaluations; also at the start and at the end
+    eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
 
 
 class Prompt(NamedTuple):

@@ -3,6 +3,7 @@
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+import distill
 import dpo
 import grpo
 import kto
@@ -77,6 +78,13 @@ SPECS = {
         loader="load_labelled",
         models=("policy",),
         short_flags=SHORT_ROWS | dict(max_new_tokens=16),
+    ),
+    "distill": ScriptSpec(
+        module=distill,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | dict(discount=0.5),
     ),
 }
 SCRIPTS = {name: spec.module for name, spec in SPECS.items()}
