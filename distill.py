@@ -88,7 +88,7 @@ class Args:
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     # AdamW's first rate, which falls linearly to 0; for 0.5B parameters or more 1e-6, for adapters
     # ten times as much
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: PositiveFloat = 5e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     # path/to/file.py:function for eval/reward; default: 1 if the last number is the answer, else 0
     eval_reward_fn: str = "tiny/arithmetic/reward.py:last_number"
