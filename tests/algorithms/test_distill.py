@@ -63,8 +63,7 @@ def next_token_kl(tables, t):
     (_, teacher), total = table(2), 0.0
     for prefix in {tuple(y[:t]) for y in COMPLETIONS if len(y) > t}:
         reached = token_logprobs(tables, prefix).sum().exp()
-        last = [0, *prefix][-1]
-        log_pi, log_teacher = tables[t][last], teacher[last]
+        log_pi, log_teacher = (rows[[0, *prefix][-1]] for rows in (tables[t], teacher))
         total = total + reached * (log_pi.exp() * (log_pi - log_teacher)).sum()
     return total
 
