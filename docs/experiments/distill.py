@@ -21,7 +21,7 @@ COMMANDS = variants("distill.py", "")
 SFT = "SFT on the teacher's completions"
 # Of which experiment and script, and after which rollouts.
 ROWS = {
-    "distillation": ("distill", "eval/reward", (40, 80, 160)),
+    "distillation": ("distill", "eval/reward", (80, 160)),
     "GRPO": ("grpo", "eval/accuracy", (20, 60)),
 }
 PER_ROLLOUT = {"distill": distill.Args.prompts_per_rollout, "grpo": 32 * 8}  # completions
