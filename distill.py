@@ -12,7 +12,7 @@ for prefixes at which the teacher agrees. r_t depends on pi too: that gradient h
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
 MiniLLM (2306.08543). Deviations: sampled tokens instead of the whole vocabulary, one completion per
-prompt. A healthy run: `objective/kl` falls, `eval/reward` rises to the teacher's.
+prompt. A healthy run: `eval/kl`, the KL to the teacher on held-out prompts, falls towards 0.
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
@@ -27,7 +27,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -45,9 +44,8 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
-from common.distributed import shard
+from common.distributed import RANK, all_gather, checkpoint_activations, clip_grad_norm
+from common.distributed import gather_weights, join_processes, leave_processes, shard
 from common.generation import generate
 from common.logprobs import Sequences, add_adapters, completion_logprobs, micro_batches
 from common.logprobs import rollout_logprobs
@@ -72,7 +70,6 @@ class Args:
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows, a completion each; slices such as test[:500] work
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
-    answer_column: str = "answer"  # column that the reward function receives as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- distillation ---
@@ -82,26 +79,29 @@ class Args:
     # of later tokens' rewards: 0 leaves a token its own reward alone, 1 all from it to the end
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
     # --- optimisation and evaluation ---
-    # completions per forward pass of training: sets memory and speed, not the result
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     # AdamW's first rate, which falls linearly to 0; for 0.5B parameters or more 1e-6, for adapters
     # ten times as much
     learning_rate: PositiveFloat = 5e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
-    # path/to/file.py:function for eval/reward; default: 1 if the last number is the answer, else 0
-    eval_reward_fn: str = "tiny/arithmetic/reward.py:last_number"
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
 
 
-class Prompt(NamedTuple):
+class StudentPrompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
     ids: list[int]  # its token ids
-    columns: dict  # the row's other columns, for the reward functions
 
 
 # --- the mathematics ---------------------------------------------------------------------------
+def token_rewards(policy: Any, teacher: Any, sequences: Sequences, batches: list) -> Tensor:
+    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion."""
+    policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+    teacher_logprobs = rollout_logprobs(teacher, sequences, batches, temperature=1.0)
+    return teacher_logprobs - policy_logprobs
+
+
 def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
     """A_t = sum_{s >= t} discount^(s - t) r_s (B, T) of rewards r (B, T), 0 after a completion."""
     advantages = torch.zeros_like(rewards)
@@ -125,18 +125,17 @@ def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
     os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
-    sources = f"{args.model} from {args.teacher} on {args.dataset}, judged by {args.eval_reward_fn}"
+    sources = f"{args.model} from {args.teacher} on {args.dataset}"
     print(f"{sources}, learning rate {args.learning_rate}, {device}")
 
     # --- data and models ---
-    reward_fn = load_reward_fn(args.eval_reward_fn)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     vocabulary = AutoTokenizer.from_pretrained(args.teacher).get_vocab()
     if not tokenizer.get_vocab().items() <= vocabulary.items():
         raise ValueError(f"the tokenizer of {args.teacher} is not that of --model")
     stop_ids = find_stop_ids(args.model, tokenizer)
-    train_prompts = load_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_prompts(args, args.eval_split, tokenizer)
+    train_prompts = load_student_prompts(args, args.train_split, tokenizer)
+    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -150,8 +149,8 @@ def main(args: Args) -> Path:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, list[str]]:
-        """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
+    def sample(prompts: list[StudentPrompt], rng: Generator) -> Sequences:
+        """A completion for each prompt: pairs (prompt, completion) of token ids."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids = generate(
             policy,
@@ -162,17 +161,15 @@ def main(args: Args) -> Path:
             rng=rng,
             batch_size=args.generation_batch_size,
         )
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        return list(zip(prompt_ids, completion_ids, strict=True)), texts
+        return list(zip(prompt_ids, completion_ids, strict=True))
 
     training = {"policy": (policy, optimizer)}
-    trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
-    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
+    state = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode())}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
+        metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
@@ -180,24 +177,20 @@ def main(args: Args) -> Path:
         # 1. Roll out: a completion per prompt, from the student as it is now.
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
-        sequences, _ = sample([train_prompts[i] for i in prompt_inds], rng)  # B
+        sequences = sample([train_prompts[i] for i in prompt_inds], rng)  # B
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Rewards: how much more probable than the student the teacher finds each token.
-        policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
-        teacher_logprobs = rollout_logprobs(teacher, sequences, batches, temperature=1.0)
-        rewards = teacher_logprobs - policy_logprobs  # (B, T)
+        rewards = token_rewards(policy, teacher, sequences, batches)  # (B, T)
         advantages = discounted_sums(rewards, args.discount)  # (B, T)
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
-        entropy_sum = torch.zeros((), dtype=torch.float64, device=device)
         for inds in batches:
-            logprobs, entropy = completion_logprobs(policy, sequences, inds, entropy=True)  # (b, T)
+            logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
             loss = distillation_loss(logprobs, advantages[idx], num_completions=len(sequences))
             loss.backward()
-            entropy_sum += entropy.detach().sum()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -207,9 +200,7 @@ def main(args: Args) -> Path:
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
         completion_rewards = rewards.sum(dim=1)  # (B,)
         metrics = {
-            "reward/mean": completion_rewards.mean().item(),
             "objective/kl": -completion_rewards.mean().item(),  # to the teacher, nats a completion
-            "policy/entropy": all_reduce_sum(entropy_sum).item() / sum(lengths),
             "policy/grad_norm": grad_norm,
             "completions/length_mean": np.mean(lengths),
             "completions/truncated_fraction": np.mean(truncated),
@@ -223,11 +214,10 @@ def main(args: Args) -> Path:
         samples = []
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
+            eval_metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
-        shown = ("objective/kl", "policy/entropy", "completions/truncated_fraction")
-        progress.set_postfix({name: metrics[name] for name in shown})
+        progress.set_postfix({"objective/kl": metrics["objective/kl"]})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
@@ -238,48 +228,21 @@ def main(args: Args) -> Path:
     return run_dir
 
 
-def evaluate(sample: Callable, reward_fn: Callable, prompts: list, seed: int) -> tuple[dict, list]:
+def evaluate(
+    args: Args, sample: Callable, policy: Any, teacher: Any, tokenizer: Any, prompts: list
+) -> tuple[dict, list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    sequences, texts = sample(prompts, Generator().manual_seed(seed))  # the same numbers each time
-    rewards = rule_rewards(reward_fn, prompts, texts).tolist()
-    lengths = [len(completion) for _, completion in sequences]
+    sequences = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
+    batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
+    rewards = token_rewards(policy, teacher, sequences, batches).sum(dim=1).tolist()  # (B,)
+    completion_ids = [completion for _, completion in sequences]
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     samples = []
     for i, prompt in enumerate(prompts):
         row = {"prompt": prompt.text, "completion": texts[i]}
-        samples.append(row | {"reward": round(rewards[i], 6), "length": lengths[i]})
-    return {"eval/reward": np.mean(rewards), "eval/length_mean": np.mean(lengths)}, samples
-
-
-# --- the reward --------------------------------------------------------------------------------
-def load_reward_fn(spec: str) -> Callable:
-    """The reward function of path/to/file.py:function."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
-        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    module_spec = spec_from_file_location(Path(path).stem, path)
-    module = module_from_spec(module_spec)
-    sys.path.append(str(Path(path).parent))  # for modules beside it
-    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-    module_spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
-def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
-    """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
-    rewards = []
-    if RANK == 0:
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
-        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
-        prompt_texts = [prompt.text for prompt in prompts]
-        try:
-            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
-        except Exception as error:
-            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
-        rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
-        if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+        samples.append(row | {"reward": round(rewards[i], 6), "length": len(completion_ids[i])})
+    lengths = [len(completion) for completion in completion_ids]
+    return {"eval/kl": -np.mean(rewards), "eval/length_mean": np.mean(lengths)}, samples
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -312,22 +275,19 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
+def load_student_prompts(args: Args, split: str, tokenizer: Any) -> list[StudentPrompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    for row in load_rows(args, split, columns):
-        text = row.pop(args.prompt_column)
+    for row in load_rows(args, split, {args.prompt_column}):
+        text = row[args.prompt_column]
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
         try:
             ids = encode(tokenizer, text, add_generation_prompt=True)
             longest = max(longest, len(ids))
             if len(ids) > args.max_prompt_length:
                 raise UnusableRow("longer than --max-prompt-length")
-            prompts.append(Prompt(text, ids, row))
+            prompts.append(StudentPrompt(text, ids))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
     report_rows(split, len(prompts), dropped, longest)
