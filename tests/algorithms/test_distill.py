@@ -3,26 +3,21 @@
 from functools import partial
 from pathlib import Path
 
+import algorithms
 import pytest
 import spies
 import torch
+from algorithms import set_weights
 from by_hand import tensor
-from reviews import plain_model
+from reviews import plain_logprobs, plain_model
+from runs import metrics_of, read
 from spies import watch_steps
 
 import distill
-from common.logprobs import plain_logprobs
 from distill import Args, discounted_sums, distillation_loss
-from runs import metrics_of, read
 
+run = partial(algorithms.run, "distill", prompts_per_rollout=6, micro_batch_size=4)
 spy_on = partial(spies.spy_on, distill)
-
-
-def run(tmp_path, **flags):
-    """A real run in a few seconds; returns its folder."""
-    small = dict(total_rollouts=1, prompts_per_rollout=6, micro_batch_size=4)
-    small |= dict(train_split="train[:64]", eval_split="test[:4]", output_dir=str(tmp_path))
-    return distill.main(Args(**small | flags))
 
 
 # --- the gradient, by enumeration -----------------------------------------------------------------
@@ -112,36 +107,46 @@ def test_the_example_on_the_page():
         assert f"${advantages[0]}$ and ${advantages[1]}$" in page and f"${loss}$" in page
 
 
-# --- a run ----------------------------------------------------------------------------------------
+# --- a run ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("discount", [0.0, 0.5])
 def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch):
     """In micro-batches of 4 and 2, without a rest of the step before; the teacher never moves."""
     sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
     run_dir = run(tmp_path, total_rollouts=2, discount=discount, max_grad_norm=3.0)
     policy, teacher = plain_model(Args.model), plain_model(Args.teacher)
-    rows, rollouts = metrics_of(run_dir)[1:], read(run_dir / "rollouts.jsonl")
-    for step, (weights, gradient, clipped_to) in enumerate(steps):
-        for parameter, weight in zip(policy.parameters(), weights, strict=True):
-            parameter.data.copy_(weight)
-        policy.zero_grad()
-        (_, prompts, *_), completions = sampled[step + 1]  # the first is an evaluation
-        advantages, kl, entropies = [], 0.0, []
+    rows, rollouts = metrics_of(run_dir), read(run_dir / "rollouts.jsonl")
+
+    def token_rewards(prompt, completion):
+        logprobs = torch.stack(plain_logprobs(policy, prompt, completion))
+        of_teacher = torch.stack(plain_logprobs(teacher, prompt, completion))
+        return logprobs, (of_teacher - logprobs).detach()
+
+    for step, (weights, gradient, clipped_to) in enumerate(steps, start=1):
+        set_weights(policy, weights)
+        (_, prompts, *_), completions = sampled[step]  # the first is an evaluation
+        advantages, kl = [], 0.0
         for pair in zip(prompts, completions, strict=True):
-            logprobs, entropy = plain_logprobs(policy, *pair)
-            rewards = (plain_logprobs(teacher, *pair)[0] - logprobs).detach()
+            logprobs, rewards = token_rewards(*pair)
             later = [rewards[t:] for t in range(len(rewards))]
             advantages.append([(discount ** torch.arange(len(r)) * r).sum() for r in later])
             (-(torch.stack(advantages[-1]) * logprobs).sum() / 6).backward()
             kl -= rewards.sum().item() / 6
-            entropies += entropy.tolist()
-        for row, expected in zip(rollouts[step]["completions"], advantages[:4], strict=True):
+        for row, expected in zip(rollouts[step - 1]["completions"], advantages[:4], strict=True):
             assert row["advantage"] == pytest.approx([*map(float, expected)], abs=1e-3)
         assert clipped_to == 3.0 and max(g.abs().max() for g in gradient) > 0.01
         for found, parameter in zip(gradient, policy.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
         assert rows[step]["objective/kl"] == pytest.approx(kl, rel=1e-4)
-        entropy = sum(entropies) / len(entropies)
-        assert rows[step]["policy/entropy"] == pytest.approx(entropy, rel=1e-4)
+
+    # The evaluation, after the last step.
+    policy, ((_, prompts, *_), completions) = plain_model(run_dir), sampled[-1]
+    pairs = zip(prompts, completions, read(run_dir / "samples.jsonl")[-4:], strict=True)
+    totals = []
+    for prompt, completion, sample in pairs:
+        totals.append(token_rewards(prompt, completion)[1].sum().item())
+        assert sample["reward"] == pytest.approx(totals[-1], rel=1e-4, abs=1e-5)
+        assert sample["length"] == len(completion)
+    assert rows[-1]["eval/kl"] == pytest.approx(-sum(totals) / 4, rel=1e-4)
 
 
 def test_a_teacher_with_another_tokenizer(tmp_path):

@@ -93,9 +93,10 @@ SPECS = {
     "distill": ScriptSpec(
         module=distill,
         kind="rollouts",
-        loader="load_prompts",
+        loader="load_student_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(discount=0.5),
+        advantages="discounted_sums",
     ),
 }
 SCRIPTS = {name: spec.module for name, spec in SPECS.items()}

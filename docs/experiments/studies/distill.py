@@ -89,7 +89,10 @@ def curves_of(results: dict) -> dict[str, tuple[list, list]]:
     curves = {"GRPO": (of_grpo["eval/accuracy"], of_grpo["completions/length_mean"])}
     for label in COMMANDS:
         of_label = results["curves"][label]
-        curves[label] = (results["numbers"][label]["accuracies"], of_label["completions/length_mean"])
+        curves[label] = (
+            results["numbers"][label]["accuracies"],
+            of_label["completions/length_mean"],
+        )
     return curves
 
 
@@ -111,12 +114,18 @@ def tables(results: dict) -> dict[str, dict]:
         return [name, thousands, spread(seconds, 0), spread(reached, 3), spread(gains, 2)]
 
     rows = []
-    for name, rollout in (*((label, n) for label in COMMANDS for n in (80, 160)), ("GRPO", 20), ("GRPO", 60)):
+    for name, rollout in (
+        *((label, n) for label in COMMANDS for n in (80, 160)),
+        ("GRPO", 20),
+        ("GRPO", 60),
+    ):
         by_seed, lengths = curves[name]
         costs = numbers[f"{name.partition(',')[0]}, a rollout"]["seconds"]
         tokens = [tokens_until(of_seed, rollout, name) for of_seed in lengths]
         reached = [dict(map(tuple, curve))[rollout] for curve in by_seed]
-        rows.append(row(f"{name}, {rollout} rollouts", tokens, [rollout * c for c in costs], reached))
+        rows.append(
+            row(f"{name}, {rollout} rollouts", tokens, [rollout * c for c in costs], reached)
+        )
     of_sft = numbers[BY_SFT]
     rows.append(row(BY_SFT, of_sft["tokens"], of_sft["seconds"], of_sft["accuracy"]))
     rows.append([TEACHER, "", "", spread(teacher, 3), "1"])
