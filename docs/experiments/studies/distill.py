@@ -135,7 +135,7 @@ def tables(results: dict) -> dict[str, dict]:
 
 def draw(results: dict) -> dict[str, Any]:
     """Accuracy over sampled tokens, which are nearly the same for all seeds: their mean."""
-    title = "Distillation needs fewer tokens than its teacher did"
+    title = "Fewer tokens than its teacher took"
     axis = panel(title, "sampled tokens, thousands", "held-out accuracy", ylim=(0, 1))
     for name in ("distillation", "GRPO"):
         by_seed, lengths = curves_of(results)[name]
