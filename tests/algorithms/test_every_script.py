@@ -26,13 +26,14 @@ EACH = pytest.mark.parametrize("name", SPECS)
 MAY_BE_ZERO = set(
     "seed log_rollouts_every lora_rank train_layers warmup_ratio weight_decay center_coef gamma "
     "missing_eos_penalty overlong_buffer gae_lambda vf_coef ent_coef label_smoothing nll_coef "
-    "eval_temperature".split()
+    "eval_temperature discount".split()
 )
 ALSO_ZERO = {"sft": "temperature", "reinforce": "beta", "ppo_rlhf": "beta", "grpo": "beta"}
 EDGES = [  # the last number that is allowed, and one that is not
     ("ppo_rlhf", "gamma", 1.0, 1.0001),
     ("ppo_rlhf", "gae_lambda", 1.0, 1.0001),
     ("dpo", "label_smoothing", 0.4999, 0.5),
+    ("distill", "discount", 1.0, 1.0001),
     ("kto", "batch_size", 2, 1),
     ("kto", "eval_rows", 2, 1),
     *((name, "warmup_ratio", 0.9999, 1.0) for name in with_flag("warmup_ratio")),
@@ -88,16 +89,19 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
     if SPECS[name].kind == "rollouts":
         flags |= dict(total_rollouts=4, max_new_tokens=6)
         del flags["epochs"]
+    if not hasattr(SPECS[name].module.Args, "warmup_ratio"):
+        del flags["warmup_ratio"]
+        factors = [1, 3 / 4, 1 / 2, 1 / 4]
     if name == "reinforce":
-        del flags["warmup_ratio"], flags["max_grad_norm"]
-        factors, largest = [1, 3 / 4, 1 / 2, 1 / 4], math.inf
+        del flags["max_grad_norm"]
+        largest = math.inf
     of_critic = dict(critic_learning_rate=7e-4) if name == "ppo_rlhf" else {}
     rows = metrics_of(run(name, tmp_path, learning_rate=2e-4, **flags, **of_critic))[1:]
     number = len(SPECS[name].models)  # each has an optimiser
     assert rates[::number] == pytest.approx([2e-4 * factor for factor in factors])
     if of_critic:
         assert rates[1::2] == pytest.approx([7e-4 * factor for factor in factors])
-    if name != "reinforce":
+    if "warmup_ratio" in flags:
         (metric,) = (metric for metric in rows[0] if metric.endswith("/learning_rate"))
         assert [row[metric] for row in rows] == rates[::number]
     assert decays == {0}
@@ -216,6 +220,7 @@ def test_a_new_head_is_drawn_with_variance_one_over_d_plus_one(kind, monkeypatch
         ("dpo", dict(temperature=0.5), [0.5, 0.5]),
         ("kto", dict(temperature=0.5), [0.5, 0.5]),
         ("reinforce", {}, [1.0, 1.0, 1.0]),
+        ("distill", {}, [1.0, 1.0, 1.0]),
         ("grpo", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.3]),
         ("ppo_rlhf", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.3]),
     ],

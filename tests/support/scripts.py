@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+import distill
 import dpo
 import grpo
 import kto
@@ -88,6 +89,14 @@ SPECS = {
         short_flags=SHORT_ROWS | dict(max_new_tokens=16),
         # Its prompt meets another row's completion too.
         row_tokens=lambda row: 2 * len(row.prompt.ids + row.completion_ids),
+    ),
+    "distill": ScriptSpec(
+        module=distill,
+        kind="rollouts",
+        loader="load_student_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | dict(discount=0.5),
+        advantages="discounted_sums",
     ),
 }
 SCRIPTS = {name: spec.module for name, spec in SPECS.items()}

@@ -47,6 +47,7 @@ ALGORITHM_STYLES = {
     "REINFORCE": Style("#7a3fc0", "p"),
     "PPO": Style("#0b62c4", "o"),
     "GRPO": Style("#b84a00", "^"),
+    "distillation": Style("#a3286a", "v"),
     "DPO": Style(GREEN, "D"),
 }
 GOLD = Style("#8a6100", "h")  # the gold reward, whatever was trained
@@ -72,6 +73,7 @@ DARK = TINTS | {
     "#7a3fc0": "#bc8cff",
     "#0b62c4": "#58a6ff",
     "#b84a00": "#ff9b50",
+    "#a3286a": "#f287bf",
     "#8a6100": "#d9b23c",
 }
 

@@ -1,0 +1,400 @@
+r"""On-policy distillation: learn from a teacher on the student's own completions.
+
+Sample a completion y of a prompt x from the student pi. The reward of a token is how much more
+probable the teacher T finds it, and every token has an advantage of its own:
+
+    r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t),    A_t = sum_{s >= t} discount^(s - t) r_s,
+    gradient = E[ sum_t A_t grad log pi(y_t | x, y_<t) ],    y ~ pi(. | x).
+
+--discount 1: the gradient of -KL(pi || T) over completions. 0, the default: the sum over positions
+of the gradient of -KL(pi || T) of the next token with the prefix held fixed. Less noise, no credit
+for prefixes at which the teacher agrees. r_t depends on pi too: that gradient has mean 0.
+
+Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
+MiniLLM (2306.08543). Deviations: sampled tokens instead of the whole vocabulary, one completion per
+prompt. A healthy run: `eval/kl`, the KL to the teacher on held-out prompts, falls towards 0.
+
+    python distill.py                                    # tiny/arithmetic, half a minute on a CPU
+    torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
+    python distill.py --resume runs/distill__1__...      # continue an interrupted run
+"""
+
+import json
+import os
+import sys
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+import wandb
+from datasets import load_dataset
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from safetensors.torch import save_file
+from torch import Generator, Tensor
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.optim import AdamW
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from common.distributed import RANK, all_gather, checkpoint_activations, clip_grad_norm
+from common.distributed import gather_weights, join_processes, leave_processes, shard
+from common.generation import generate
+from common.logprobs import Sequences, add_adapters, completion_logprobs, micro_batches
+from common.logprobs import rollout_logprobs
+from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, report_rows
+
+
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
+class Args:
+    exp_name: str = "distill"  # name of the run's folder, before the seed and the time
+    seed: NonNegativeInt = 1  # seed of the data order and of all sampling
+    output_dir: str = "runs"  # where the run's folder is made
+    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
+    log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
+    track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
+    # --- models and data ---
+    model: str = "tiny/arithmetic/policy"  # folder or hub name of the student and its tokenizer
+    teacher: str = "tiny/arithmetic/teacher"  # of a model with the same tokenizer
+    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset_config: str | None = None  # configuration of a hub dataset that has several
+    train_split: str = "train"  # rows to train on; slices such as train[:95%] work
+    eval_split: str = "test"  # held-out rows, a completion each; slices such as test[:500] work
+    prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
+    chat: bool = False  # turn string prompts into a user's chat message
+    max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
+    # --- distillation ---
+    total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
+    prompts_per_rollout: PositiveInt = 32  # prompts per rollout, with one completion each
+    max_new_tokens: PositiveInt = 24  # longest completion in tokens
+    # of later tokens' rewards: 0 leaves a token its own reward alone, 1 all from it to the end
+    discount: Annotated[float, Field(ge=0, le=1)] = 0.0
+    # --- optimisation and evaluation ---
+    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
+    generation_batch_size: PositiveInt = 256  # completions sampled at a time
+    activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters or more 1e-6, for adapters
+    # ten times as much
+    learning_rate: PositiveFloat = 5e-4
+    max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
+    eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
+
+
+class StudentPrompt(NamedTuple):
+    text: str | list[dict]  # a string or chat messages
+    ids: list[int]  # its token ids
+
+
+# --- the mathematics ---------------------------------------------------------------------------
+def token_rewards(policy: Any, teacher: Any, sequences: Sequences, batches: list) -> Tensor:
+    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion."""
+    policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+    teacher_logprobs = rollout_logprobs(teacher, sequences, batches, temperature=1.0)
+    return teacher_logprobs - policy_logprobs
+
+
+def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
+    """A_t = sum_{s >= t} discount^(s - t) r_s (B, T) of rewards r (B, T), 0 after a completion."""
+    advantages = torch.zeros_like(rewards)
+    later = torch.zeros_like(rewards[:, 0])  # A_{t + 1}
+    for t in reversed(range(rewards.shape[1])):
+        later = advantages[:, t] = rewards[:, t] + discount * later
+    return advantages
+
+
+def distillation_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
+    """-(1/B) sum_i sum_t A_it log pi(y_it) over some of a step's B completions.
+
+    Log-probs (b, T) in nats and advantages (b, T) are 0 after a completion's end. The gradient is
+    the estimate; the value means nothing. A mean over tokens would be another objective.
+    """
+    return -(advantages * logprobs).sum() / num_completions
+
+
+# --- the algorithm -----------------------------------------------------------------------------
+def main(args: Args) -> Path:
+    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    device = join_processes()
+    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
+    sources = f"{args.model} from {args.teacher} on {args.dataset}"
+    print(f"{sources}, learning rate {args.learning_rate}, {device}")
+
+    # --- data and models ---
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    vocabulary = AutoTokenizer.from_pretrained(args.teacher).get_vocab()
+    if not tokenizer.get_vocab().items() <= vocabulary.items():
+        raise ValueError(f"the tokenizer of {args.teacher} is not that of --model")
+    stop_ids = find_stop_ids(args.model, tokenizer)
+    train_prompts = load_student_prompts(args, args.train_split, tokenizer)
+    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
+    positions = args.max_prompt_length + args.max_new_tokens
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    add_adapters(policy, args.lora_rank, args.seed)
+    shard(policy, device)
+    if args.activation_checkpointing:
+        checkpoint_activations(policy)
+    teacher = load_model(AutoModelForCausalLM, args.teacher, tokenizer, positions)
+    shard(teacher.requires_grad_(False), device)
+    optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
+
+    # --- the loop ---
+    def sample(prompts: list[StudentPrompt], rng: Generator) -> Sequences:
+        """A completion for each prompt: pairs (prompt, completion) of token ids."""
+        prompt_ids = [prompt.ids for prompt in prompts]
+        completion_ids = generate(
+            policy,
+            prompt_ids,
+            max_new_tokens=args.max_new_tokens,
+            temperature=1.0,
+            stop_ids=stop_ids,
+            rng=rng,
+            batch_size=args.generation_batch_size,
+        )
+        return list(zip(prompt_ids, completion_ids, strict=True))
+
+    training = {"policy": (policy, optimizer)}
+    state = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode())}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics, samples)
+    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    for step in progress:  # a rollout, and the optimiser step on it
+        # 1. Roll out: a completion per prompt, from the student as it is now.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
+        sequences = sample([train_prompts[i] for i in prompt_inds], rng)  # B
+        batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
+
+        # 2. Rewards: how much more probable than the student the teacher finds each token.
+        rewards = token_rewards(policy, teacher, sequences, batches)  # (B, T)
+        advantages = discounted_sums(rewards, args.discount)  # (B, T)
+
+        # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        for inds in batches:
+            logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
+            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
+            loss = distillation_loss(logprobs, advantages[idx], num_completions=len(sequences))
+            loss.backward()
+        grad_norm = clip_grad_norm(policy, args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # 4. Log, evaluate, save.
+        lengths = [len(completion) for _, completion in sequences]
+        truncated = [completion[-1] not in stop_ids for _, completion in sequences]
+        completion_rewards = rewards.sum(dim=1)  # (B,)
+        metrics = {
+            "objective/kl": -completion_rewards.mean().item(),  # to the teacher, nats a completion
+            "policy/grad_norm": grad_norm,
+            "completions/length_mean": np.mean(lengths),
+            "completions/truncated_fraction": np.mean(truncated),
+        }
+        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            columns = {"reward": completion_rewards, "advantage": advantages}
+            columns |= {"log_ratio": -rewards, "truncated": torch.tensor(truncated)}
+            rows = completion_rows(tokenizer, sequences[:4], columns)
+            with open(run_dir / "rollouts.jsonl", "a") as file:
+                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
+        samples = []
+        is_last = step + 1 == args.total_rollouts
+        if is_last or (step + 1) % args.eval_every == 0:
+            eval_metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
+            metrics |= eval_metrics
+        log(args, run_dir, step + 1, metrics, samples)
+        progress.set_postfix({"objective/kl": metrics["objective/kl"]})
+        if is_last or (step + 1) % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step + 1})
+
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    policy.generation_config = config
+    save_model(run_dir, policy, tokenizer)
+    return run_dir
+
+
+def evaluate(
+    args: Args, sample: Callable, policy: Any, teacher: Any, tokenizer: Any, prompts: list
+) -> tuple[dict, list[dict]]:
+    """Metrics and samples of one completion per held-out prompt."""
+    sequences = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
+    batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
+    rewards = token_rewards(policy, teacher, sequences, batches).sum(dim=1).tolist()  # (B,)
+    completion_ids = [completion for _, completion in sequences]
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    samples = []
+    for i, prompt in enumerate(prompts):
+        row = {"prompt": prompt.text, "completion": texts[i]}
+        samples.append(row | {"reward": round(rewards[i], 6), "length": len(completion_ids[i])})
+    lengths = [len(completion) for completion in completion_ids]
+    return {"eval/kl": -np.mean(rewards), "eval/length_mean": np.mean(lengths)}, samples
+
+
+# --- model and data ----------------------------------------------------------------------------
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
+    """A model in eval mode: dropout is off, while sampling and while training."""
+    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
+    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    if info["missing_keys"]:  # they would be random
+        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
+    if positions > getattr(model.config, "max_position_embeddings", positions):
+        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
+    return model
+
+
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
+    """The rows of a split of --dataset, which must have these columns."""
+    source, data_files = args.dataset, None
+    if os.path.isfile(source):  # all its rows are of the split `train`
+        source, data_files = os.path.split(os.path.abspath(source))
+    try:
+        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
+    except Exception as error:
+        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
+    for column in columns:
+        if column not in dataset.column_names:
+            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    return dataset
+
+
+def load_student_prompts(args: Args, split: str, tokenizer: Any) -> list[StudentPrompt]:
+    """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
+    prompts, dropped, longest = [], Counter(), 0
+    for row in load_rows(args, split, {args.prompt_column}):
+        text = row[args.prompt_column]
+        if args.chat and isinstance(text, str):
+            text = [{"role": "user", "content": text}]
+        try:
+            ids = encode(tokenizer, text, add_generation_prompt=True)
+            longest = max(longest, len(ids))
+            if len(ids) > args.max_prompt_length:
+                raise UnusableRow("longer than --max-prompt-length")
+            prompts.append(StudentPrompt(text, ids))
+        except UnusableRow as reason:
+            dropped[str(reason)] += 1
+    report_rows(split, len(prompts), dropped, longest)
+    return prompts
+
+
+# --- the run: the same in every script; skip it on a first reading -----------------------------
+TRAINED = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Flags from the command line; a run that is resumed keeps its own."""
+    words = sys.argv[1:] if argv is None else argv
+    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    if args.resume:
+        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+            raise ValueError("--resume takes no other flags: a run keeps its own")
+        saved = json.loads(Path(args.resume, "args.json").read_text())
+        if saved.keys() != vars(args).keys():
+            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
+        args = Args(**saved | {"resume": args.resume})
+    return args
+
+
+def open_run(args: Args) -> Path:
+    """The run's folder: a new one, or the one that --resume names."""
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
+    if RANK == 0 and not args.resume:
+        run_dir.mkdir(parents=True)
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    return run_dir
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
+    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    for key, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        state[key] = {name: weights[name] for name in names if name in weights}, moments
+    if RANK == 0:
+        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        torch.save(state, run_dir / "checkpoint.tmp")
+        with open(run_dir / "checkpoint.tmp", "rb+") as file:
+            os.fsync(file)  # on the disk before it gets its name
+        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
+        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
+            old_checkpoint.unlink()
+
+
+def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
+    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    run_dir = Path(args.resume)
+    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            break
+        except Exception as error:  # then the one before it
+            print(f"--resume: {path} cannot be read: {error}")
+    else:
+        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
+    if saved["data"] != state["data"]:
+        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+    for name, (model, optimizer) in training.items():
+        weights, moments = saved.pop(name)
+        dcp.set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
+        )
+    if RANK == 0:
+        for file in run_dir.glob("*.jsonl"):
+            os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
+    return saved
+
+
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
+    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+    if RANK > 0:
+        return
+    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+        if rows:
+            with open(run_dir / f"{name}.jsonl", "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if args.track:
+        wandb.log(metrics, step=step)
+    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
+    if evals:
+        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+        tqdm.write("\n    ".join(lines))
+
+
+def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
+    """Write the model into the run's folder, for `from_pretrained` and --model."""
+    weights, adapter = gather_weights(model)  # all ranks
+    if RANK == 0:
+        tokenizer.save_pretrained(run_dir)
+        model.save_pretrained(run_dir, state_dict=weights)
+        if adapter:  # for peft's `from_pretrained`
+            model.peft_config["default"].save_pretrained(run_dir / "adapter")
+            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
+    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    leave_processes()

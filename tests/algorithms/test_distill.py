@@ -1,0 +1,155 @@
+"""The mathematics of distill.py against enumerations, a step against plain transformers."""
+
+from functools import partial
+from pathlib import Path
+
+import algorithms
+import pytest
+import spies
+import torch
+from algorithms import set_weights
+from by_hand import tensor
+from reviews import plain_logprobs, plain_model
+from runs import metrics_of, read
+from spies import watch_steps
+
+import distill
+from distill import Args, discounted_sums, distillation_loss
+
+run = partial(algorithms.run, "distill", prompts_per_rollout=6, micro_batch_size=4)
+spy_on = partial(spies.spy_on, distill)
+
+
+# --- the gradient, by enumeration -----------------------------------------------------------------
+# Tokens 0, 1, 2; a token depends on the one before it, the first on 0. 0 ends, and so do 3 tokens.
+COMPLETIONS = [[0], [1, 0], [2, 0]]
+COMPLETIONS += [[a, b, c] for a in (1, 2) for b in (1, 2) for c in (0, 1, 2)]
+
+
+def table(seed):
+    """Logits of the next token (3, 3), a row for each token before it, and their log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    return logits, logits.log_softmax(dim=1)
+
+
+def token_logprobs(tables, completion):
+    """Those of a completion's tokens (3,), 0 after its end, with a table for each position."""
+    before = [0, *completion]
+    found = [tables[t][before[t], token] for t, token in enumerate(completion)]
+    return torch.stack([*found, *[torch.zeros(()).double()] * (3 - len(found))])
+
+
+def expected_estimate(discount):
+    """E of the gradient of -distillation_loss over all completions."""
+    (logits, policy), (_, teacher) = table(1), table(2)
+    mean = torch.zeros_like(logits)
+    for y in COMPLETIONS:
+        logprobs, teacher_logprobs = (token_logprobs(3 * [p], y)[None] for p in (policy, teacher))
+        advantages = discounted_sums((teacher_logprobs - logprobs).detach(), discount)
+        loss = distillation_loss(logprobs, advantages, num_completions=1)
+        (gradient,) = torch.autograd.grad(-loss, logits, retain_graph=True)
+        mean += logprobs.sum().exp().detach() * gradient
+    return mean
+
+
+def next_token_kl(tables, t):
+    """E over prefixes of t tokens of KL(pi || T) of the next token; no KL after the end."""
+    (_, teacher), total = table(2), 0.0
+    for prefix in {tuple(y[:t]) for y in COMPLETIONS if len(y) > t}:
+        reached = token_logprobs(tables, prefix).sum().exp()
+        log_pi, log_teacher = (rows[[0, *prefix][-1]] for rows in (tables[t], teacher))
+        total = total + reached * (log_pi.exp() * (log_pi - log_teacher)).sum()
+    return total
+
+
+def test_discount_1_is_the_gradient_of_the_kl_over_completions():
+    (logits, policy), (_, teacher) = table(1), table(2)
+    kl = 0.0
+    for y in COMPLETIONS:
+        log_pi, log_teacher = (token_logprobs(3 * [p], y).sum() for p in (policy, teacher))
+        kl = kl + log_pi.exp() * (log_pi - log_teacher)
+    (exact,) = torch.autograd.grad(-kl, logits)
+    assert exact.abs().max() > 0.1
+    torch.testing.assert_close(expected_estimate(1.0), exact)
+
+
+def test_discount_0_is_that_of_the_next_tokens_kl_with_the_prefix_held_fixed():
+    logits, policy = table(1)
+    kl = 0.0
+    for t in range(3):
+        kl = kl + next_token_kl(t * [policy.detach()] + [policy], t)
+    (exact,) = torch.autograd.grad(-kl, logits)
+    assert (exact - expected_estimate(1.0)).abs().max() > 0.01
+    torch.testing.assert_close(expected_estimate(0.0), exact)
+
+
+def test_in_between_a_later_kl_counts_by_its_distance():
+    """The derivative of position s's KL by the choice of token t, times discount^(s - t)."""
+    logits = [table(1)[0] for _ in range(3)]  # a copy for each position
+    tables, exact = [copy.log_softmax(dim=1) for copy in logits], 0.0
+    for s in range(3):
+        kl = next_token_kl(tables, s)
+        gradients = torch.autograd.grad(-kl, logits[: s + 1], retain_graph=True)
+        exact = exact + sum(0.6 ** (s - t) * gradient for t, gradient in enumerate(gradients))
+    torch.testing.assert_close(expected_estimate(0.6), exact)
+
+
+def test_the_example_on_the_page():
+    """Its two tokens and their numbers; behind them a token of padding."""
+    rewards = tensor([[0.9 / 0.5, 0.4 / 0.8, 1.0]]).log()
+    logprobs = tensor([[0.5, 0.8, 1.0]]).log()
+    page = " ".join(Path("docs/distill.md").read_text().split())
+    for discount, advantages, loss in ((0.0, (0.59, -0.69), 0.25), (1.0, (-0.11, -0.69), -0.23)):
+        found = discounted_sums(rewards, discount)
+        assert found.tolist() == [pytest.approx([*advantages, 0.0], abs=0.0051)]
+        assert distillation_loss(logprobs, found, 1).item() == pytest.approx(loss, abs=0.0051)
+        assert f"${advantages[0]}$ and ${advantages[1]}$" in page and f"${loss}$" in page
+
+
+# --- a run ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("discount", [0.0, 0.5])
+def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch):
+    """In micro-batches of 4 and 2, without a rest of the step before; the teacher never moves."""
+    sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
+    run_dir = run(tmp_path, total_rollouts=2, discount=discount, max_grad_norm=3.0)
+    policy, teacher = plain_model(Args.model), plain_model(Args.teacher)
+    rows, rollouts = metrics_of(run_dir), read(run_dir / "rollouts.jsonl")
+
+    def token_rewards(prompt, completion):
+        logprobs = torch.stack(plain_logprobs(policy, prompt, completion))
+        of_teacher = torch.stack(plain_logprobs(teacher, prompt, completion))
+        return logprobs, (of_teacher - logprobs).detach()
+
+    for step, (weights, gradient, clipped_to) in enumerate(steps, start=1):
+        set_weights(policy, weights)
+        (_, prompts, *_), completions = sampled[step]  # the first is an evaluation
+        advantages, kl = [], 0.0
+        for pair in zip(prompts, completions, strict=True):
+            logprobs, rewards = token_rewards(*pair)
+            later = [rewards[t:] for t in range(len(rewards))]
+            advantages.append([(discount ** torch.arange(len(r)) * r).sum() for r in later])
+            (-(torch.stack(advantages[-1]) * logprobs).sum() / 6).backward()
+            kl -= rewards.sum().item() / 6
+        for row, expected in zip(rollouts[step - 1]["completions"], advantages[:4], strict=True):
+            assert row["advantage"] == pytest.approx([*map(float, expected)], abs=1e-3)
+        assert clipped_to == 3.0 and max(g.abs().max() for g in gradient) > 0.01
+        for found, parameter in zip(gradient, policy.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
+        assert rows[step]["objective/kl"] == pytest.approx(kl, rel=1e-4)
+
+    # The evaluation, after the last step.
+    policy, ((_, prompts, *_), completions) = plain_model(run_dir), sampled[-1]
+    pairs = zip(prompts, completions, read(run_dir / "samples.jsonl")[-4:], strict=True)
+    totals = []
+    for prompt, completion, sample in pairs:
+        totals.append(token_rewards(prompt, completion)[1].sum().item())
+        assert sample["reward"] == pytest.approx(totals[-1], rel=1e-4, abs=1e-5)
+        assert sample["length"] == len(completion)
+    assert rows[-1]["eval/kl"] == pytest.approx(-sum(totals) / 4, rel=1e-4)
+
+
+def test_a_teacher_with_another_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer of tiny/reviews/policy is not that of --model"):
+        run(tmp_path, teacher="tiny/reviews/policy")
+    assert [*tmp_path.iterdir()] == []
