@@ -11,8 +11,8 @@ of the gradient of -KL(pi || T) of the next token with the prefix held fixed. Le
 for prefixes at which the teacher agrees. r_t depends on pi too: that gradient has mean 0.
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
-MiniLLM (2306.08543). Deviations: sampled tokens instead of the whole vocabulary, one completion per
-prompt. A healthy run: `eval/kl`, the KL to the teacher on held-out prompts, falls towards 0.
+MiniLLM (2306.08543). Deviations from these two: sampled tokens instead of the whole vocabulary, no
+rows of data, no division by length. A healthy run: `eval/kl`, on held-out prompts, falls towards 0.
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
@@ -63,7 +63,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- models and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the student and its tokenizer
-    teacher: str = "tiny/arithmetic/teacher"  # of a model with the same tokenizer
+    teacher: str = "tiny/arithmetic/teacher"  # folder or hub name; it knows the student's tokens
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -76,7 +76,7 @@ class Args:
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout, with one completion each
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
-    # of later tokens' rewards: 0 leaves a token its own reward alone, 1 all from it to the end
+    # weight of a token's advantage in that of the token before it: 0 counts its own reward alone
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
@@ -114,8 +114,7 @@ def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
 def distillation_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
     """-(1/B) sum_i sum_t A_it log pi(y_it) over some of a step's B completions.
 
-    Log-probs (b, T) in nats and advantages (b, T) are 0 after a completion's end. The gradient is
-    the estimate; the value means nothing. A mean over tokens would be another objective.
+    Both are (b, T), 0 after a completion's end. Its gradient is the estimate, its value nothing.
     """
     return -(advantages * logprobs).sum() / num_completions
 
@@ -130,10 +129,11 @@ def main(args: Args) -> Path:
 
     # --- data and models ---
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    vocabulary = AutoTokenizer.from_pretrained(args.teacher).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {args.teacher} is not that of --model")
-    stop_ids = find_stop_ids(args.model, tokenizer)
+    of_teacher = AutoTokenizer.from_pretrained(args.teacher)
+    if unknown := dict(tokenizer.get_vocab().items() - of_teacher.get_vocab().items()):
+        raise ValueError(f"the tokenizer of {args.teacher} is not --model's: {[*unknown][:3]}")
+    stop_ids = {*find_stop_ids(args.model, tokenizer)}
+    stop_ids |= {*find_stop_ids(args.teacher, of_teacher)}  # the student learns to end as it does
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
     positions = args.max_prompt_length + args.max_new_tokens
@@ -157,7 +157,7 @@ def main(args: Args) -> Path:
             prompt_ids,
             max_new_tokens=args.max_new_tokens,
             temperature=1.0,
-            stop_ids=stop_ids,
+            stop_ids=sorted(stop_ids),
             rng=rng,
             batch_size=args.generation_batch_size,
         )
@@ -222,7 +222,7 @@ def main(args: Args) -> Path:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
     # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    config = GenerationConfig(eos_token_id=sorted(stop_ids), pad_token_id=tokenizer.pad_token_id)
     policy.generation_config = config
     save_model(run_dir, policy, tokenizer)
     return run_dir

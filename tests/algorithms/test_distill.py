@@ -1,5 +1,7 @@
 """The mathematics of distill.py against enumerations, a step against plain transformers."""
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from by_hand import tensor
 from reviews import plain_logprobs, plain_model
 from runs import metrics_of, read
 from spies import watch_steps
+from transformers import GenerationConfig
 
 import distill
 from distill import Args, discounted_sums, distillation_loss
@@ -149,7 +152,17 @@ def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch
     assert rows[-1]["eval/kl"] == pytest.approx(-sum(totals) / 4, rel=1e-4)
 
 
+def test_what_ends_the_teachers_completions_ends_the_students(tmp_path, monkeypatch):
+    shutil.copytree(Args.teacher, tmp_path / "teacher")
+    config = json.dumps({"eos_token_id": [2, 7]})
+    (tmp_path / "teacher/generation_config.json").write_text(config)
+    calls = spies.spy_by_name(distill, monkeypatch, "generate")
+    run_dir = run(tmp_path / "runs", teacher=str(tmp_path / "teacher"))
+    assert [call["stop_ids"] for call in calls] == 3 * [[2, 7]]
+    assert GenerationConfig.from_pretrained(run_dir).eos_token_id == [2, 7]
+
+
 def test_a_teacher_with_another_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer of tiny/reviews/policy is not that of --model"):
+    with pytest.raises(ValueError, match="tokenizer of tiny/reviews/policy is not --model's"):
         run(tmp_path, teacher="tiny/reviews/policy")
     assert [*tmp_path.iterdir()] == []
