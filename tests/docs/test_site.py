@@ -195,7 +195,8 @@ def test_formulas_are_set_and_nothing_is_cut(browser, site, page):
 def test_the_search_finds_the_tools(site):
     found = json.loads((site / "search.json").read_text())["items"]
     (text,) = [item["text"] for item in found if item["title"] == "Tools in the browser"]
-    assert {"explorer", "memory", "play", "advantages", "viewer"} <= {*re.findall(r"\w+", text.lower())}
+    for word in ("explorer", "memory", "play", "advantages", "viewer"):
+        assert re.search(rf"\b{word}\b", text, re.IGNORECASE)
 
 
 def test_the_workflow_installs_the_declared_version():
