@@ -2,7 +2,7 @@ import pytest
 from browser import Browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     started = Browser()
     yield started

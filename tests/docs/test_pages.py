@@ -167,15 +167,3 @@ def test_markdown_leaves_the_formulas_alone(page):
     assert "$$" not in text
     for formula in re.findall(r"\$([^$\n]+)\$", text):
         assert not re.search(r"\\[|,;{}!]|[})\]]_|\w\*", formula), formula
-
-
-def test_phrases_that_no_author_of_the_field_would_write_stay_away():
-    """Found by readers once: literal translations, each with a plain term in its place now."""
-    phrases = (
-        "hangs on|goes on from|what stands before|Nobody knows|start of everything|less a number|"
-        "ends in one text|pays for length|takes? their room|shall be|on its good side|"
-        "quadratic mean|lets go of|still to come|those of other programs|gets and must"
-    )
-    for path in [*pages(), Path("docs/explorer.html"), *Path().glob("*.py")]:
-        found = re.search(phrases, path.read_text())
-        assert not found, f"{path}: {found[0]}"

@@ -35,6 +35,30 @@ def loss_and_gradients(new, old, ref, A, low, high, beta, loss):
     return [value.item(), *torch.autograd.grad(value, logprobs)[0][mask].tolist()]
 
 
+def tilted(ref, rewards, beta):
+    """Log-probs of pi proportional to pi_ref exp(r / beta), enumerated."""
+    weights = [math.exp(x + r / beta) for x, r in zip(ref, rewards, strict=True)]
+    return [math.log(weight / sum(weights)) for weight in weights]
+
+
+def ascend(ref, A, beta, rate, steps):
+    """Log-probs of a softmax after each step of gradient ascent on GRPO's objective, a rollout of
+    each completion once for each step, by autograd; a gradient above norm 1 is scaled down to it.
+    """
+    ref, A = torch.tensor(ref).double(), torch.tensor(A).double()
+    path = [ref]
+    for _ in range(steps):
+        logits = leaf(path[-1])
+        logprobs = logits.log_softmax(0)
+        u = (ref - logprobs).exp()
+        ratio = (logprobs - logprobs.detach()).exp()
+        objective = (ratio * A - beta * (u - 1 - u.log())).mean()
+        (gradient,) = torch.autograd.grad(objective, logits)
+        step = rate * gradient / max(1, gradient.norm().item())
+        path.append((logits + step).detach().log_softmax(0))
+    return torch.cat(path)
+
+
 def random_calls(seed):
     """Calls of the page's functions, and what the scripts' give."""
     rng = Random(seed)
@@ -53,6 +77,10 @@ def random_calls(seed):
     row = padded(ref[:1]), padded(values[:1])  # token rewards and values
     deltas, advantages = (ppo_rlhf.gae(*row, gamma, x)[0][0] for x in (0, lam))
     yield "gae", [ref[0], values[0], gamma, lam], [*deltas, *advantages]
+    policy = torch.tensor([rng.gauss(0, 1) for _ in rewards]).log_softmax(0).tolist()
+    yield "tilted", [policy, rewards, beta := 0.2 + rng.random()], tilted(policy, rewards, beta)
+    A, named = [rng.gauss(0, 4) for _ in rewards], dict(beta=seed % 3 / 5, rate=2 * high, steps=3)
+    yield "descend", [policy, A, named], ascend(policy, A, **named)
     x, y = leaf(new[0][0]), torch.tensor(ref[0][0]).double()
     k1, k2, k3 = (x - y).item(), ppo_rlhf.k2_kl(x, x, y).item(), grpo.k3_kl(x, y)
     yield "estimates", [x.item(), y.item()], [k1, 1, k2, k1, k3.item(), *torch.autograd.grad(k3, x)]
@@ -65,6 +93,34 @@ def test_the_formulas_are_those_of_the_scripts(browser):
     calls = [call for seed in range(20) for call in random_calls(seed)]
     for found, call in zip(browser.run(CALL, [call[:2] for call in calls]), calls, strict=True):
         assert found == approx([float(x) for x in call[2]], rel=1e-6, abs=1e-6), call[0]
+
+
+TIMES_THREE = {"A0": 1.30, "A1": 0.26, "A2": -0.74, "A3": -0.83}  # as before
+ANSWERS = {  # to the questions: what is shown once a button has set the address
+    "base=none&std=no&r0=12.8213&r1=9.4466&r2=6.2218&r3=5.9316": {"lowered": 0},
+    "r0=8.4639&r1=-1.6602&r2=-11.3346&r3=-12.2052": TIMES_THREE,
+    "c=3&t=9&p3.9=-3.1011": {"ratio": 1.5, "slope": 1.5 * -0.8276},
+    "loss=GSPO&low=3e-4&high=4e-4": {"held": 47},
+    "beta=0.04&r3=3.5": {"bars3": 1, "barsGold": -1, "barsLearned": 3.5},
+    "p0.2=-5.8174": {"slope2": -2.3, "slope3": -9},
+    "p0.2=-1.2122": {"slope2": 2.3, "slope3": 0.9},
+    "lam=0&v0.4=0.8876": {"A0.3": 5.5, "A0.4": -1.89, "A0.5": 2.81},
+    "lam=1&v0.4=0.8876": {"A0.3": 7.60, "A0.4": 2.10, "A0.5": 3.99},
+    "base=none&std=no&r0=12.8213&r1=9.4466&r2=6.2218&r3=5.9316&steps=100": {
+        "now0": 0.37, "now1": 0.27, "now2": 0.18, "now3": 0.17
+    },
+    "steps=400": {"nowKl": 3.68, "now0": 1},
+    "steps=400&kbeta=1": {"nowKl": 1.25},
+}  # fmt: skip
+
+
+@needs_browser
+def test_the_answers_to_the_questions_are_what_their_buttons_show(browser):
+    assert {*re.findall(r'data-address="(.+?)"', PAGE.read_text())} == {*ANSWERS}
+    browser.open(page=PAGE.absolute().as_uri())
+    for address, answer in ANSWERS.items():
+        shown = browser.run(f"location.hash = arguments[0]; fromAddress(); {READ}", address)
+        assert {name: shown[name][0] for name in answer} == approx(answer, abs=0.02), address
 
 
 @needs_browser

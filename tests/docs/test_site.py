@@ -1,5 +1,6 @@
 """The pages as GitHub and as the site (mkdocs.yml) show them, without charts."""
 
+import json
 import os
 import re
 import shutil
@@ -182,9 +183,22 @@ return [formulas.length, plain, document.documentElement.scrollWidth];
 def test_formulas_are_set_and_nothing_is_cut(browser, site, page):
     path = page.name.removesuffix("index.md").replace(".md", "/")
     with serve(site) as address:
-        for width in (360, 1280):
-            browser.open(width, page=address + path)
+        browser.open(1280, page=address + path)
+        assert browser.run(CUT) == []  # on a phone, code, tables and formulas scroll
+        for width in (1280, 360):
+            browser.resize(width)
             formulas, plain, page_width = browser.run(FORMULAS)
             assert plain == [] and page_width <= width
-            assert formulas > 5 or page.stem not in ("start", "grpo")
-        assert browser.run(CUT) == []  # on a phone, code, tables and formulas scroll
+        assert formulas > 5 or page.stem not in ("start", "grpo")
+
+
+def test_the_search_finds_the_tools(site):
+    found = json.loads((site / "search.json").read_text())["items"]
+    (text,) = [item["text"] for item in found if item["title"] == "Tools in the browser"]
+    for word in ("explorer", "memory", "play", "advantages", "viewer"):
+        assert re.search(rf"\b{word}\b", text, re.IGNORECASE)
+
+
+def test_the_workflow_installs_the_declared_version():
+    (pin,) = re.findall(r'"(zensical[^";]+)', Path(".github/workflows/pages.yml").read_text())
+    assert f'"{pin};' in Path("pyproject.toml").read_text()

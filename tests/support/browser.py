@@ -36,24 +36,20 @@ class Browser:
         for flag in FLAGS.split():
             options.add_argument(flag)
         self.driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-        self.driver.set_script_timeout(60)
         self.run = self.driver.execute_script  # what a JavaScript function body returns
-        self.run_async = self.driver.execute_async_script  # what it gives its last argument
         self.close = self.driver.quit
-
-    def send(self, method, path, body):
-        """`run_async` in the words of the protocol."""
-        assert (method, path) == ("POST", "/execute/async")
-        return self.run_async(body["script"], *body["args"])
 
     def emulate(self, command, **params):
         """A command of the DevTools protocol."""
         return self.driver.execute_cdp_cmd(command, params)
 
-    def open(self, width=1280, dark=False, address="", page=None):
-        """A fresh page. `address` is what stands after the #."""
+    def resize(self, width):
         size = dict(width=width, height=800, deviceScaleFactor=1, mobile=width < 600)
         self.emulate("Emulation.setDeviceMetricsOverride", **size)
+
+    def open(self, width=1280, dark=False, address="", page=None):
+        """A fresh page. `address` is what stands after the #."""
+        self.resize(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.emulate("Emulation.setEmulatedMedia", features=[scheme])
         self.driver.get("about:blank")
@@ -74,12 +70,6 @@ class Browser:
 
     def click(self, css):
         self.element(css).click()
-
-    def type(self, css, text):
-        """Replaces what a field holds, key by key, and leaves the field."""
-        self.element(css).clear()
-        self.element(css).send_keys(text)
-        self.run("document.activeElement.blur()")
 
     def press(self, *keys):
         from selenium.webdriver import ActionChains
