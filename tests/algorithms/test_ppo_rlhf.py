@@ -10,9 +10,10 @@ import pytest
 import spies
 import torch
 from algorithms import assert_same_gradient, set_weights
+from models import tiny_classifier
 from reviews import EOS, plain_model
 from spies import watch_steps
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 import ppo_rlhf
@@ -281,26 +282,13 @@ def test_policy_loss_and_metrics_by_hand():
 # --- the critic ---------------------------------------------------------------------------------
 
 
-def tiny_critic(architecture="llama", score_mean=None):
-    torch.manual_seed(0)
-    settings = dict(vocab_size=18, num_labels=1, pad_token_id=0, initializer_range=0.3)
-    if architecture == "gpt2":  # its positions are absolute: an offset shows
-        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, **settings)
-    else:
-        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-        config = LlamaConfig(num_attention_heads=4, **sizes, **settings)
-    if score_mean is not None:
-        config.score_mean = score_mean
-    return AutoClassifier.from_config(config).eval()
-
-
 ROW = [1, 7, 9, 5, 3, 8, 2]
 
 
-@pytest.mark.parametrize(("architecture", "score_mean"), [("llama", None), ("gpt2", 0.7)])
+@pytest.mark.parametrize(("architecture", "score_mean"), [("llama", 0.0), ("gpt2", 0.7)])
 def test_critic_values_are_the_head_on_the_token_before(architecture, score_mean):
     """In rows that are padded, with other lengths of prompts and completions."""
-    critic = tiny_critic(architecture, score_mean)
+    critic = tiny_classifier(architecture, score_mean=score_mean)
     pairs = [(ROW[:3], ROW[3:]), (ROW[:1], ROW[1:3]), (ROW + ROW, [4]), (ROW[:1], ROW + ROW)]
     with torch.no_grad():
         found = critic_values(critic, critic.score, pairs, torch.arange(4))
@@ -310,13 +298,13 @@ def test_critic_values_are_the_head_on_the_token_before(architecture, score_mean
                 expected = torch.zeros(())
                 if t < len(completion):
                     expected = hidden[len(prompt) + t - 1] @ critic.score.weight[0]
-                    expected = expected - (score_mean or 0)
+                    expected = expected - score_mean
                 torch.testing.assert_close(values[t], expected, atol=1e-5, rtol=1e-5)
     assert found.std() > 0.1
 
 
 def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_zero():
-    critic = tiny_critic(score_mean=0.7)
+    critic = tiny_classifier("llama", score_mean=0.7)
     pairs = [(ROW[:3], ROW[3:]), (ROW[:1], ROW[1:]), (ROW, [4])]
     everything = critic_values(critic, critic.score, pairs, torch.arange(3))
     found = critic_values(critic, critic.score, pairs, torch.tensor([2, 0]))
