@@ -394,7 +394,7 @@ def test_scores_are_those_of_the_float32_head_where_hidden_states_are_bfloat16(m
 
 
 def test_a_model_rewards_a_run(tmp_path):
-    model = tiny_classifier("llama", pad_token_id=0)
+    model = tiny_classifier("llama", max_position_embeddings=128)
     model.save_pretrained(tmp_path / "rm")
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "rm")
     run_dir = run(tmp_path, reward_model=str(tmp_path / "rm"), eval_reward_fn=LAST_NUMBER)

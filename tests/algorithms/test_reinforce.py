@@ -177,7 +177,7 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     policy, reference = plain_model(Args.model), plain_model(Args.model)
     (arguments, completions), (_, rewards) = sampled[2], judged[2]  # after the first evaluation
     sequences = [*zip(arguments[1], completions, strict=True)]
-    (_, _, _), (weights, gradient, _) = steps
+    weights, gradient, _ = steps[1]
     set_weights(policy, weights)
     logprobs = torch.stack([sum(plain_logprobs(policy, *sequence)) for sequence in sequences])
     with torch.no_grad():
@@ -186,14 +186,14 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     returns = rewards - 0.5 * kl
     advantages = returns - returns.mean()
     (-(advantages * logprobs).sum() / 16).backward()
-    expected = [parameter.grad for parameter in policy.parameters()]
-    assert_same_gradient(gradient, expected)
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    assert_same_gradient(gradient, gradients)
     cut_off = [completion[-1] != 2 for completion in completions]
     expected = {
         "objective/kl": kl.mean().item(),
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std().item(),
-        "policy/grad_norm": sum(g.square().sum() for g in expected).sqrt().item(),
+        "policy/grad_norm": sum(g.square().sum() for g in gradients).sqrt().item(),
         "completions/length_mean": sum(map(len, completions)) / 16,
         "completions/truncated_fraction": sum(cut_off) / 16,
     }
