@@ -408,7 +408,7 @@ def test_a_model_rewards_a_run(tmp_path):
 # Each with all that belongs to it.
 WHOLE = [
     dict(missing_eos_penalty=3.0, overlong_buffer=8, loss_norm="token", clip_coef_high=0.05)
-    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8),
+    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, reward_weights=[2.0, 0.1]),
     dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
     dict(kl_placement="unbiased", importance_sampling_level="sequence")
     | dict(multi_objective_aggregation="normalize_then_sum"),
@@ -422,8 +422,8 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     """The second rollout, of a policy that has left the reference: two passes of two steps."""
     sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
     batched, steps = spy_by_name(monkeypatch, "micro_batches"), watch_steps(monkeypatch)
-    flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, clip_coef=0.02) | flags
-    flags |= dict(beta=0.3, learning_rate=1e-3) | two_rewards
+    fixed = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, clip_coef=0.02)
+    flags = fixed | dict(beta=0.3, learning_rate=1e-3) | two_rewards | flags
     row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
     args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
@@ -440,14 +440,14 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
             refs.append(plain_logprobs(reference, *sequence, args.temperature)[0])
     k1 = torch.stack([(a - b).sum() for a, b in zip(old, refs, strict=True)])
     right, brevity = (rewards for _, rewards in judged[4:6])
-    rewards = 2.0 * right + 0.5 * brevity
+    reward_weights = torch.tensor(args.reward_weights)
+    rewards = reward_weights @ torch.stack([right, brevity])
     shaped = rewards - beta_in_reward * k1 - args.missing_eos_penalty * cut_off
     if args.overlong_buffer:
         shaped -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
     advantages = group_advantages(shaped, 4, args.scale_rewards)
     if args.multi_objective_aggregation == "normalize_then_sum":
-        each = torch.stack([right, brevity])
-        advantages = gdpo_advantages(each, torch.tensor([2.0, 0.5]), 4)
+        advantages = gdpo_advantages(torch.stack([right, brevity]), reward_weights, 4)
 
     minibatches = [call["inds"] for call in batched][-4:]
     epochs = [torch.cat(minibatches[:2]).tolist(), torch.cat(minibatches[2:]).tolist()]
