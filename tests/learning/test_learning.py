@@ -18,46 +18,54 @@ LN2 = (math.log(2) - 1e-6, math.log(2) + 1e-6)
 # The judge that labelled the pairs agrees with the gold reward in 0.88 of them.
 REWARD_MODEL = {"eval/pair_accuracy": (0.82, 0.9), "eval/calibration_error": (0, 0.1)}
 
-# By default: the whole run of the reward model, and the first part of the others. In the comments
-# is what five seeds gave.
-SUMS = {"first eval/accuracy": (0.25, 0.42), "first eval/length_mean": (0, 8.5)}
-NEUTRAL = {"first eval/reward": (-0.1, 0.1)}  # the gold reward, which training does not see
+# By default: the first part of a run, in which it has left the start by far. In the comments is
+# what three seeds gave.
+SUMS = {"first eval/accuracy": (0.2, 0.45), "first eval/length_mean": (0, 8.5)}
+NEUTRAL = {"first eval/reward": (-0.2, 0.2)}  # the gold reward, which training does not see
 TIE = {"first eval/loss": LN2, "first eval/pair_accuracy": (0.5, 0.5)}
 HALF_WEIGHT = {"first eval/margin": (0, 0), "first eval/loss": (0.53, 0.63)}  # 0.58
 QUICK = [
-    ("rm_bradley_terry.py", "", {"first eval/pair_accuracy": (0.4, 0.6)} | REWARD_MODEL),
-    ("sft.py", "--epochs 1", {"first eval/loss": (2.5, 3.5), "eval/loss": (0, 1.05)}),  # 0.99
-    # 0.87 to 0.91, and 11.9: it shows its working
+    (
+        "rm_bradley_terry.py",
+        "--epochs 1 --eval-every 99 --eval-rows 200",
+        {"first eval/pair_accuracy": (0.4, 0.6), "eval/pair_accuracy": (0.63, 0.9)},
+    ),
+    (
+        "sft.py",
+        "--epochs 0.4 --eval-rows 100",
+        {"first eval/loss": (2.5, 3.5), "eval/loss": (0, 1.35)},
+    ),
+    # SEEDS_GRPO
     (
         "grpo.py",
-        "--total-rollouts 20",
-        SUMS | {"eval/accuracy": (0.84, 1), "eval/length_mean": (11.5, 12.5)},
+        "--total-rollouts 12 --eval-rows 200",
+        SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},
     ),
-    # 0.82 to 0.92
+    # SEEDS_REINFORCE
     (
         "reinforce.py",
-        "--total-rollouts 25",
-        {"first eval/reward": (0.25, 0.42), "eval/reward": (0.8, 1)},
+        "--total-rollouts 15 --eval-split test[:200]",
+        {"first eval/reward": (0.2, 0.45), "eval/reward": (0.75, 1)},
     ),
-    # 0.69 to 0.74, 2.0 to 2.9, 0.19 to 0.30
+    # SEEDS_PPO
     (
         "ppo_rlhf.py",
-        "--total-rollouts 12",
+        "--total-rollouts 8 --eval-rows 200",
         NEUTRAL
-        | {"eval/reward": (0.6, 1), "recent objective/kl": (ANY, 5)}
-        | {"recent value/explained_variance": (0.15, 1)},
+        | {"eval/reward": (0.35, 1), "recent objective/kl": (ANY, 6)}
+        | {"recent value/explained_variance": (0.08, 1)},
     ),
-    # 0.71 to 0.78, 0.26 to 0.35, 0.8 to 2.5
+    # SEEDS_DPO
     (
         "dpo.py",
-        "--epochs 0.5",
-        TIE | {"eval/pair_accuracy": (0.68, 1), "eval/reward": (0.2, 1), "eval/kl": (ANY, 5)},
+        "--epochs 0.4 --eval-rows 200",
+        TIE | {"eval/pair_accuracy": (0.62, 1), "eval/reward": (0.2, 1), "eval/kl": (ANY, 5)},
     ),
-    # 0.22 to 0.29, 0.31 to 0.65, 2.4 to 7.9
+    # SEEDS_KTO
     (
         "kto.py",
-        "--epochs 0.5",
-        HALF_WEIGHT | {"eval/margin": (0.18, ALL), "eval/reward": (0.25, 1), "eval/kl": (ANY, 10)},
+        "--epochs 0.3 --eval-rows 200",
+        HALF_WEIGHT | {"eval/margin": (0.08, ALL), "eval/reward": (0.18, 1), "eval/kl": (ANY, 12)},
     ),
 ]
 
