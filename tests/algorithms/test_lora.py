@@ -184,11 +184,14 @@ def test_the_reference_stays_where_it_was(run):
     """The distance to it is 0 at the start, and not at the end: both sides are one model."""
     name, run_dir = run
     key = "eval/kl" if SPECS[name].kind == "rows" else "objective/kl"
-    kls = [row[key] for row in metrics_of(run_dir) if key in row]
+    rows = metrics_of(run_dir)
+    kls = [row[key] for row in rows if key in row]
     if name in ("sft", "rm_bradley_terry"):
         assert not kls, "there is none"
     else:
         assert kls[0] == pytest.approx(0, abs=1e-5) and abs(kls[-1]) > 0.05
+    if name in ("dpo", "kto"):  # in the steps too
+        assert any(row.get("reward/margin") for row in rows)
 
 
 @pytest.mark.parametrize("critic_init", ["reward_model", "sft", "policy"])
