@@ -407,8 +407,8 @@ def test_a_model_rewards_a_run(tmp_path):
 # --- the loop -----------------------------------------------------------------------------------
 # Each with all that belongs to it.
 WHOLE = [
-    dict(missing_eos_penalty=3.0, overlong_buffer=8, loss_norm="token", clip_coef_high=0.05)
-    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, reward_weights=[2.0, 0.1]),
+    dict(missing_eos_penalty=3.0, overlong_buffer=8, scale_rewards="none", loss_norm="token")
+    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05),
     dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
     dict(kl_placement="unbiased", importance_sampling_level="sequence")
     | dict(multi_objective_aggregation="normalize_then_sum"),
