@@ -1,6 +1,7 @@
 """The mathematics of grpo.py against derivations of its own, and the wiring of a real run."""
 
 import math
+from collections import defaultdict
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
@@ -10,12 +11,15 @@ import algorithms
 import pytest
 import spies
 import torch
-from reviews import plain_logprobs, plain_model
-from transformers import AutoTokenizer, LlamaConfig
-from transformers import LlamaForSequenceClassification as Classifier
+from algorithms import assert_same_gradient, set_weights
+from models import tiny_classifier
+from reviews import EOS, plain_model
+from spies import watch_steps
+from transformers import AutoTokenizer
 
 import common.logprobs
 import grpo
+from common.logprobs import plain_logprobs
 from grpo import (
     Args,
     gdpo_advantages,
@@ -104,43 +108,6 @@ def test_gdpo_equals_plain_loops():
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-BREVITY = """
-def brevity(prompts, completions, **columns):
-    assert all(prompt.endswith("=") for prompt in prompts) and set(columns) == {"answer"}
-    return [-len(completion) for completion in completions]
-"""
-
-
-@pytest.fixture
-def two_rewards(tmp_path):
-    (tmp_path / "brevity.py").write_text(BREVITY)
-    return dict(
-        reward_fn=[LAST_NUMBER, f"{tmp_path}/brevity.py:brevity"], reward_weights=[2.0, 0.5]
-    )
-
-
-@pytest.mark.parametrize("name", ["gdpo_advantages", "group_advantages"])
-def test_each_completion_is_trained_on_with_its_own_advantage(
-    name, two_rewards, tmp_path, monkeypatch
-):
-    ranked, losses = spy_on(monkeypatch, name), spy_by_name(monkeypatch, "grpo_loss")
-    scored, flags = spy_on(monkeypatch, "completion_logprobs"), dict(two_rewards)
-    if name == "gdpo_advantages":  # with GSPO in the same run
-        flags |= dict(multi_objective_aggregation="normalize_then_sum")
-        flags |= dict(importance_sampling_level="sequence")
-    run(tmp_path, micro_batch_size=5, **flags)
-    assert len(losses) == 4
-    ((given, advantages),) = ranked
-    assert len({*advantages.tolist()}) > 4
-    for call, (arguments, _) in zip(losses, scored, strict=True):
-        assert torch.equal(call["advantages"], advantages[arguments[2]])
-        assert call["level"] == flags.get("importance_sampling_level", "token")
-    if name == "gdpo_advantages":
-        (right, brevity), weights, _ = given
-        assert weights.tolist() == [2, 0.5]
-        assert {*right.tolist()} == {0, 1} and brevity.max() < 0
-
-
 # --- one ratio for a completion: GSPO ------------------------------------------------------------
 
 
@@ -219,21 +186,6 @@ def test_length_penalty_by_hand():
     assert torch.equal(length_penalty(lengths, max_new_tokens=10, buffer=4), expected)
 
 
-def test_penalties_are_in_what_is_ranked_and_not_in_the_metric(tmp_path, monkeypatch):
-    """3 for a completion that is cut off, and by length over all of them."""
-    ranked, judged = spy_on(monkeypatch, "group_advantages"), spy_on(monkeypatch, "rule_rewards")
-    sampled = spy_on(monkeypatch, "generate")
-    flags = dict(overlong_buffer=8, max_new_tokens=8, missing_eos_penalty=3.0, temperature=1.5)
-    _, last = metrics_of(run(tmp_path, **flags))
-    rewards, expected = judged[1][1], []
-    for reward, completion in zip(rewards.tolist(), sampled[1][1], strict=True):
-        by_length = len(completion) / 8
-        expected.append(reward - by_length - 3 * (completion[-1] != 2))
-    assert min(expected) < -3 and len({*expected}) > 2
-    assert ranked[0][0][0].tolist() == pytest.approx(expected)
-    assert last["reward/mean"] == pytest.approx(rewards.mean().item())
-
-
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
     outcomes = [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
     prompts = [grpo.Prompt(str(i), [i], {}) for i in range(4)]
@@ -252,6 +204,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
         hits = [any(subset) for row in outcomes for subset in combinations(row, k)]
         assert metrics[f"eval/pass_at_{k}"] == pytest.approx(mean(hits))
     assert "eval/pass_at_8" not in metrics and 0.45 < metrics["eval/pass_at_2"] < 0.75
+    args = Args(eval_samples=5, reward_weights=[0.5])  # a half is neither right nor wrong
+    weighted, _ = grpo.evaluate(args, sample, score, None, prompts)
+    assert weighted["eval/reward"] == pytest.approx(9 / 40) and "eval/accuracy" not in weighted
 
 
 # --- k3 -----------------------------------------------------------------------------------------
@@ -388,27 +343,25 @@ def test_token_weights_by_hand():
 
 
 # --- the reward ---------------------------------------------------------------------------------
+BREVITY = """
+def brevity(prompts, completions, **columns):
+    assert all(prompt.endswith("=") for prompt in prompts) and set(columns) == {"answer"}
+    return [-len(completion) for completion in completions]
+"""
 
 
-def tiny_classifier(pad_token_id):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=18,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_labels=1,
-        pad_token_id=pad_token_id,
-        initializer_range=0.3,
+@pytest.fixture
+def two_rewards(tmp_path):
+    (tmp_path / "brevity.py").write_text(BREVITY)
+    return dict(
+        reward_fn=[LAST_NUMBER, f"{tmp_path}/brevity.py:brevity"], reward_weights=[2.0, 0.5]
     )
-    return Classifier(config).eval()
 
 
 @pytest.mark.parametrize("end", [2, 5])  # finished, or cut off
 def test_model_rewards_the_last_real_token_where_padding_is_the_eos(end):
     eos = 2
-    model = tiny_classifier(pad_token_id=eos)
+    model = tiny_classifier("llama", pad_token_id=eos)
     rows = [[1, 7, 9, 5, end], [1, 7, end], [1, 7, 9, 8, 5, 4, eos, end]]
     pairs = [(row[:2], row[2:]) for row in rows]
     alone = [
@@ -424,7 +377,7 @@ def test_model_rewards_the_last_real_token_where_padding_is_the_eos(end):
 
 def test_scores_are_those_of_the_float32_head_where_hidden_states_are_bfloat16(monkeypatch):
     """As on several GPUs, where FSDP casts the layers. In bfloat16 near scores would be equal."""
-    model = tiny_classifier(pad_token_id=0)
+    model = tiny_classifier("llama", pad_token_id=0)
     model.model.bfloat16()
     monkeypatch.setattr(
         common.logprobs, "autocast", lambda device: torch.autocast("cpu", torch.bfloat16)
@@ -441,7 +394,7 @@ def test_scores_are_those_of_the_float32_head_where_hidden_states_are_bfloat16(m
 
 
 def test_a_model_rewards_a_run(tmp_path):
-    model = tiny_classifier(pad_token_id=0)
+    model = tiny_classifier("llama", max_position_embeddings=128)
     model.save_pretrained(tmp_path / "rm")
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "rm")
     run_dir = run(tmp_path, reward_model=str(tmp_path / "rm"), eval_reward_fn=LAST_NUMBER)
@@ -451,19 +404,105 @@ def test_a_model_rewards_a_run(tmp_path):
     assert {"eval/reward", "eval/accuracy"} <= set(first)
 
 
-def test_several_rewards_are_weighted(two_rewards, tmp_path):
-    first, last = metrics_of(run(tmp_path, **two_rewards))
-    expected = 2 * last["rewards/last_number"] + 0.5 * last["rewards/brevity"]
-    assert last["reward/mean"] == pytest.approx(expected, rel=1e-5)
-    assert last["rewards/brevity"] < -2
-    assert "eval/accuracy" not in first  # a sum of rewards is not right or wrong
-    # Without a reward function for it alone the evaluation has the same weights.
-    right, _ = metrics_of(run(tmp_path, eval_split="test[:64]"))
-    half, _ = metrics_of(run(tmp_path, eval_split="test[:64]", reward_weights=[0.5]))
-    assert 0 < right["eval/accuracy"] == right["eval/reward"] == 2 * half["eval/reward"] < 1
-
-
 # --- the loop -----------------------------------------------------------------------------------
+# Each with all that belongs to it.
+WHOLE = [
+    dict(missing_eos_penalty=3.0, overlong_buffer=8, scale_rewards="none", loss_norm="token")
+    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05),
+    dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
+    dict(kl_placement="unbiased", importance_sampling_level="sequence")
+    | dict(multi_objective_aggregation="normalize_then_sum"),
+]
+
+
+@pytest.mark.parametrize("flags", WHOLE)
+def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time(
+    flags, two_rewards, tmp_path, monkeypatch
+):
+    """The second rollout, of a policy that has left the reference: two passes of two steps."""
+    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
+    batched, steps = spy_by_name(monkeypatch, "micro_batches"), watch_steps(monkeypatch)
+    fixed = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, clip_coef=0.02)
+    flags = fixed | dict(beta=0.3, learning_rate=1e-3) | two_rewards | flags
+    row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
+    args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
+    beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
+    (arguments, completions), steps = sampled[2], steps[4:]  # after an evaluation and a rollout
+    sequences = [*zip(arguments[1], completions, strict=True)]
+    lengths = torch.tensor([*map(len, completions)])
+    cut_off = torch.tensor([completion[-1] != EOS for completion in completions])
+
+    set_weights(policy, steps[0][0])
+    old, refs = [], []
+    with torch.no_grad():
+        for sequence in sequences:
+            old.append(plain_logprobs(policy, *sequence, args.temperature)[0])
+            refs.append(plain_logprobs(reference, *sequence, args.temperature)[0])
+    k1 = torch.stack([(a - b).sum() for a, b in zip(old, refs, strict=True)])
+    right, brevity = (rewards for _, rewards in judged[4:6])
+    reward_weights = torch.tensor(args.reward_weights)
+    rewards = reward_weights @ torch.stack([right, brevity])
+    shaped = rewards - beta_in_reward * k1 - args.missing_eos_penalty * cut_off
+    if args.overlong_buffer:
+        shaped -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
+    advantages = group_advantages(shaped, 4, args.scale_rewards)
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        advantages = gdpo_advantages(torch.stack([right, brevity]), reward_weights, 4)
+
+    minibatches = [call["inds"] for call in batched][-4:]
+    epochs = [torch.cat(minibatches[:2]).tolist(), torch.cat(minibatches[2:]).tolist()]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(16)] and epochs[0] != epochs[1]
+    in_loss = torch.arange(args.max_new_tokens) < lengths[:, None]  # (16, T)
+    if args.mask_truncated:
+        in_loss &= ~cut_off[:, None]
+    sums, losses, norms = defaultdict(float), [], []
+    for minibatch, (weights_before, gradient, _) in zip(minibatches, steps, strict=True):
+        set_weights(policy, weights_before)
+        weights = token_weights(in_loss[minibatch], args.loss_norm, args.max_new_tokens)
+        losses.append(0.0)
+        for i, row_weights in zip(minibatch, weights, strict=True):
+            logprobs, entropy = plain_logprobs(policy, *sequences[i], args.temperature)
+            loss, loss_sums = grpo_loss(
+                logprobs[None],
+                old[i][None],
+                refs[i][None],
+                advantages[i][None],
+                row_weights[None, : lengths[i]],
+                args.clip_coef,
+                args.clip_coef_high or args.clip_coef,
+                args.beta - beta_in_reward,
+                args.importance_sampling_level,
+                args.loss,
+                args.kl_placement == "unbiased",
+            )
+            loss.backward()
+            losses[-1] += loss.item()
+            sums["policy/entropy"] += entropy.sum().item() / (2 * lengths.sum().item())
+            for name in ("approx_kl", "clip_fraction_low", "clip_fraction_high"):
+                total = loss_sums[f"policy/{name}"].item()
+                sums[f"policy/{name}"] += total / (2 * in_loss.sum().item())
+        expected = [parameter.grad for parameter in policy.parameters()]
+        assert_same_gradient(gradient, expected)
+        norms.append(sum(g.square().sum() for g in expected).sqrt().item())
+
+    groups = [rewards[i : i + 4].tolist() for i in range(0, 16, 4)]
+    expected = sums | {
+        "objective/loss": mean(losses),
+        "policy/grad_norm": mean(norms),
+        "objective/kl": k1.mean().item(),
+        "reward/mean": rewards.mean().item(),
+        "rewards/last_number": right.mean().item(),
+        "rewards/brevity": brevity.mean().item(),
+        "reward/group_std": mean(map(stdev, groups)),
+        "reward/zero_variance_groups": mean(len({*group}) == 1 for group in groups),
+        "completions/length_mean": lengths.float().mean().item(),
+        "completions/truncated_fraction": cut_off.float().mean().item(),
+    }
+    for name, number in expected.items():
+        assert row[name] == pytest.approx(number, rel=2e-3, abs=1e-5), name
+    assert k1.std() > 0.1 and len({*advantages.tolist()}) > 4
+    assert sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"] > 0
+    assert 0 < in_loss.any(dim=1).sum() < 16 or not args.mask_truncated
 
 
 @pytest.mark.parametrize("flags", [dict(num_minibatches=2), dict(update_epochs=2)])
@@ -487,7 +526,7 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     _, (arguments, sampled), *_ = rollouts  # evaluation, rollout, evaluation
     with torch.no_grad():
         for prompt, completion in zip(arguments[1], sampled, strict=True):
-            expected += map(float, plain_logprobs(policy, prompt, completion, 0.6))
+            expected += plain_logprobs(policy, prompt, completion, 0.6)[0].tolist()
     found = [x for call in calls for x in call["old_logprobs"][call["weights"] > 0].tolist()]
     assert sorted(found) == pytest.approx(sorted(expected * passes), abs=1e-4)
 
@@ -507,117 +546,6 @@ def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags
     monkeypatch.setattr(grpo, "completion_logprobs", common.logprobs.completion_logprobs)
     run(tmp_path, **flags)
     assert sum(len(rows) for (_, _, rows, *_), _ in calls) == passes * 16
-
-
-def test_kl_in_the_reward_reaches_the_advantages_and_leaves_the_loss(tmp_path, monkeypatch):
-    calls, sampled = spy_by_name(monkeypatch, "grpo_loss"), spy_on(monkeypatch, "generate")
-    scored, ranked = (
-        spy_on(monkeypatch, "rollout_logprobs"),
-        spy_on(monkeypatch, "group_advantages"),
-    )
-    judged = spy_on(monkeypatch, "rule_rewards")
-    flags = dict(kl_placement="reward", beta=0.5, total_rollouts=2, learning_rate=3e-3)
-    run_dir = run(tmp_path, micro_batch_size=16, **flags)
-    # The second rollout: by then policy and reference differ. Old and reference take turns.
-    (_, logprobs), (_, ref_logprobs) = scored[2:]
-    (returns, *_), _ = ranked[1]
-    _, completions = sampled[2]  # after the first evaluation and the first rollout
-    (_, rewards), kls = judged[2], []
-    for i, completion in enumerate(completions):
-        kl = sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(len(completion)))
-        assert kl.abs() > 1e-3
-        assert returns[i].item() == pytest.approx((rewards[i] - 0.5 * kl).item(), abs=1e-5)
-        kls.append(kl.item())
-    # Advantages are those of the shaped rewards; the loss has no KL of its own, but it is logged.
-    assert [call["beta"] for call in calls] == [0, 0]
-    _, first, second = metrics_of(run_dir)
-    assert first["objective/kl"] == 0
-    assert second["objective/kl"] == pytest.approx(mean(kls), rel=1e-4)
-    # With the KL in the loss the rewards are ranked as they are.
-    run(tmp_path, beta=0.5)
-    (returns, *_), _ = ranked[-1]
-    assert set(returns.tolist()) <= {0, 1}
-    assert calls[-1]["beta"] == 0.5
-
-
-def test_masked_truncated_rows_leave_the_loss_but_not_the_metrics(tmp_path, monkeypatch):
-    calls = spy_by_name(monkeypatch, "grpo_loss")
-    flags = dict(max_new_tokens=6, micro_batch_size=16)  # enough for `#5`, not for the working
-    _, last = metrics_of(run(tmp_path, mask_truncated=True, **flags))
-    (call,) = calls
-    in_loss = (call["weights"] > 0).any(dim=1)
-    truncated = (call["logprobs"] != 0).sum(dim=1) == 6
-    assert torch.equal(in_loss, ~truncated)
-    assert last["completions/truncated_fraction"] == pytest.approx(truncated.float().mean().item())
-    assert 0 < last["completions/truncated_fraction"] < 1
-    assert last["completions/length_mean"] <= 6
-    calls.clear()
-    run(tmp_path, mask_truncated=False, **flags)
-    assert (calls[0]["weights"] > 0).any(dim=1).all()
-
-
-def test_metrics_are_plain_means_of_what_the_rollout_and_the_losses_gave(tmp_path, monkeypatch):
-    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
-    losses, scored = (
-        spy_by_name(monkeypatch, "grpo_loss"),
-        spy_on(monkeypatch, "completion_logprobs"),
-    )
-    clipped = spies.spy_on(torch.nn.utils, monkeypatch, "clip_grad_norm_")
-    # Two passes of two steps of three micro-batches; what is cut off counts in the metrics. Of two
-    # rollouts the second, before which the policy has moved.
-    flags = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, max_new_tokens=8)
-    flags |= dict(prompts_per_rollout=7, beta=0.1, mask_truncated=True, temperature=1.3)
-    _, _, row = metrics_of(run(tmp_path, total_rollouts=2, **flags))
-    losses, scored, clipped = losses[12:], scored[12:], clipped[4:]
-    (*_, stop_ids, _, _), completions = sampled[2]  # the first is that of the first evaluation
-    lengths = [len(completion) for completion in completions]
-    assert row["completions/length_mean"] == pytest.approx(mean(lengths))
-    assert max(lengths) == 8
-    cut_off = mean(completion[-1] not in stop_ids for completion in completions)
-    assert row["completions/truncated_fraction"] == pytest.approx(cut_off)
-    assert 0 < cut_off < 1 and cut_off != 0.5
-
-    rewards = judged[2][1].tolist()
-    groups = [rewards[i : i + 4] for i in range(0, 28, 4)]
-    equal = mean(len(set(group)) == 1 for group in groups)
-    assert row["reward/mean"] == row["rewards/last_number"] == pytest.approx(mean(rewards))
-    assert row["reward/group_std"] == pytest.approx(mean(stdev(group) for group in groups))
-    assert row["reward/zero_variance_groups"] == pytest.approx(equal)
-    assert 0 < equal < 1
-
-    # A mean over optimiser steps, one over completions, and means over tokens, of both passes.
-    assert len(losses) == 2 * 2 * 3
-    assert row["objective/loss"] == pytest.approx(
-        sum(c["result"][0].item() for c in losses) / 4, rel=1e-4
-    )
-    norms = [norm.item() for _, norm in clipped]
-    assert row["policy/grad_norm"] == pytest.approx(sum(norms) / 4) and len(norms) == 4
-    kls = [(c["old_logprobs"] - c["ref_logprobs"]).sum().item() for c in losses]
-    assert row["objective/kl"] == pytest.approx(sum(kls[:6]) / 28, rel=1e-4)  # of either pass
-    assert sum(kls[:6]) == pytest.approx(sum(kls[6:]), rel=1e-4) and abs(sum(kls)) > 1e-3
-    # Of these only tokens that are in the loss.
-    loss_tokens = sum((call["weights"] > 0).sum().item() for call in losses)
-    assert 0 < loss_tokens < 2 * sum(lengths)
-    for name in ("approx_kl", "clip_fraction_low", "clip_fraction_high"):
-        total = sum(call["result"][1][f"policy/{name}"].item() for call in losses)
-        assert row[f"policy/{name}"] == pytest.approx(total / loss_tokens, rel=1e-4)
-    entropy = sum(entropies.sum().item() for _, (_, entropies) in scored)
-    assert row["policy/entropy"] == pytest.approx(entropy / (2 * sum(lengths)), rel=1e-4)
-
-
-def test_the_flags_reach_the_mathematics(tmp_path, monkeypatch):
-    losses = spy_by_name(monkeypatch, "grpo_loss")
-    ranked = spy_by_name(monkeypatch, "group_advantages")
-    weighed = spy_by_name(monkeypatch, "token_weights")
-    run(tmp_path)
-    flags = dict(loss="cispo", kl_placement="unbiased", scale_rewards="batch", loss_norm="token")
-    run(tmp_path, clip_coef=0.1, clip_coef_high=0.28, beta=0.3, **flags)
-    default = dict(loss_type="clip", unbiased_kl=False, clip_low=0.2, clip_high=0.2, beta=0.04)
-    other = dict(loss_type="cispo", unbiased_kl=True, clip_low=0.1, clip_high=0.28, beta=0.3)
-    assert default.items() <= losses[0].items() and other.items() <= losses[-1].items()
-    assert [call["scale"] for call in ranked] == ["group", "batch"]
-    assert [call["loss_norm"] for call in weighed] == ["sequence", "token"]
-    assert {call["max_new_tokens"] for call in weighed} == {24}
 
 
 RULE = """

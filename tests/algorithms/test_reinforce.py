@@ -163,75 +163,43 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
         torch.testing.assert_close(scale * a, b, rtol=1e-4, atol=1e-8)
 
 
-def test_metrics_by_which_a_sick_run_is_seen(tmp_path, monkeypatch):
-    sampled = spy_on(monkeypatch, "generate")
-    judged = spy_on(monkeypatch, "rule_rewards")
-    row = metrics_of(run(tmp_path, max_new_tokens=11))[1]
-    completions, rewards = sampled[1][1], judged[1][1]  # evaluation, rollout, evaluation
-    cut_off = [completion[-1] != 2 for completion in completions]
-    assert row["completions/truncated_fraction"] == sum(cut_off) / 16
-    assert 0 < sum(cut_off) < 16
-    assert row["reward/std"] == pytest.approx(rewards.std().item()) and rewards.std() > 0
-
-
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def test_returns_advantages_and_kl_are_those_of_plain_transformers(tmp_path, monkeypatch):
-    """The rewards less beta times the log-ratio of whole completions to another reference."""
-    models, load_model = [], reinforce.load_model
-
-    def move(model):
-        for weight in model.float().parameters():  # before it moves: tiny/ is stored in bfloat16
-            weight.data *= 1.1
-        return model
-
-    def load_and_move(*source):
-        models.append(load_model(*source))
-        return move(models[-1]) if len(models) == 2 else models[-1]
-
-    monkeypatch.setattr(reinforce, "load_model", load_and_move)
+def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time(
+    tmp_path, monkeypatch
+):
+    """The second rollout, of a policy that has left the reference; of the first nothing is left."""
     sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
-    ranked, losses = (
-        spy_on(monkeypatch, "baseline_advantages"),
-        spy_on(monkeypatch, "policy_gradient_loss"),
-    )
-    scored = spy_on(monkeypatch, "completion_logprobs")
-    row = metrics_of(run(tmp_path, beta=0.5, baseline="batch_mean"))[1]
-    policy, reference = plain_model(Args.model), move(plain_model(Args.model))
-    (arguments, completions), rewards = sampled[1], judged[1][1]  # after the first evaluation
-    with torch.no_grad():
-        kl = [
-            sum(plain_logprobs(policy, *pair)) - sum(plain_logprobs(reference, *pair))
-            for pair in zip(arguments[1], completions, strict=True)
-        ]
-    kl = torch.stack(kl)
-    assert kl.abs().min() > 1e-3 and kl.std() > 0.1
-    assert row["objective/kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
-    assert row["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-4)
-    ((returns, *settings), advantages) = ranked[0]
-    assert settings == [4, "batch_mean"]
-    torch.testing.assert_close(returns, rewards - 0.5 * kl, rtol=1e-4, atol=1e-4)
-    for ((_, used, count), _), ((_, _, inds), _) in zip(losses, scored, strict=True):
-        assert torch.equal(used, advantages[inds]) and count == 16
-
-
-def test_gradients_of_each_rollout_are_those_of_plain_transformers(tmp_path, monkeypatch):
-    """Of this rollout alone: nothing is left of the one before it."""
-    sampled = spy_on(monkeypatch, "generate")
-    advantages = spy_on(monkeypatch, "baseline_advantages")
     steps = watch_steps(monkeypatch)
-    run(tmp_path, total_rollouts=2)
-    policy = plain_model(Args.model)
-    rollouts = sampled[1:3]  # evaluation, rollouts, evaluation
-    for (weights, gradient, _), (arguments, completions), (_, advantage) in zip(
-        steps, rollouts, advantages, strict=True
-    ):
-        set_weights(policy, weights)
-        for i, pair in enumerate(zip(arguments[1], completions, strict=True)):
-            (-advantage[i] * sum(plain_logprobs(policy, *pair)) / 16).backward()
-        assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
-    assert not torch.equal(steps[0][0][0], steps[1][0][0])  # a step was taken in between
+    flags = dict(beta=0.5, baseline="batch_mean", max_new_tokens=11, micro_batch_size=5)
+    row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
+    policy, reference = plain_model(Args.model), plain_model(Args.model)
+    (arguments, completions), (_, rewards) = sampled[2], judged[2]  # after the first evaluation
+    sequences = [*zip(arguments[1], completions, strict=True)]
+    weights, gradient, _ = steps[1]
+    set_weights(policy, weights)
+    logprobs = torch.stack([sum(plain_logprobs(policy, *sequence)) for sequence in sequences])
+    with torch.no_grad():
+        ref_logprobs = [sum(plain_logprobs(reference, *sequence)) for sequence in sequences]
+        kl = logprobs - torch.stack(ref_logprobs)
+    returns = rewards - 0.5 * kl
+    advantages = returns - returns.mean()
+    (-(advantages * logprobs).sum() / 16).backward()
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    assert_same_gradient(gradient, gradients)
+    cut_off = [completion[-1] != 2 for completion in completions]
+    expected = {
+        "objective/kl": kl.mean().item(),
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std().item(),
+        "policy/grad_norm": sum(g.square().sum() for g in gradients).sqrt().item(),
+        "completions/length_mean": sum(map(len, completions)) / 16,
+        "completions/truncated_fraction": sum(cut_off) / 16,
+    }
+    for name, number in expected.items():
+        assert row[name] == pytest.approx(number, rel=1e-3), name
+    assert kl.std() > 0.1 and rewards.std() > 0.1 and 0 < sum(cut_off) < 16
 
 
 def test_prompts_come_in_groups_of_their_own_for_each_rollout(tmp_path, monkeypatch):

@@ -6,17 +6,14 @@ from functools import partial
 import algorithms
 import pytest
 import torch
-from reviews import dataset
 from spies import spy_on
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common.logprobs import completion_logprobs
-from common.tokens import encode_pair, find_stop_ids
+from common.tokens import encode_pair
 from runs import metrics_of, read
-from sft import Args, Demonstration, load_demonstrations, negative_log_likelihood, to_pairs
+from sft import Args, Demonstration, negative_log_likelihood, to_pairs
 
 BASE = "tiny/arithmetic/base"
 run = partial(algorithms.run, "sft")
@@ -37,24 +34,6 @@ def plain_loss(model, tokenizer, rows, train_on_prompt):
         total += cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").item()
         count += len(ids) - start
     return total / count
-
-
-def chat_tokenizer():
-    """Words; <eos> ends a turn, and the template writes a newline's stand-in `nl` after it."""
-    words = "<pad> <bos> <eos> <unk> user: assistant: nl a b c d".split()
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 1)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = (
-        "<bos>{% for m in messages %} {{ m['role'] }}: {{ m['content'] }} <eos> nl{% endfor %}"
-        "{% if add_generation_prompt %} assistant:{% endif %}"
-    )
-    return tokenizer
 
 
 # --- the loss -----------------------------------------------------------------------------------
@@ -88,23 +67,6 @@ def test_only_completion_tokens_are_learned_unless_asked(
     assert second["generate"] == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
 
 
-def test_real_eos_is_learned_where_padding_has_its_id(tmp_path):
-    """pad == eos: the EOS of each completion is one of its tokens, and has its log-prob."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.pad_token = tokenizer.eos_token
-    rows = [{"prompt": "1+2=", "completion": "#3"}, {"prompt": "1+2+3=", "completion": "3,6#6"}]
-    args = Args(dataset=dataset(tmp_path, rows))
-    pairs = sft.loss_sequences(args, load_demonstrations(args, "train", tokenizer, [2]))
-    assert [completion[-1] for _, completion in pairs] == [2, 2]
-    model = load_model()
-    logprobs = completion_logprobs(model, pairs, range(2)).detach()
-    for row, (prompt, completion) in zip(logprobs, pairs, strict=True):
-        logits = model(torch.tensor([prompt + completion])).logits[0, -2]
-        expected = torch.log_softmax(logits, dim=-1)[2].item()
-        assert row[len(completion) - 1].item() == pytest.approx(expected, rel=1e-4)
-        assert row[len(completion) :].tolist() == [0] * (len(row) - len(completion))
-
-
 @pytest.mark.parametrize("train_on_prompt", [False, True])
 def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch, train_on_prompt):
     """Of the first step, and of the held-out rows after it."""
@@ -134,28 +96,6 @@ def test_two_bos_are_an_error():
         encode_pair(AutoTokenizer.from_pretrained(BASE), "<bos>1+2=", "#3", [2])
 
 
-def test_chat_pair_ends_at_its_first_stop_id():
-    tokenizer = chat_tokenizer()
-    args = Args(chat=True)
-    ((prompt, completion),) = to_pairs(args, {"prompt": "a b", "completion": "c"})
-    stop_ids = [2, tokenizer.convert_tokens_to_ids("nl")]
-    ids = encode_pair(tokenizer, prompt, completion, stop_ids)
-    words = [tokenizer.convert_ids_to_tokens(part) for part in ids]
-    assert words[0] == ["<bos>", "user:", "a", "b", "<eos>", "nl", "assistant:"]
-    assert words[1] == ["c", "<eos>"]
-
-
-def test_what_a_template_writes_after_a_turn_is_a_stop_id(tmp_path):
-    """As in a base model, whose EOS is not the end of a turn of its chat template."""
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    # Only the first of what follows a turn ends it.
-    tokenizer.chat_template = tokenizer.chat_template.replace("<eos> nl", "<end> <unk> nl")
-    end = tokenizer.convert_tokens_to_ids("<end>")
-    assert find_stop_ids(str(tmp_path), tokenizer) == sorted([2, end])
-    assert find_stop_ids(str(tmp_path), chat_tokenizer()) == [2]
-
-
 def test_every_assistant_turn_of_messages_is_a_completion():
     turns = [
         {"role": "user", "content": "a"},
@@ -166,8 +106,6 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     pairs = to_pairs(Args(), {"messages": turns})
     assert pairs == [(turns[:1], turns[1:2]), (turns[:3], turns[3:])]
     assert to_pairs(Args(train_on_prompt=True), {"messages": turns}) == pairs[1:]
-    _, completion = encode_pair(chat_tokenizer(), *pairs[1], [2])
-    assert chat_tokenizer().convert_ids_to_tokens(completion) == ["d", "<eos>"]
 
 
 def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):

@@ -6,61 +6,66 @@ rollouts, and "grammatical" is the mean over the last samples.
 """
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from runs import metrics_of, read
+from scripts import SCRIPTS
 
 from tiny.reviews.gold import grammatical
 
-ROOT = Path(__file__).parents[2]
 ANY, ALL = -math.inf, math.inf
 LN2 = (math.log(2) - 1e-6, math.log(2) + 1e-6)
 # The judge that labelled the pairs agrees with the gold reward in 0.88 of them.
 REWARD_MODEL = {"eval/pair_accuracy": (0.82, 0.9), "eval/calibration_error": (0, 0.1)}
 
-# By default: the whole run of the reward model, and the first part of the others. In the comments
-# is what five seeds gave.
-SUMS = {"first eval/accuracy": (0.25, 0.42), "first eval/length_mean": (0, 8.5)}
-NEUTRAL = {"first eval/reward": (-0.1, 0.1)}  # the gold reward, which training does not see
+# By default: the first part of a run, in which it has left the start by far. In the comments is
+# what several seeds gave.
+SUMS = {"first eval/accuracy": (0.2, 0.45), "first eval/length_mean": (0, 8.5)}
+NEUTRAL = {"first eval/reward": (-0.2, 0.2)}  # the gold reward, which training does not see
 TIE = {"first eval/loss": LN2, "first eval/pair_accuracy": (0.5, 0.5)}
 HALF_WEIGHT = {"first eval/margin": (0, 0), "first eval/loss": (0.53, 0.63)}  # 0.58
 QUICK = [
-    ("rm_bradley_terry.py", "", {"first eval/pair_accuracy": (0.4, 0.6)} | REWARD_MODEL),
-    ("sft.py", "--epochs 1", {"first eval/loss": (2.5, 3.5), "eval/loss": (0, 1.05)}),  # 0.99
-    # 0.87 to 0.91, and 11.9: it shows its working
+    (
+        "rm_bradley_terry.py",
+        "--epochs 1 --eval-every 99 --eval-rows 200",
+        {"first eval/pair_accuracy": (0.4, 0.6), "eval/pair_accuracy": (0.63, 0.9)},  # 0.71
+    ),
+    (
+        "sft.py",
+        "--epochs 0.4 --eval-rows 100",
+        {"first eval/loss": (2.5, 3.5), "eval/loss": (0, 1.35)},  # 1.21
+    ),
+    # 0.9, and 11.9: it shows its working
     (
         "grpo.py",
-        "--total-rollouts 20",
-        SUMS | {"eval/accuracy": (0.84, 1), "eval/length_mean": (11.5, 12.5)},
+        "--total-rollouts 12 --eval-rows 200",
+        SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},
     ),
-    # 0.82 to 0.92
+    # 0.9
     (
         "reinforce.py",
-        "--total-rollouts 25",
-        {"first eval/reward": (0.25, 0.42), "eval/reward": (0.8, 1)},
+        "--total-rollouts 15 --eval-split test[:200]",
+        {"first eval/reward": (0.2, 0.45), "eval/reward": (0.75, 1)},
     ),
-    # 0.69 to 0.74, 2.0 to 2.9, 0.19 to 0.30
+    # 0.51 to 0.56, 1.1 to 3.2, 0.16 to 0.19
     (
         "ppo_rlhf.py",
-        "--total-rollouts 12",
+        "--total-rollouts 8 --eval-rows 200",
         NEUTRAL
-        | {"eval/reward": (0.6, 1), "recent objective/kl": (ANY, 5)}
-        | {"recent value/explained_variance": (0.15, 1)},
+        | {"eval/reward": (0.35, 1), "recent objective/kl": (ANY, 6)}
+        | {"recent value/explained_variance": (0.08, 1)},
     ),
     # 0.71 to 0.78, 0.26 to 0.35, 0.8 to 2.5
     (
         "dpo.py",
-        "--epochs 0.5",
-        TIE | {"eval/pair_accuracy": (0.68, 1), "eval/reward": (0.2, 1), "eval/kl": (ANY, 5)},
+        "--epochs 0.5 --eval-rows 200",
+        TIE | {"eval/pair_accuracy": (0.64, 1), "eval/reward": (0.18, 1), "eval/kl": (ANY, 5)},
     ),
-    # 0.22 to 0.29, 0.31 to 0.65, 2.4 to 7.9
+    # 0.22 to 0.29, 0.31 to 0.65, 2.4 to 7.9; a run of 0.3 epochs fell apart with one of three seeds
     (
         "kto.py",
-        "--epochs 0.5",
-        HALF_WEIGHT | {"eval/margin": (0.18, ALL), "eval/reward": (0.25, 1), "eval/kl": (ANY, 10)},
+        "--epochs 0.5 --eval-rows 200",
+        HALF_WEIGHT | {"eval/margin": (0.15, ALL), "eval/reward": (0.2, 1), "eval/kl": (ANY, 10)},
     ),
 ]
 
@@ -138,12 +143,11 @@ for seed in (1, 2, 3, 4, 5):
 
 
 @pytest.mark.parametrize(("seed", "script", "flags", "bounds"), CASES)
-def test_a_run_learns(seed, script, flags, bounds, tmp_path):
-    command = [sys.executable, script, "--output-dir", str(tmp_path), "--seed", str(seed)]
-    done = subprocess.run([*command, *flags.split()], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (run_dir,) = tmp_path.iterdir()
-    rows = metrics_of(run_dir)
+def test_a_run_learns(seed, script, flags, bounds, tmp_path, capsys):
+    module = SCRIPTS[script.removesuffix(".py")]
+    words = ["--output-dir", str(tmp_path), "--seed", str(seed), *flags.split()]
+    run_dir = module.main(module.parse_args(words))
+    printed, rows = capsys.readouterr().out, metrics_of(run_dir)
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     found = evaluations[-1] | {f"first {name}": x for name, x in evaluations[0].items()}
     for name in rows[-1]:
@@ -156,4 +160,4 @@ def test_a_run_learns(seed, script, flags, bounds, tmp_path):
         assert least <= found[name] <= most, f"{name} is {found[name]}"
     for row in evaluations[0], evaluations[-1]:
         numbers = [f"{name[5:]} {row[name]:.3f}" for name in row if name.startswith("eval/")]
-        assert f"step {row['step']}: held-out {', '.join(numbers)}" in done.stdout
+        assert f"step {row['step']}: held-out {', '.join(numbers)}" in printed

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    AutoModelForSequenceClassification,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -64,6 +65,13 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
     """A model in float32 and eval mode; `overrides` go to its config."""
     torch.manual_seed(seed)
     return _ARCHITECTURES[architecture][0](tiny_config(architecture, **overrides)).eval()
+
+
+def tiny_classifier(architecture: str, **overrides) -> PreTrainedModel:
+    """Its head gives one number, as that of a reward model or a critic."""
+    torch.manual_seed(0)
+    config = tiny_config(architecture, num_labels=1, **overrides)
+    return AutoModelForSequenceClassification.from_config(config).eval()
 
 
 # --- one small model of each family ---------------------------------------------------------------
