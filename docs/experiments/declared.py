@@ -91,6 +91,7 @@ EXPERIMENTS = (
     Experiment(
         "sft",
         {"(default)": "sft.py"},
+        metrics={"(default)": [last("eval/loss")]},
         figures={
             "sft": default_run(
                 "SFT",
@@ -105,7 +106,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "rm_bradley_terry",
-        {"(default)": "rm_bradley_terry.py"} | variants("rm_bradley_terry.py", "--train-layers 1"),
+        {"(default)": "rm_bradley_terry.py"}
+        | variants("rm_bradley_terry.py", "--train-layers 1"),
         {
             "rm_bradley_terry": Table(
                 {
