@@ -7,7 +7,6 @@ import torch
 from by_hand import close, rows_of
 
 import grpo
-import reinforce
 
 PAGE = "docs/policy_gradient.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
@@ -35,10 +34,7 @@ def test_the_baselines_table():
     for name, b in exact.items():
         close(table[name][1:2], [P[j] * (R[j] - 0.9) for j in range(3)], 2)
         close(table[name][2:], [variance(b)], 3)
-    # The scripts' own baselines are those of the page, with 4 samples of one prompt.
-    for name, expected in {"leave_one_out": 2 / 3, "batch_mean": 1 / 2}.items():
-        found = reinforce.baseline_advantages(torch.tensor([1.0, 0, 0, 1]), 4, name)
-        assert found.tolist() == pytest.approx([expected, -expected, -expected, expected])
+    # GRPO's group mean: (k - 1) / k of leave one out, here 2/3 for one of two that are right.
     found = grpo.group_advantages(torch.tensor([1.0, 0, 0, 1]), 4, scale="none")
     assert found.tolist() == pytest.approx([2 / 3 * 3 / 4 * sign for sign in (1, -1, -1, 1)])
 
@@ -59,7 +55,9 @@ def test_the_two_views():
 
 def test_the_lambda_table():
     """Of token b, whose true advantage is 0.25 - 0.4."""
-    for name, cells in rows_of(PAGE, "| $\\lambda$ |").items():
+    table = rows_of(PAGE, "| $\\lambda$ |")
+    assert [*table] == ["0", "0.5", "0.95", "1"]
+    for name, cells in table.items():
         lam = float(name)
         by_end = [0.5 - 0.4 + lam * (reward - 0.5) for reward in (1, 0)]
         average = 0.25 * by_end[0] + 0.75 * by_end[1]
