@@ -31,12 +31,18 @@ def test_results_and_figures_have_the_name_of_their_experiment():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_what_an_experiment_declares_is_in_its_results(name):
-    """So that a committed result can be drawn again without its runs."""
-    results = EXPERIMENTS[name].results()
-    for label, metric in EXPERIMENTS[name].kept_metrics():
-        assert 1 <= len(results["numbers"][label][metric.name]) <= 5
-    for label, metric in EXPERIMENTS[name].kept_curves():
-        assert 1 <= len(results["curves"][label][metric]) <= 5
+    """So that a committed result can be drawn again without its runs; and no seed is missing."""
+    experiment, results = EXPERIMENTS[name], EXPERIMENTS[name].results()
+    for label, metric in experiment.kept_metrics():
+        assert metric.name in results["numbers"][label]
+    for label, metric in experiment.kept_curves():
+        assert metric in results["curves"][label]
+    if not experiment.measure_all:  # which has one run
+        for of_metrics in (
+            *results.get("numbers", {}).values(),
+            *results.get("curves", {}).values(),
+        ):
+            assert {len(of_seeds) for of_seeds in of_metrics.values()} == {len(runs.SEEDS)}
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if EXPERIMENTS[name].commands])
