@@ -90,7 +90,7 @@ def pitfalls(symptoms: dict[str, tuple]) -> Experiment:
 EXPERIMENTS = (
     Experiment(
         "sft",
-        {"(default)": "sft.py"},
+        {"(default)": "sft.py --eval-every 40"},
         metrics={"(default)": [last("eval/loss")]},
         figures={
             "sft": default_run(
@@ -106,8 +106,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "rm_bradley_terry",
-        {"(default)": "rm_bradley_terry.py"}
-        | variants("rm_bradley_terry.py", "--train-layers 1"),
+        {"(default)": "rm_bradley_terry.py"} | variants("rm_bradley_terry.py", "--train-layers 1"),
         {
             "rm_bradley_terry": Table(
                 {
