@@ -21,7 +21,7 @@ from docs.experiments.lib.navigation import add_navigation
 from docs.experiments.lib.tables import write_pages
 from docs.experiments.registry import EXPERIMENTS, all_tables
 
-PROGRAMS = ("memory", "speed", "launches", "gpu", "processes")  # in cost/, with flags of their own
+PROGRAMS = ("memory", "speed", "gpu")  # in cost/, with flags of their own
 
 
 def main(

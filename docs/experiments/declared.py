@@ -25,7 +25,7 @@ GRPO_REVIEWS = (
 )
 GRPO_REVIEWS_KL = f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward"
 # Default runs that several experiments read.
-GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py"
+GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py --eval-every 10"
 FROM_BASE = (
     f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
     "--beta"
@@ -90,7 +90,8 @@ def pitfalls(symptoms: dict[str, tuple]) -> Experiment:
 EXPERIMENTS = (
     Experiment(
         "sft",
-        {"(default)": "sft.py"},
+        {"(default)": "sft.py --eval-every 40"},
+        metrics={"(default)": [last("eval/loss")]},
         figures={
             "sft": default_run(
                 "SFT",

@@ -16,24 +16,26 @@ from docs.experiments.studies import exercises as experiment
 from docs.experiments.lib.runs import Run, write_jsonl
 
 # --- the bugs -----------------------------------------------------------------------------------
-QUICK = {
-    5
-}  # the others: python -m pytest -m slow tests/docs/test_exercises.py tests/docs/test_blank.py
+QUICK = (
+    5  # the others: python -m pytest -m slow tests/docs/test_exercises.py tests/docs/test_blank.py
+)
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in EXERCISES]
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in EXERCISES]
 )
 def test_the_suite_catches_the_bug(number, tmp_path):
-    """By the test that is named, which passes in the copy without the bug."""
+    """By the test that is named. In the copy without the bug it passes; that of QUICK is this
+    repository."""
     exercise, status = EXERCISES[number], {}
-    for way in ("healthy", "planted"):
+    for way in ("planted",) if number == QUICK else ("healthy", "planted"):
         write_copy(exercise, tmp_path / way, healthy=way == "healthy")
         command = [sys.executable, "-m", "pytest", "-q", "-n0", plant.path_of_test(exercise)]
         done = subprocess.run(command, cwd=tmp_path / way, capture_output=True, text=True)
         assert "error" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
         status[way] = done.returncode
-    assert status == {"healthy": 0, "planted": 1}, done.stdout[-2000:]
+    assert status.pop("planted") == 1 and not any(status.values()), done.stdout[-2000:]
+    assert "AssertionError" in done.stdout, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("number", EXERCISES)

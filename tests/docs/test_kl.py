@@ -1,103 +1,84 @@
-"""The tables of docs/kl.md and the scripts' estimators behind them: derived again with plain
-Python."""
+"""The tables of docs/kl.md by enumeration of four tokens, with the scripts' estimators."""
 
 import math
 
 import pytest
 import torch
-from by_hand import close, gradient, kl, rows_of, softmax
+from by_hand import close, rows_of
 
 import grpo
-from docs.experiments.studies import kl as kl_page
+from ppo_rlhf import k2_kl
 
-TABLES = kl_page.tables({})
-REF, FAR, NEAR = (0.4, 0.3, 0.2, 0.1), (0.01, 0.09, 0.3, 0.6), (0.3, 0.3, 0.25, 0.15)
-ESTIMATORS = {
-    "k1": lambda p, q: math.log(p / q),
-    "k2": lambda p, q: math.log(p / q) ** 2 / 2,
-    "k3": lambda p, q: q / p - 1 - math.log(q / p),
-}
+PAGE = "docs/kl.md"
+
+
+def tensor(*numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+REF = tensor(0.4, 0.3, 0.2, 0.1)
+NEAR, FAR = tensor(0.3, 0.3, 0.25, 0.15), tensor(0.01, 0.09, 0.3, 0.6)
+
+
+def kl(p, q):
+    return (p * (p / q).log()).sum()
+
+
+def estimators(logprobs):
+    """What each gives for each token of the vocabulary."""
+    log_ref = REF.log()
+    k1 = logprobs - log_ref
+    return {"k1": k1, "k2": k2_kl(logprobs, logprobs, log_ref), "k3": grpo.k3_kl(logprobs, log_ref)}
 
 
 def test_mean_and_deviation_of_k1_k2_k3():
-    for (policy, name), cells in rows_of(TABLES["kl values"]).items():
-        p, old = (NEAR, REF) if policy == "near" else (FAR, NEAR)
-        terms = [ESTIMATORS[name](a, b) for a, b in zip(p, REF, strict=True)]
-        mean = sum(a * x for a, x in zip(p, terms, strict=True))
-        deviation = math.sqrt(sum(a * (x - mean) ** 2 for a, x in zip(p, terms, strict=True)))
-        stale = sum(a * x for a, x in zip(old, terms, strict=True))
-        close(cells[2:], [kl(p, REF), mean, deviation, stale], 3)
-        if name != "k2":
-            assert mean == pytest.approx(kl(p, REF))
+    for p, old, name in ((NEAR, REF, "near"), (FAR, NEAR, "far")):
+        for estimator, terms in estimators(p.log()).items():
+            mean = p @ terms
+            deviation = (p @ (terms - mean).square()).sqrt()
+            cells = rows_of(PAGE, "| policy | estimator |")[name, estimator]
+            close(cells[2:], torch.stack([kl(p, REF), mean, deviation, old @ terms]), 3)
+            if estimator != "k2":
+                torch.testing.assert_close(mean, kl(p, REF))
 
 
-def gradients_by_differences():
-    """What a loss of each kind has as its gradient: the tokens' chances stay, the term moves."""
-
-    def expected(drawn, term):
-        def function(logits):
-            p = softmax(logits)
-            return sum(w * term(p[i], i) for i, w in enumerate(drawn))
-
-        return gradient(function, FAR)
-
-    k1, k2, k3 = ESTIMATORS.values()
-    return {
-        "k1": expected(FAR, lambda p, i: k1(p, REF[i])),
-        "k2": expected(FAR, lambda p, i: k2(p, REF[i])),
-        "k3": expected(FAR, lambda p, i: k3(p, REF[i])),
-        "rho k1": expected(FAR, lambda p, i: p / FAR[i] * k1(p, REF[i])),
-        "rho k3, tokens of π_old": expected(NEAR, lambda p, i: p / NEAR[i] * k3(p, REF[i])),
-        "rho k2, tokens of π_old": expected(NEAR, lambda p, i: FAR[i] / NEAR[i] * k2(p, REF[i])),
-        "k1 in the reward": expected(FAR, lambda p, i: k1(FAR[i], REF[i]) * math.log(p)),
-        "k3 in the reward": expected(FAR, lambda p, i: k3(FAR[i], REF[i]) * math.log(p)),
+def test_the_gradients_of_the_terms():
+    logits = FAR.log().requires_grad_()
+    p = logits.softmax(dim=0)
+    logprobs = p.log()
+    terms = estimators(logprobs)
+    rho = p / NEAR
+    cases = {  # the term, and the policy that sampled its tokens
+        "k1": (terms["k1"], FAR),
+        "k2": (terms["k2"], FAR),
+        "k3": (terms["k3"], FAR),
+        "rho k2, tokens of π_old": (k2_kl(logprobs, NEAR.log(), REF.log()), NEAR),
+        "rho k3, tokens of π_old": (rho * terms["k3"], NEAR),
+        "k1 in the reward": (terms["k1"].detach() * logprobs, FAR),  # a constant times the log-prob
+        "k3 in the reward": (terms["k3"].detach() * logprobs, FAR),
     }
 
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
-def test_the_gradients_table():
-    table, found = rows_of(TABLES["kl gradients"]), gradients_by_differences()
-    exact, zero = kl(FAR, REF), [0.0] * 4
-    logs = [math.log(a / b) for a, b in zip(FAR, REF, strict=True)]
-    full = {  # the closed forms
-        "KL(π ‖ ref)": [a * (x - exact) for a, x in zip(FAR, logs, strict=True)],
-        "KL(ref ‖ π)": [a - b for a, b in zip(FAR, REF, strict=True)],
+    full = {
+        "nothing": torch.zeros(4),
+        "KL(π ‖ ref)": gradient(kl(p, REF)),
+        "KL(ref ‖ π)": gradient(kl(REF, p)),
     }
-    assert full["KL(π ‖ ref)"] == pytest.approx(gradient(lambda x: kl(softmax(x), REF), FAR))
-    assert full["KL(ref ‖ π)"] == pytest.approx(gradient(lambda x: kl(REF, softmax(x)), FAR))
-    assert found["rho k1"] == pytest.approx(full["KL(π ‖ ref)"], abs=1e-8)  # of the other table
-    for name, cells in table.items():
-        close(cells[1:5], found[name], 3)
-        told = {"nothing": zero, **full}.get(cells[6])
-        if told is None:
-            assert cells[6] == "neither"
-            for other in (zero, *full.values()):
-                assert max(abs(a - b) for a, b in zip(found[name], other, strict=True)) > 0.1
-        else:
-            assert found[name] == pytest.approx(told, abs=1e-8)
-
-
-def test_the_variances_of_the_gradients():
-    """The gradient of one token is a coefficient times grad log pi, 1[i = j] - pi_j."""
-    logs = [math.log(a / b) for a, b in zip(FAR, REF, strict=True)]
-    u = [b / a for a, b in zip(FAR, REF, strict=True)]
-    rho = [a / b for a, b in zip(FAR, NEAR, strict=True)]
-    coefficients = {
-        "k1": (FAR, [1.0] * 4),
-        "k2": (FAR, logs),
-        "k3": (FAR, [1 - x for x in u]),
-        "rho k2, tokens of π_old": (NEAR, [a * b for a, b in zip(rho, logs, strict=True)]),
-        # d/dlog pi of rho (u - 1 - log u) is rho (u - 1 - log u) + rho (1 - u) = -rho log u.
-        "rho k3, tokens of π_old": (NEAR, [a * b for a, b in zip(rho, logs, strict=True)]),
-        "k1 in the reward": (FAR, logs),
-        "k3 in the reward": (FAR, [x - 1 + y for x, y in zip(u, logs, strict=True)]),
-    }
-    table = rows_of(TABLES["kl gradients"])
-    assert {*table} == {*coefficients}
-    for name, (drawn, c) in coefficients.items():
-        each = [[c[i] * ((i == j) - FAR[j]) for j in range(4)] for i in range(4)]
-        mean = [sum(drawn[i] * each[i][j] for i in range(4)) for j in range(4)]
-        off = [sum((x - m) ** 2 for x, m in zip(some, mean, strict=True)) for some in each]
-        close(table[name][5:6], [sum(w * x for w, x in zip(drawn, off, strict=True))], 2)
+    table = rows_of(PAGE, "| term | a | b | c | d |")
+    assert [*table] == [*cases]
+    for name, (term, sampler) in cases.items():
+        each = torch.stack([gradient(of_token) for of_token in term])
+        mean = sampler @ each
+        variance = sampler @ (each - mean).square().sum(dim=1)
+        cells = table[name]
+        close(cells[1:5], mean, 3)
+        close(cells[5:6], variance[None], 2)
+        same = [told for told, other in full.items() if (mean - other).abs().max() < 1e-8]
+        assert same == ([] if cells[6] == "neither" else cells[6:])
+    # Of the page's other table: rho with its gradient.
+    torch.testing.assert_close(gradient(NEAR @ (rho * terms["k1"])), full["KL(π ‖ ref)"])
 
 
 def test_beta_in_the_loss_and_in_the_reward():

@@ -222,27 +222,18 @@ def test_a_run_with_all_of_them(tmp_path, monkeypatch):
     for split in ("train", "test"):
         rows = [json.dumps(json.loads(line) | more) + "\n" for line in lines]
         (data / f"{split}.jsonl").write_text("".join(rows))
-    names = [
-        "formats.py:shown",
-        "programs.py:passes",
-        "trl_style.py:boxed",
-        "judge.py:grade",
-    ]
-    flags = f"--dataset {data} --total-rollouts 1 --prompts-per-rollout 2 --group-size 4 "
-    flags += f"--num-minibatches 1 --output-dir {tmp_path} --reward-weights 1 0.5 3 3 0.25 "
-    functions = ["tiny/arithmetic/reward.py:last_number"]
-    functions += [f"docs/rewards/{name}" for name in names]
-    flags += f"--reward-fn {' '.join(functions)}"
+    functions = "formats.py:shown programs.py:passes trl_style.py:boxed judge.py:grade".split()
+    functions = " ".join(f"docs/rewards/{function}" for function in functions)
+    flags = (
+        f"--dataset {data} --total-rollouts 1 --prompts-per-rollout 2 --group-size 4 "
+        f"--num-minibatches 1 --output-dir {tmp_path} --reward-fn {functions}"
+    )
     run_dir = grpo.main(grpo.parse_args(flags.split()))
     *_, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    assert last["rewards/passes"] == last["rewards/boxed"] == 0
+    assert last["rewards/passes"] == last["rewards/boxed"] == 0  # no code, no box
     assert 0 < last["rewards/grade"] < 1
-    parts = last["rewards/last_number"] + 0.5 * last["rewards/shown"] + 0.25 * last["rewards/grade"]
-    assert last["reward/mean"] == pytest.approx(parts, abs=1e-6)
-    samples = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
-    shown = [sample for sample in samples if re.fullmatch(r"(\d,){4}\d#\d", sample["completion"])]
-    assert shown  # the policy shows its working in half of its completions
-    assert all(sample["reward"] >= 0.5 for sample in shown)
+    # The policy shows its working in half of its completions.
+    assert 0 < last["rewards/shown"] < 1
 
 
 @pytest.mark.house

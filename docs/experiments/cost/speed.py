@@ -2,9 +2,6 @@
 
     pip install -e ".[bench]"
     python -m docs.experiments speed grpo dpo rm sft --data FOLDER
-    python -m docs.experiments speed grpo --data FOLDER --side ours     # without TRL
-    pip install "trl==1.12.0"     # the last release that has a PPO trainer
-    python -m docs.experiments speed ppo --data FOLDER
 
 The model is a Llama of 20M parameters with random weights. FOLDER holds gsm8k/train.jsonl
 (`question`, `answer`) and gsm8k_solutions/train.jsonl (`prompt`, a right solution as `chosen`, a
@@ -17,7 +14,6 @@ evaluations lie outside. Memory is the highest of the whole process, libraries a
 included. Output: rows of a table in Markdown.
 """
 
-import os
 import statistics
 import tempfile
 import time
@@ -28,17 +24,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 import tyro
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from docs.experiments.lib.measuring import in_own_process, noted_steps, peak, quietly
+from docs.experiments.lib.measuring import (
+    in_own_process,
+    noted_steps,
+    peak,
+    quietly,
+    random_llama,
+)
 from docs.experiments.lib.runs import read_jsonl, write_jsonl
 from docs.experiments.lib.tables import spread
 
@@ -52,25 +46,23 @@ class Work(NamedTuple):
     title: str
     script: str
     rows_per_step: int  # prompts, pairs or rows; each is trained on once
+    trl_trainer: str  # the start of the names of its trainer and its config
     flags: dict[str, Any]
 
 
 def works_in(folder: str) -> dict[str, Work]:
     """Works on the models and the data that `make_inputs` has made in the folder."""
-    sampling = dict(
+    grpo = dict(
         model=f"{folder}/policy",
         dataset=f"{folder}/prompts",
         max_prompt_length=256,
         max_new_tokens=64,
-        num_minibatches=1,
-        micro_batch_size=8,
-    )
-    grpo = sampling | dict(
         prompts_per_rollout=4,
         group_size=8,
+        num_minibatches=1,
+        micro_batch_size=8,
         reward_fn=["docs/experiments/cost/speed.py:count_letters"],
     )
-    ppo = sampling | dict(prompts_per_rollout=32, update_epochs=4, reward_model=f"{folder}/reward")
     pairs = dict(
         model=f"{folder}/policy",
         dataset=f"{folder}/preferences",
@@ -79,15 +71,14 @@ def works_in(folder: str) -> dict[str, Work]:
         micro_batch_size=4,
     )
     rows = pairs | dict(dataset=f"{folder}/sft")
+    rm, lora = "rm_bradley_terry", "the same with adapters of rank 16"
     return {
-        "grpo": Work("GRPO, 4 prompts x 8 samples, 64 new tokens", "grpo", 4, grpo),
-        "ppo": Work("PPO, 32 prompts, 64 new tokens, four steps", "ppo_rlhf", 8, ppo),
-        "dpo": Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, pairs),
-        "rm": Work("reward model, 16 pairs in micro-batches of 4", "rm_bradley_terry", 16, pairs),
-        "sft": Work("SFT, 16 rows in micro-batches of 4", "sft", 16, rows),
-        "grpo_lora": Work("GRPO, the same with adapters of rank 16", "grpo", 4, grpo | ADAPTERS),
-        "dpo_lora": Work("DPO, the same with adapters of rank 16", "dpo", 16, pairs | ADAPTERS),
-        "sft_lora": Work("SFT, the same with adapters of rank 16", "sft", 16, rows | ADAPTERS),
+        "sft": Work("SFT, 16 rows in micro-batches of 4", "sft", 16, "SFT", rows),
+        "rm": Work("reward model, 16 pairs in micro-batches of 4", rm, 16, "Reward", pairs),
+        "dpo": Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, "DPO", pairs),
+        "grpo": Work("GRPO, 4 prompts x 8 samples, 64 new tokens", "grpo", 4, "GRPO", grpo),
+        "sft_lora": Work(f"SFT, {lora}", "sft", 16, "SFT", rows | ADAPTERS),
+        "dpo_lora": Work(f"DPO, {lora}", "dpo", 16, "DPO", pairs | ADAPTERS),
     }
 
 
@@ -117,7 +108,6 @@ def train_ours(work: Work, num_rows: int, folder: str) -> None:
 # --- TRL's side, in float32 and without checkpointing ------------------------------------------
 def train_trl(work: Work, num_rows: int, folder: str) -> None:
     """Train with TRL on the first rows, once."""
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import trl
     from datasets import load_dataset
 
@@ -136,15 +126,14 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
         per_device_train_batch_size=args.micro_batch_size,
     )
     data = load_dataset(args.dataset, split=f"train[:{num_rows}]")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    if work.script == "ppo_rlhf":
-        ppo_trainer(args, settings, tokenizer, data).train()
-        return
-    sequences_per_step = work.rows_per_step * getattr(args, "group_size", 1)
     settings["max_steps"] = num_rows // work.rows_per_step
+    sequences_per_step = work.rows_per_step * getattr(args, "group_size", 1)
     settings["gradient_accumulation_steps"] = sequences_per_step // args.micro_batch_size
-    model = load_classifier if work.script == "rm_bradley_terry" else load_policy
-    inputs = dict(model=model(args.model), train_dataset=data, processing_class=tokenizer)
+    inputs = dict(
+        model=load_model(work, args.model),
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(args.model),
+    )
     if args.lora_rank > 0:
         inputs["peft_config"] = LoraConfig(
             r=args.lora_rank,
@@ -153,8 +142,8 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
             task_type="CAUSAL_LM",
         )
     if work.script == "grpo":
-        config = trl.GRPOConfig(
-            **settings,
+        inputs["reward_funcs"] = count_letters
+        settings |= dict(
             num_generations=args.group_size,
             max_completion_length=args.max_new_tokens,
             temperature=1.0,
@@ -162,68 +151,28 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
             epsilon=args.clip_coef,
             loss_type="grpo",
         )
-        trainer = trl.GRPOTrainer(**inputs, args=config, reward_funcs=count_letters)
-    elif work.script == "dpo":
-        config = trl.DPOConfig(**settings, beta=args.beta, max_length=args.max_length)
-        if args.lora_rank == 0:  # with adapters the reference is the policy without them
-            inputs["ref_model"] = load_policy(args.model)
-        trainer = trl.DPOTrainer(**inputs, args=config)
-    elif work.script == "rm_bradley_terry":
-        config = trl.RewardConfig(**settings, max_length=args.max_length)
-        trainer = trl.RewardTrainer(**inputs, args=config)
     else:
-        config = trl.SFTConfig(**settings, max_length=args.max_length)
-        trainer = trl.SFTTrainer(**inputs, args=config)
-    trainer.train()
+        settings["max_length"] = args.max_length
+    if work.script == "dpo":
+        settings["beta"] = args.beta
+        if args.lora_rank == 0:  # with adapters the reference is the policy without them
+            inputs["ref_model"] = load_model(work, args.model)
+    config = getattr(trl, f"{work.trl_trainer}Config")(**settings)
+    getattr(trl, f"{work.trl_trainer}Trainer")(**inputs, args=config).train()
 
 
-def load_policy(source: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(source, dtype="float32")
-
-
-def load_classifier(source: str) -> torch.nn.Module:
-    return AutoModelForSequenceClassification.from_pretrained(source, dtype="float32", num_labels=1)
-
-
-def ppo_trainer(args: Any, settings: dict, tokenizer: Any, data: Any) -> Any:
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-    config = PPOConfig(
-        **settings,
-        gradient_accumulation_steps=args.prompts_per_rollout // args.micro_batch_size,
-        total_episodes=len(data),
-        response_length=args.max_new_tokens,
-        temperature=1.0,
-        stop_token="eos",
-        num_sample_generations=0,
-        local_rollout_forward_batch_size=64,
-        num_mini_batches=args.num_minibatches,
-        num_ppo_epochs=args.update_epochs,
-        kl_coef=args.beta,
-        vf_coef=args.vf_coef,
-    )
-    tokenizer.padding_side = "left"
-    # Repeated, because it wants more than a batch of them.
-    prompts = data.repeat(8).map(lambda row: tokenizer(row["prompt"]))
-    prompts = prompts.select_columns(["input_ids"])
-    return PPOTrainer(
-        args=config,
-        processing_class=tokenizer,
-        model=load_policy(args.model),
-        ref_model=load_policy(args.model),
-        reward_model=load_classifier(args.reward_model),
-        value_model=load_classifier(args.reward_model),
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(8)),
-    )
+def load_model(work: Work, source: str) -> torch.nn.Module:
+    is_classifier = work.script == "rm_bradley_terry"
+    kind = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    return kind.from_pretrained(source, dtype="float32")
 
 
 # --- models and data ---------------------------------------------------------------------------
 def make_inputs(folder: str, source: str, data: Path) -> None:
-    """Write models with the tokenizer of `source`, and data, to the folder."""
+    """Write a model with the tokenizer of `source`, and data, to the folder."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    config = LlamaConfig(
+    model = random_llama(
         vocab_size=len(tokenizer),
         hidden_size=256,
         intermediate_size=1024,
@@ -236,12 +185,8 @@ def make_inputs(folder: str, source: str, data: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    set_seed(1)
-    LlamaForCausalLM(config).save_pretrained(f"{folder}/policy")
+    model.save_pretrained(f"{folder}/policy")
     tokenizer.save_pretrained(f"{folder}/policy")
-    LlamaForSequenceClassification(config).save_pretrained(f"{folder}/reward")
-    tokenizer.save_pretrained(f"{folder}/reward")
-
     prompts, completions, preferences = [], [], []
     for row in read_jsonl(data / "gsm8k/train.jsonl"):
         prompts.append({"prompt": row["question"], "answer": row["answer"]})
@@ -256,25 +201,26 @@ def make_inputs(folder: str, source: str, data: Path) -> None:
 
 
 # --- the table ---------------------------------------------------------------------------------
+SIDES = {"ours": train_ours, "TRL": train_trl}
+
+
 def measure(side: str, work: Work, steps: int) -> tuple[float, float]:
     """Milliseconds of an optimiser step, and the peak of this process in MB."""
     num_rows = (SKIPPED_STEPS + steps) * work.rows_per_step
-    train = {"ours": train_ours, "TRL": train_trl}[side]
     with tempfile.TemporaryDirectory() as folder, noted_steps(time.perf_counter) as times:
-        train(work, num_rows, folder)
+        SIDES[side](work, num_rows, folder)
     seconds = (times[-1] - times[SKIPPED_STEPS - 1]) / (len(times) - SKIPPED_STEPS)
     return 1e3 * seconds, peak() / 1e6
 
 
 def main(
     works: tyro.conf.Positional[
-        tuple[Literal["grpo", "ppo", "dpo", "rm", "sft", "grpo_lora", "dpo_lora", "sft_lora"], ...]
+        tuple[Literal["sft", "sft_lora", "rm", "dpo", "dpo_lora", "grpo"], ...]
     ],
     data: Path,
     tokenizer: str = "openai-community/gpt2",
     repeats: int = 5,
     steps: int = 4,
-    side: Literal["ours", "both"] = "both",
 ) -> None:
     """Compare the speed and memory of works, which take turns.
 
@@ -283,29 +229,24 @@ def main(
         data: folder with the texts
         tokenizer: folder or hub name
         repeats: turns of each work and side
-        steps: optimiser steps measured (PPO: 4, 8...)
-        side: without TRL if `ours`
+        steps: optimiser steps measured
     """
-    sides = ("ours", "TRL") if side == "both" else ("ours",)
     columns = ["workload"]
     for quantity in ("ms per step", "peak MB"):
-        columns += [f"{name}, {quantity}" for name in sides]
-        if side == "both":
-            columns.append("ratio")
+        columns += [*(f"{side}, {quantity}" for side in SIDES), "ratio"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         quietly(make_inputs, folder, tokenizer, data)
         all_works = works_in(folder)
-        runs = {(work, name): [] for work in works for name in sides}
+        runs = {(work, side): [] for work in works for side in SIDES}
         for _ in range(repeats):
-            for work, name in runs:
-                runs[work, name].append(in_own_process(measure, name, all_works[work], steps))
+            for work, side in runs:
+                runs[work, side].append(in_own_process(measure, side, all_works[work], steps))
     for work in works:
         cells = [all_works[work].title]
         for quantity in (0, 1):
-            values = [[run[quantity] for run in runs[work, name]] for name in sides]
+            values = [[run[quantity] for run in runs[work, side]] for side in SIDES]
             cells += [spread(of_side, 0, statistics.median) for of_side in values]
-            if side == "both":
-                ours, theirs = map(statistics.median, values)
-                cells.append(f"{theirs / ours:.1f}")
+            ours, theirs = map(statistics.median, values)
+            cells.append(f"{theirs / ours:.1f}")
         print(f"| {' | '.join(cells)} |")

@@ -52,17 +52,7 @@ ALGORITHM_STYLES = {
 }
 GOLD = Style("#8a6100", "h")  # the gold reward, whatever was trained
 HEALTHY, SICK = Style(TEXT, "o"), Style(RED, "x")  # whatever the algorithm
-TINTS = {  # areas with words on them: of light pages and of dark ones
-    "#9ecbf5": "#1d4f80",
-    "#f5c9a3": "#7a4a1c",
-    "#a9dcb8": "#1f5e36",
-    "#d8c1f0": "#573b78",
-    "#f6b9c4": "#7a2f3d",
-    "#e3d08a": "#5f5118",
-    "#c3c9d0": "#4a525c",
-    "#a5dde0": "#1b5a5e",
-}
-DARK = TINTS | {
+DARK = {  # by the colour on light pages
     TEXT: "#e6edf3",
     GREY: "#9198a1",
     RED: "#ff7b72",
@@ -91,13 +81,6 @@ def panel(
     _, axis = plt.subplots(figsize=(width, height))
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     return axis
-
-
-def plain_log_scale(axis: Any) -> None:
-    """A logarithmic y with 0.1, 1, 10 at its ticks; exponents would be too small to read."""
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
-    axis.minorticks_off()
 
 
 def draw_curves(axis: Any, curves: Sequence[Sequence[tuple]], label: str, style: Style) -> None:
@@ -138,7 +121,10 @@ def draw_lines(figure: Lines, all_curves: dict) -> Any:
     if figure.best is not None:
         axis.axhline(figure.best, color=TEXT, ls="--", lw=1.2, label="best possible")
     if figure.log_scale:
-        plain_log_scale(axis)
+        axis.set_yscale("log")
+        # 0.1, 1, 10 at its ticks; exponents would be too small to read.
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
+        axis.minorticks_off()
     else:
         axis.locator_params(nbins=5, axis="y")
     axis.set(ylim=figure.limits)

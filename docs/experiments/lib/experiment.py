@@ -46,7 +46,6 @@ class Experiment:
     tables: dict[str, Table] = field(default_factory=dict)  # by their name on the page
     figures: dict[str, Lines] = field(default_factory=dict)  # by NAME or NAME_...
     metrics: dict[str, list[Metric]] = field(default_factory=dict)  # other ones to keep, by label
-    curves: dict[str, list[str]] = field(default_factory=dict)  # likewise
     # What a seed is worth by label and metric; or everything that is measured.
     measure_seed: Callable[[int], dict[str, dict]] | None = None
     measure_all: Callable[[], dict] | None = None
@@ -84,8 +83,7 @@ class Experiment:
         return kept
 
     def kept_curves(self) -> list[tuple[str, str]]:
-        kept = [(label, metric) for label in self.curves for metric in self.curves[label]]
-        return kept + [key for figure in self.figures.values() for key in figure.series]
+        return [key for figure in self.figures.values() for key in figure.series]
 
     def make(self, labels: tuple[str, ...] = ()) -> None:
         """Measure, and draw the figures. With labels their runs alone are made, and what is known

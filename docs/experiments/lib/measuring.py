@@ -4,8 +4,6 @@ models with random weights, and short runs of the scripts."""
 import contextlib
 import io
 import re
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -55,21 +53,7 @@ def noted_steps(note: Callable[[], Any]) -> Iterator[list]:
     hook.remove()
 
 
-# --- time and memory ---------------------------------------------------------------------------
-def median_seconds(function: Callable[[], Any], repeats: int) -> float:
-    """Median wall-clock seconds of a call, after one that is not counted."""
-    seconds = []
-    for _ in range(repeats + 1):
-        if CUDA:
-            torch.cuda.synchronize()
-        start_time = time.perf_counter()
-        function()
-        if CUDA:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start_time)
-    return statistics.median(seconds[1:])
-
-
+# --- memory ---------------------------------------------------------------------------
 def resident(name: str) -> int:
     """Bytes: VmRSS is resident now, VmHWM the most since the last `reset_peak`."""
     status = Path("/proc/self/status").read_text()
@@ -91,13 +75,6 @@ def peak() -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
     return resident("VmHWM")
-
-
-def extra_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes in use during a call, beyond those before it."""
-    before = reset_peak()
-    function()
-    return peak() - before
 
 
 # --- models ------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from common.logprobs import Sequences
 from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.runs import Run
@@ -51,15 +54,23 @@ def grammar(run: Run) -> float:
     return mean(grammatical([], [sample["completion"] for sample in run.samples()]))
 
 
-def kl_of_samples(run: Run) -> float:
-    """KL(policy || starting policy), nats per completion: k1 over the last evaluation's samples."""
-    start = sampling.load_policy(json.loads((run.folder / "args.json").read_text())["model"])
-    policy = sampling.load_policy(run.folder)
+def sampled_sequences(run: Run, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+    """The last evaluation's samples, as the tokens that were sampled."""
     sequences = []
     for sample in run.samples():
-        ids = start.tokenizer(sample["completion"], add_special_tokens=False).input_ids
-        ids += [start.tokenizer.eos_token_id] * (sample["length"] - len(ids))
-        sequences.append((encode(start.tokenizer, sample["prompt"]), ids))
+        ids = tokenizer(sample["completion"], add_special_tokens=False).input_ids
+        ids += [tokenizer.eos_token_id] * (sample["length"] - len(ids))
+        sequences.append((encode(tokenizer, sample["prompt"]), ids))
+    return sequences
+
+
+def kl_of_samples(run: Run, start_model: str | None = None) -> float:
+    """KL(policy || starting policy), nats per completion: k1 over the last evaluation's samples.
+    The start is the run's --model, unless another one is named."""
+    args = json.loads((run.folder / "args.json").read_text())
+    start = sampling.load_policy(start_model or args["model"])
+    policy = sampling.load_policy(run.folder)
+    sequences = sampled_sequences(run, policy.tokenizer)
     return sampling.mean_log_ratio(policy, start, sequences)
 
 

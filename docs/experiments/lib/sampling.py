@@ -37,15 +37,11 @@ def load_policy(source: str | Path) -> Policy:
     return Policy(model, tokenizer, find_stop_ids(str(source), tokenizer))
 
 
-def load_reward_model(source: str) -> Callable:
-    """A function of (prompts, sequences, texts): rewards (B,), centred as in grpo.py."""
+def load_reward_model(source: str) -> Callable[[Sequences], Tensor]:
+    """A function of sequences: their rewards (B,), centred as in grpo.py."""
     kind = AutoModelForSequenceClassification
     model = kind.from_pretrained(source, dtype=torch.float32).eval()
-
-    def rewards(prompts: list, sequences: Sequences, texts: list[str]) -> Tensor:
-        return grpo.model_rewards(model, sequences, MICRO_BATCH_SIZE)
-
-    return rewards
+    return lambda sequences: grpo.model_rewards(model, sequences, MICRO_BATCH_SIZE)
 
 
 def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> list[grpo.Prompt]:

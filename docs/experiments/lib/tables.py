@@ -27,7 +27,7 @@ def spread(values: Sequence[float], digits: int, average: Callable = mean) -> st
     return f"{middle} ({lowest}{dash}{highest})"
 
 
-def fixed(number: float, digits: int = 3) -> str:
+def fixed(number: float, digits: int = 4) -> str:
     """So many digits behind the point; no sign where the number is rounded to 0."""
     text = f"{number:.{digits}f}"
     return text.lstrip("-") if float(text) == 0 else text

@@ -1,21 +1,19 @@
-"""docs/best_of_n.md: best of n, and rejection sampling as training.
+"""docs/best_of_n.md: best of n by a learned reward, and rejection sampling by a rule as training.
 
-Each plan samples as many completions as the run in the same table: 15,360 as GRPO on the arithmetic
-task, 3,840 as PPO on the reviews.
+Each plan samples as many completions as the run of GRPO in the same table.
 """
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 import grpo
-import ppo_rlhf
 import sft
 from docs.experiments.lib import sampling
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, panel
@@ -23,42 +21,31 @@ from docs.experiments.lib.experiment import Experiment, Table, saved_numbers, sa
 from docs.experiments.lib.metrics import measured
 from docs.experiments.lib.runs import train, write_jsonl
 from docs.experiments.lib.tables import spread
+from tiny.arithmetic.reward import last_number
 from tiny.reviews.gold import score
 
 SUMS = grpo.Args()
-REVIEWS = grpo.Args(
-    model="tiny/reviews/policy",
-    dataset="tiny/reviews/prompts",
-    max_new_tokens=40,
-    reward_model="tiny/reviews/reward_model",
-)
-PPO = ppo_rlhf.Args()
-# Completions that `python grpo.py` samples, 15,360, and `python ppo_rlhf.py`, 3,840.
-SUM_BUDGET = SUMS.total_rollouts * SUMS.prompts_per_rollout * SUMS.group_size
-REVIEW_BUDGET = PPO.total_rollouts * PPO.prompts_per_rollout
+REVIEWS = grpo.Args(model="tiny/reviews/policy", dataset="tiny/reviews/prompts", max_new_tokens=40)
+REWARD_MODEL = "tiny/reviews/reward_model"
 SIZES = (1, 4, 16, 64, 256)
+# Completions that `python grpo.py` samples, 15,360.
+BUDGET = SUMS.total_rollouts * SUMS.prompts_per_rollout * SUMS.group_size
+NUM_SAMPLES = 8  # k, completions per prompt
 
 
 class Plan(NamedTuple):
-    task: grpo.Args
-    budget: int  # completions, over all rounds
     num_rounds: int  # each samples, selects and fine-tunes
-    num_samples: int = 8  # k, completions per prompt
     epochs: float = 2.0  # of each round's fine-tuning
 
 
-SUM_PLANS = {
-    "correct of 8, 1 round": Plan(SUMS, SUM_BUDGET, 1),
-    "correct of 8, 4 rounds": Plan(SUMS, SUM_BUDGET, 4),
-    "correct of 8, 4 rounds, fewer steps": Plan(SUMS, SUM_BUDGET, 4, epochs=0.64),
-}
-REVIEW_PLANS = {
-    "best of 8, 1 round": Plan(REVIEWS, REVIEW_BUDGET, 1),
-    "best of 8, 4 rounds": Plan(REVIEWS, REVIEW_BUDGET, 4),
+PLANS = {
+    "correct of 8, 1 round": Plan(1),
+    "correct of 8, 4 rounds": Plan(4),
+    "correct of 8, 4 rounds, fewer steps": Plan(4, epochs=0.64),
 }
 
 
-# --- the mathematics ---------------------------------------------------------------------------
+# --- best of n ---------------------------------------------------------------------------------
 def kl_bound(n: int) -> float:
     """log n - (n - 1)/n nats: KL(best of n || policy) is at most that (arXiv 2401.01879)."""
     return math.log(n) - (n - 1) / n
@@ -68,7 +55,7 @@ def expected_best(scores: Sequence[float], values: Sequence[float], n: int) -> f
     """Expected value of the completion with the highest score among n, from N >= n samples.
 
     The mean over all subsets of n: the i-th lowest score (from 0) is the highest in C(i, n - 1) of
-    the C(N, n) subsets. With values = scores of 0 and 1 it is pass@n (arXiv 2107.03374).
+    the C(N, n) subsets.
     """
     order = sorted(range(len(scores)), key=lambda i: scores[i])
     num_subsets = math.comb(len(scores), n)
@@ -76,7 +63,6 @@ def expected_best(scores: Sequence[float], values: Sequence[float], n: int) -> f
     return sum(share * values[i] for share, i in zip(shares, order, strict=True))
 
 
-# --- best of n ---------------------------------------------------------------------------------
 def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     """By n, what the completion with the highest learned reward is worth, mean over prompts."""
     num_samples = max(SIZES)
@@ -84,10 +70,10 @@ def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     # Each prompt is in the file eight times: once is enough, because each gets many samples.
     prompts = sampling.load_prompts(REVIEWS, "test", policy.tokenizer)
     prompts = [*{prompt.text: prompt for prompt in prompts}.values()]
-    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    sequences, texts = sample(REVIEWS, policy, repeated, seed)
-    reward_fn = sampling.load_reward_model(REVIEWS.reward_model)
-    learned = reward_fn(repeated, sequences, texts).tolist()
+    repeated = [prompt.ids for prompt in prompts for _ in range(num_samples)]
+    rng = Generator().manual_seed(seed)
+    sequences, texts = sampling.sample(policy, repeated, REVIEWS.max_new_tokens, rng)
+    learned = sampling.load_reward_model(REWARD_MODEL)(sequences).tolist()
     gold = [score(text) for text in texts]
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
     found = {}
@@ -99,72 +85,45 @@ def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def sample(
-    task: grpo.Args, policy: sampling.Policy, prompts: list[grpo.Prompt], seed: int
-) -> tuple[list, list[str]]:
-    """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
-    rng = Generator().manual_seed(seed)
-    return sampling.sample(policy, [prompt.ids for prompt in prompts], task.max_new_tokens, rng)
-
-
 # --- rejection sampling ------------------------------------------------------------------------
-def select(rewards: Tensor, num_samples: int, has_rule: bool) -> list[int]:
-    """Row numbers of the completions to train on: the correct ones, or the best of each prompt.
-
-    The completions of a prompt are neighbours in the rewards (B,).
-    """
-    if has_rule:
-        return (rewards == 1).nonzero().squeeze(1).tolist()
-    best = rewards.view(-1, num_samples).argmax(dim=1)
-    return (best + num_samples * torch.arange(len(best))).tolist()
-
-
-def text_after_prompt(tokenizer: Any, prompt_ids: list[int], completion_ids: list[int]) -> str:
-    """A completion as SFT data needs it: with the space, if any, that separates it from the
-    prompt; decoding the completion alone drops it."""
-    prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-    text = tokenizer.decode(prompt_ids + completion_ids, skip_special_tokens=True)
-    return text.removeprefix(prompt)
-
-
-def load_reward(task: grpo.Args) -> Callable:
-    """The reward of a task as a function of (prompts, sequences, texts), which returns (B,)."""
-    if task.reward_model:
-        return sampling.load_reward_model(task.reward_model)
-    (spec,) = task.reward_fn
-    rule = grpo.load_reward_fn(spec)
-    return lambda prompts, sequences, texts: grpo.rule_rewards(rule, prompts, texts)
+def sample_and_judge(
+    policy: sampling.Policy, prompts: list[grpo.Prompt], seed: int
+) -> tuple[list[str], list[float]]:
+    """A completion of each prompt, and whether it is correct."""
+    rng = Generator().manual_seed(seed)
+    prompt_ids = [prompt.ids for prompt in prompts]
+    _, texts = sampling.sample(policy, prompt_ids, SUMS.max_new_tokens, rng)
+    return texts, last_number([], texts, [prompt.columns["answer"] for prompt in prompts])
 
 
 def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
     """Train as planned, in a folder; what the last model is worth."""
-    task, reward_fn = plan.task, load_reward(plan.task)
-    start_policy = policy = sampling.load_policy(task.model)
-    train_prompts = sampling.load_prompts(task, "train", policy.tokenizer)
-    num_prompts = plan.budget // (plan.num_rounds * plan.num_samples)  # per round
+    model = SUMS.model
+    policy = sampling.load_policy(model)
+    train_prompts, test_prompts = (
+        sampling.load_prompts(SUMS, split, policy.tokenizer) for split in ("train", "test")
+    )
+    num_prompts = BUDGET // (plan.num_rounds * NUM_SAMPLES)  # per round
     rng = Generator().manual_seed(seed)
     epochs = [torch.randperm(len(train_prompts), generator=rng) for _ in range(2)]
     prompt_batches = torch.cat(epochs).split(num_prompts)
-    model = task.model
     num_kept = num_steps = 0
     for round_index in range(plan.num_rounds):
         # 1. Sample k completions of each prompt, from the policy as it is now.
         prompts = []
         for i in prompt_batches[round_index]:
-            prompts += [train_prompts[i]] * plan.num_samples
-        sequences, texts = sample(task, policy, prompts, seed + 1_000_003 * (round_index + 1))
+            prompts += [train_prompts[i]] * NUM_SAMPLES
+        texts, rewards = sample_and_judge(policy, prompts, seed + 1_000_003 * (round_index + 1))
 
-        # 2. Keep the correct ones, or the best of each prompt.
-        rewards = reward_fn(prompts, sequences, texts)
-        selected = select(rewards, plan.num_samples, has_rule=not task.reward_model)
+        # 2. Keep the correct ones.
+        rows = []
+        for prompt, text, reward in zip(prompts, texts, rewards, strict=True):
+            if reward == 1:
+                rows.append({"prompt": prompt.text, "completion": text})
 
         # 3. Fine-tune on them.
         data = folder / f"round_{round_index}"
         data.mkdir()
-        rows = []
-        for i in selected:
-            completion = text_after_prompt(policy.tokenizer, *sequences[i])
-            rows.append({"prompt": prompts[i].text, "completion": completion})
         write_jsonl(data / "train.jsonl", rows)
         run = train(
             sft,
@@ -179,44 +138,20 @@ def rejection_sampling(plan: Plan, seed: int, folder: Path) -> dict[str, float]:
         )
         model = str(run.folder)
         policy = sampling.load_policy(model)
-        num_kept += len(selected)
+        num_kept += len(rows)
         num_steps += len(run.metrics) - 1
-    numbers = evaluate(task, reward_fn, policy, start_policy, seed)
-    return numbers | {"kept": num_kept, "steps": num_steps}
-
-
-def evaluate(
-    task: grpo.Args,
-    reward_fn: Callable,
-    policy: sampling.Policy,
-    start_policy: sampling.Policy,
-    seed: int,
-) -> dict[str, float]:
-    """One completion per held-out prompt, with the random numbers of an evaluation of grpo.py."""
-    prompts = sampling.load_prompts(task, "test", policy.tokenizer)[: task.eval_rows]
-    sequences, texts = sample(task, policy, prompts, seed)
-    mean_reward = reward_fn(prompts, sequences, texts).mean().item()
-    if not task.reward_model:
-        return {"accuracy": mean_reward}
-    return {
-        "learned": mean_reward,
-        "gold": mean(score(text) for text in texts),
-        "KL": sampling.mean_log_ratio(policy, start_policy, sequences),
-    }
+    # With the random numbers of an evaluation of grpo.py.
+    _, rewards = sample_and_judge(policy, test_prompts[: SUMS.eval_rows], seed)
+    return {"accuracy": mean(rewards), "kept": num_kept, "steps": num_steps}
 
 
 # --- results -----------------------------------------------------------------------------------
 def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     found = best_of_reviews(seed)
-    for label, plan in (SUM_PLANS | REVIEW_PLANS).items():
+    for label, plan in PLANS.items():
         with tempfile.TemporaryDirectory() as folder:
             found[label] = rejection_sampling(plan, seed, Path(folder))
     return found
-
-
-def num_steps(args: Any) -> str:
-    """Optimiser steps of a run of grpo.py or ppo_rlhf.py."""
-    return str(args.total_rollouts * args.update_epochs * args.num_minibatches)
 
 
 BEST = Table(
@@ -228,38 +163,24 @@ BEST = Table(
     {str(n): (str(n),) for n in SIZES},
     heading=("n",),
 )
-TRAINED = {"trained on": (measured("kept"), 0), "optimiser steps": (measured("steps"), 0)}
-REJECTION_SUMS = Table(
-    TRAINED | {"accuracy": (measured("accuracy"), 3)},
-    {label: (label,) for label in SUM_PLANS},
-    heading=("",),
-)
-REJECTION_REVIEWS = Table(
-    TRAINED
-    | {
-        "learned": (measured("learned"), 2),
-        "gold": (measured("gold"), 2),
-        "KL": (measured("KL"), 1),
+REJECTION = Table(
+    {
+        "trained on": (measured("kept"), 0),
+        "optimiser steps": (measured("steps"), 0),
+        "accuracy": (measured("accuracy"), 3),
     },
-    {label: (label,) for label in REVIEW_PLANS},
+    {label: (label,) for label in PLANS},
     heading=("",),
 )
 
 
 def tables(results: dict) -> dict:
-    """Rejection sampling beside GRPO's and PPO's results."""
-    sums, reviews = (
-        table.make(results["numbers"], []) for table in (REJECTION_SUMS, REJECTION_REVIEWS)
-    )
+    """Rejection sampling beside GRPO's result."""
+    table = REJECTION.make(results["numbers"], [])
     accuracy = spread(saved_numbers("grpo", "(default)", "eval/accuracy"), 3)
-    sums["rows"].append(["[GRPO](grpo.md#results)", f"{SUM_BUDGET:,}", num_steps(SUMS), accuracy])
-    learned = spread(saved_numbers("reward_hacking", "0.2", "reward/mean"), 2)
-    label = "PPO, KL in the reward, beta 0.2"
-    gold = spread(saved_numbers("frontier", label, "eval/reward"), 2)
-    kl = spread(saved_numbers("frontier", label, "KL of samples"), 1)
-    ppo_row = ["[PPO](ppo_rlhf.md#results), beta 0.2", f"{REVIEW_BUDGET:,}", num_steps(PPO)]
-    reviews["rows"].append([*ppo_row, learned, gold, kl])
-    return {"best_of_n rejection sums": sums, "best_of_n rejection reviews": reviews}
+    num_steps = SUMS.total_rollouts * SUMS.update_epochs * SUMS.num_minibatches
+    table["rows"].append(["[GRPO](grpo.md#results)", f"{BUDGET:,}", str(num_steps), accuracy])
+    return {"best_of_n rejection": table}
 
 
 def draw(results: dict) -> dict:

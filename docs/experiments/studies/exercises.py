@@ -54,7 +54,7 @@ PANELS = {
     9: ("objective/loss", "optimiser step", "the first loss is not ln 2"),
     10: ("eval/margin", "optimiser step", "the margin stays 0"),
 }
-EVAL_EVERY = {3: 10, 8: 10, 10: 4}  # steps, for the figures: the exercises evaluate less often
+EVAL_EVERY = {3: 10, 8: 6, 10: 3}  # steps, for the figures: the exercises evaluate less often
 
 
 def differences(first_run: Run, second_run: Run) -> Run:

@@ -4,7 +4,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import NamedTuple
 
 import torch
@@ -14,15 +13,19 @@ import dpo
 from common.tokens import encode, encode_pair
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment, Table
-from docs.experiments.lib.metrics import measured
-from docs.experiments.lib.runs import read_jsonl, train, write_jsonl
-from tiny.reviews import gold
+from docs.experiments.lib.metrics import (
+    GRAMMATICAL,
+    kl_of_samples,
+    last,
+    measured,
+    sampled_sequences,
+)
+from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
 
 POLICY = dpo.Args.model  # where every row of the table starts
-OFFLINE_PAIRS = dpo.Args.dataset  # written by that policy, labelled by the judge
 REWARD_MODEL = "tiny/reviews/reward_model"
 TRAIN_PROMPTS = Path("tiny/reviews/prompts/train.jsonl")
-TEST_PAIRS = Path(OFFLINE_PAIRS) / "test.jsonl"
+TEST_PAIRS = Path(dpo.Args.dataset) / "test.jsonl"
 GROUP_SIZE = 4  # completions per prompt, of which the best and the worst become a pair
 
 
@@ -30,13 +33,12 @@ class Rounds(NamedTuple):
     """Rounds of DPO from the starting policy."""
 
     number: int
-    num_pairs: int | None  # in each round; None: the pairs of `OFFLINE_PAIRS`
+    num_pairs: int  # in each round
     beta: float | None = None  # dpo.py's default, 0.3
 
 
 # 188 or 189 optimiser steps in all, whatever the number of rounds.
 ROUNDS = {
-    "the offline pairs": Rounds(1, None),
     "2,000 pairs": Rounds(1, 2_000),
     "667 pairs per round": Rounds(3, 667),
     "667 pairs per round, `--beta 0.9`": Rounds(3, 667, beta=0.9),
@@ -78,22 +80,20 @@ def sample_pairs(
         pair = encode_pair(policy.tokenizer, prompts[i], completions[i], policy.stop_ids)
         sequences.append(pair)
     scores = torch.zeros(len(completions))
-    scores[not_empty] = reward_fn([], sequences, [])
+    scores[not_empty] = reward_fn(sequences)
     return best_and_worst(prompts, completions, scores.tolist(), GROUP_SIZE)
 
 
-def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -> list[str]:
-    """The model's folder after each round of dpo.py; other flags have their defaults."""
-    model, models = POLICY, []
+def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -> list[Run]:
+    """The run of dpo.py of each round; other flags have their defaults."""
+    model, runs = POLICY, []
     rng = Generator().manual_seed(seed)
     for i in range(rounds.number):
-        dataset = Path(OFFLINE_PAIRS)
-        if rounds.num_pairs is not None:
-            dataset = folder / f"pairs {i}"
-            dataset.mkdir()
-            pairs = sample_pairs(model, reward_fn, rounds.num_pairs, rng)
-            write_jsonl(dataset / "train.jsonl", pairs)
-            shutil.copy(TEST_PAIRS, dataset)
+        dataset = folder / f"pairs {i}"
+        dataset.mkdir()
+        pairs = sample_pairs(model, reward_fn, rounds.num_pairs, rng)
+        write_jsonl(dataset / "train.jsonl", pairs)
+        shutil.copy(TEST_PAIRS, dataset)
         run = train(
             dpo,
             model=model,
@@ -101,28 +101,22 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
             beta=rounds.beta,
             seed=seed,
             output_dir=str(folder),
-            eval_rows=8,  # `evaluate` evaluates
             eval_every=10_000,
             save_every=10_000,
         )
         model = str(run.folder)
-        models.append(model)
-    return models
+        runs.append(run)
+    return runs
 
 
-def evaluate(model: str, reward_fn: Callable, seed: int) -> dict[str, float]:
-    """Means over one completion for each held-out prompt of dpo.py, drawn with its numbers."""
-    policy, start = sampling.load_policy(model), sampling.load_policy(POLICY)
-    pairs = read_jsonl(TEST_PAIRS)
-    prompts = [pair["prompt"] for pair in pairs]
-    prompt_ids = [encode(policy.tokenizer, prompt) for prompt in prompts]
-    rng = Generator().manual_seed(seed)
-    sequences, texts = sampling.sample(policy, prompt_ids, dpo.Args.max_new_tokens, rng)
+def evaluate(run: Run, reward_fn: Callable) -> dict[str, float]:
+    """Means over the last evaluation's samples; the KL is to the start of all rounds."""
+    tokenizer = sampling.load_policy(POLICY).tokenizer
     return {
-        "gold": mean(gold.sentiment(prompts, texts)),
-        "learned": reward_fn(prompts, sequences, texts).mean().item(),
-        "KL": sampling.mean_log_ratio(policy, start, sequences),
-        "grammatical": mean(gold.grammatical(prompts, texts)),
+        "gold": last("eval/reward").of_run(run),
+        "learned": reward_fn(sampled_sequences(run, tokenizer)).mean().item(),
+        "KL": kl_of_samples(run, start_model=POLICY),
+        "grammatical": GRAMMATICAL.of_run(run),
     }
 
 
@@ -132,10 +126,10 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     found = {}
     for name, rounds in ROUNDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            models = train_rounds(rounds, reward_fn, seed, Path(folder))
-            for i, model in enumerate(models, start=1):
+            runs = train_rounds(rounds, reward_fn, seed, Path(folder))
+            for i, run in enumerate(runs, start=1):
                 label = name if rounds.number == 1 else f"{name}, after round {i}"
-                found[label] = evaluate(model, reward_fn, seed)
+                found[label] = evaluate(run, reward_fn)
     return found
 
 

@@ -17,12 +17,12 @@ class Method(NamedTuple):
     script: str
     rates: str  # flags of the adapters' learning rates
     metric: str
-    stored: str | None  # the results that have the default run, with all weights
+    stored: str  # the results that have the default run, with all weights
     label: str = "(default)"  # its label there
 
 
 METHODS = {
-    "SFT of random weights, loss": Method("sft", "--learning-rate 2e-3", "eval/loss", None),
+    "SFT of random weights, loss": Method("sft", "--learning-rate 2e-3", "eval/loss", "sft"),
     "reward model, pair accuracy": Method(
         "rm_bradley_terry", "--learning-rate 5e-3", "eval/pair_accuracy", "rm_bradley_terry"
     ),
@@ -47,8 +47,6 @@ COMMANDS = {
     name: f"{method.script}.py --lora-rank 8 {method.rates}" for name, method in METHODS.items()
 }
 METRICS = {name: [last(method.metric)] for name, method in METHODS.items()}
-COMMANDS["SFT of random weights, loss, all weights"] = "sft.py"
-METRICS["SFT of random weights, loss, all weights"] = [last("eval/loss")]
 RANKS, RATES = (1, 8, 32), ("2e-3", "5e-3", "1e-2")
 for rank, rate in product(RANKS, RATES):
     COMMANDS[f"rank {rank}, rate {rate}"] = f"grpo.py --lora-rank {rank} --learning-rate {rate}"
@@ -78,10 +76,7 @@ def measure_seed(seed: int) -> dict:
 def tables(results: dict) -> dict:
     numbers, rows = results["numbers"], []
     for name, (_, _, metric, stored, label) in METHODS.items():
-        if stored:
-            all_weights = saved_numbers(stored, label, metric)
-        else:
-            all_weights = numbers[f"{name}, all weights"][metric]
+        all_weights = saved_numbers(stored, label, metric)
         frozen = "not run"
         if f"{name}, frozen embeddings" in numbers:
             frozen = spread(numbers[f"{name}, frozen embeddings"][metric], 2)

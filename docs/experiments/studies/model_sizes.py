@@ -17,13 +17,11 @@ from docs.experiments.cost.memory_model import (
     CONSTANTS,
     DEFAULTS,
     GB,
-    PARTS,
     llama_sizes,
     memory,
     peak,
 )
 from docs.experiments.lib import measuring
-from docs.experiments.lib.drawing import GREY, TEXT, WIDE, panel
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.runs import train
 
@@ -42,10 +40,6 @@ METHODS = {  # by their column: with all weights, and with adapters
     "PPO": ("ppo", "ppo"),
 }
 VARIANTS = ("ppo_rule", "ppo_shared", "grpo_rm", "simpo")  # not in the tables
-BARS = [  # algorithms in the figure, and the rank of their adapters
-    *[(name, 0) for name in ("sft", "dpo", "grpo_no_kl", "grpo", "grpo_rm", "ppo")],
-    *[(name, RANK) for name in ("sft", "dpo", "grpo", "ppo")],
-]
 
 
 def size_of(name: str) -> str:
@@ -104,67 +98,14 @@ def tables(_: dict) -> dict:
     }
 
 
-def draw(_: dict) -> dict:
-    """The parts of a 7B model on one GPU at the moment that needs most, as stacked bars, each part
-    with its own tint, hatching and label."""
-    parts_by_label = {}
-    for name, lora_rank in BARS:
-        work = WORK | {"lora_rank": lora_rank}
-        moments = memory(MODELS["Qwen2.5-7B"], ALGORITHMS[name], BFLOAT16, **work)
-        highest = max(moments.values(), key=lambda parts: sum(parts.values()))
-        label = ALGORITHMS[name]["name"].partition(" (")[0]
-        if lora_rank > 0:
-            label = label.partition(",")[0] + " with LoRA"
-        parts_by_label[label] = {
-            PARTS[part]: round(size / GB, 2) for part, size in highest.items() if size
-        }
-    styles = {  # tint and hatching
-        "policy": ("#9ecbf5", ""),
-        "reference": ("#f5c9a3", "//"),
-        "critic": ("#a9dcb8", ""),
-        "reward model": ("#d8c1f0", "\\\\"),
-        "gradients": ("#f6b9c4", ".."),
-        "AdamW": ("#e3d08a", ""),
-        "copies of weights": ("#c3c9d0", "xx"),
-        "activations": ("#a5dde0", ""),
-    }
-    xlabel = "GB on one GPU, 512 + 512 tokens"
-    axis = panel("With LoRA 7B fits on 80 GB", xlabel, width=WIDE, height=5.2)
-    axis.grid(visible=False, axis="y")
-    left_ends = dict.fromkeys(parts_by_label, 0.0)
-    for part, (tint, hatching) in styles.items():
-        widths = [parts.get(part, 0.0) for parts in parts_by_label.values()]
-        drawn = axis.barh(
-            [*left_ends],
-            widths,
-            left=[*left_ends.values()],
-            color=tint,
-            hatch=hatching,
-            edgecolor=GREY,
-            lw=[0.8 if width else 0 for width in widths],
-            label=part,
-            height=0.62,
-        )
-        for label, width in zip(left_ends, widths, strict=True):
-            left_ends[label] += width
-    axis.bar_label(drawn, [f"{total:.0f}" for total in left_ends.values()], padding=4)
-    axis.axvline(80, color=TEXT, ls="--", lw=1.2)
-    axis.set(xlim=(0, 1.12 * max(left_ends.values())), xticks=(0, 80, 160, 240))
-    axis.invert_yaxis()
-    axis.figure.legend(loc="outside lower center", ncols=2, handlelength=2.5)
-    return {"model_sizes": axis}
-
-
 # --- real_size ---------------------------------------------------------------------------------
 QWEN = "Qwen2.5-0.5B"
 REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
     "sft": ("sft", dict(max_length=64)),
     "dpo": ("dpo", dict(max_length=64)),
     "grpo": ("grpo", dict(max_new_tokens=48, group_size=2, prompts_per_rollout=2)),
-    "ppo": ("ppo_rlhf", dict(max_new_tokens=48)),
     "ppo_shared": ("ppo_rlhf", dict(max_new_tokens=48, critic_init="policy")),
 }
-TOO_LARGE = [("ppo", 0)]  # to be measured: 21 GB
 
 
 def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
@@ -205,11 +146,10 @@ def measure_real_size() -> dict:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     numbers = {algorithm: {} for algorithm in REAL_RUNS}
     for algorithm, lora_rank in product(REAL_RUNS, (0, RANK)):
-        if (algorithm, lora_rank) not in TOO_LARGE:
-            script, flags = REAL_RUNS[algorithm]
-            all_flags = flags | {"lora_rank": lora_rank}
-            length, highest = measuring.in_own_process(measure_script, script, all_flags)
-            numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
+        script, flags = REAL_RUNS[algorithm]
+        all_flags = flags | {"lora_rank": lora_rank}
+        length, highest = measuring.in_own_process(measure_script, script, all_flags)
+        numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
     return numbers
 
 
@@ -224,8 +164,8 @@ def real_size_tables(results: dict) -> dict:
         cells = []
         for lora_rank in (0, RANK):
             predicted = predicted_peak(algorithm, measured["length"], lora_rank)
-            highest = measured.get(f"rank {lora_rank}")
-            found = f"{highest / GB:.1f} ({highest / predicted:.2f})" if highest else "not measured"
+            highest = measured[f"rank {lora_rank}"]
+            found = f"{highest / GB:.1f} ({highest / predicted:.2f})"
             cells.append(f"{predicted / GB:.1f}, {found}")
         rows.append([run, str(measured["length"]), *cells])
     columns = ["run", "tokens", "all weights: predicted, measured", f"`--lora-rank {RANK}`"]
@@ -233,6 +173,6 @@ def real_size_tables(results: dict) -> dict:
 
 
 EXPERIMENTS = (
-    Experiment("model_sizes", more_tables=tables, draw=draw),
+    Experiment("model_sizes", more_tables=tables),
     Experiment("real_size", measure_all=measure_real_size, more_tables=real_size_tables),
 )

@@ -7,7 +7,6 @@ rest from these rounded numbers with the scripts' own functions, so that a pocke
 the digits of the page.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +30,7 @@ NAMES = "1234"  # the group's completions, from the highest learned reward to th
 BEST, WORST = 0, 3  # their places
 FIRST_SEED, FIRST_SIZE = 1, 8  # of the rollout that the first step trains on
 SEED, NUM_SAMPLES, MAX_LENGTH = 6, 64, 12  # the group: the first four that are short enough
-DIGITS = 4  # decimals of what the models give, and of what the tables show
-show = partial(fixed, digits=DIGITS)
+DIGITS = 4  # decimals of what the models give; `fixed` shows as many
 
 # The scripts' flags; those that are not named keep their default.
 PPO, DPO = ppo_rlhf.Args(), dpo.Args()
@@ -53,10 +51,10 @@ def measure() -> dict:
     ).eval()
 
     first = sample(policy, FIRST_SIZE, FIRST_SEED)
-    take_step(policy, ref, optimizer, first, reward_fn([], first, []))  # `ref` becomes `old`
+    take_step(policy, ref, optimizer, first, reward_fn(first))  # `ref` becomes `old`
     group = sample(policy, NUM_SAMPLES, SEED)
     group = [sequence for sequence in group if len(sequence[1]) <= MAX_LENGTH][: len(NAMES)]
-    rewards = reward_fn([], group, [])
+    rewards = reward_fn(group)
     best_first = rewards.argsort(descending=True).tolist()
     group, rewards = [group[i] for i in best_first], rewards[best_first]
 
@@ -157,9 +155,9 @@ def tables(results: dict) -> dict:
 def completions_table(measured: dict) -> dict:
     rows = []
     for i, name in enumerate(NAMES):
-        sums = [show(sum(measured[policy][i])) for policy in ("ref", "old", "new")]
+        sums = [fixed(sum(measured[policy][i])) for policy in ("ref", "old", "new")]
         row = [name, measured["completion"][i], str(len(measured["tokens"][i])), *sums]
-        rows.append([*row, fixed(measured["gold"][i], 1), show(measured["reward"][i])])
+        rows.append([*row, fixed(measured["gold"][i], 1), fixed(measured["reward"][i])])
     log_probs = ["log π_ref", "log π_old", "log π_new"]
     columns = ["", "completion", "tokens", *log_probs, "gold reward", "learned reward"]
     return {"columns": columns, "rows": rows}
@@ -180,7 +178,7 @@ def reinforce_table(measured: dict) -> dict:
     for i, name in enumerate(NAMES):
         slope = slopes[i, 0].item()
         numbers = [returns[i] - advantages[i], advantages[i], slope]
-        cells = [fixed(returns[i].item(), 1), *(show(float(number)) for number in numbers)]
+        cells = [fixed(returns[i].item(), 1), *(fixed(float(number)) for number in numbers)]
         rows.append([name, *cells, "raised" if slope < 0 else "lowered"])
     columns = ["", "r", "b", "r - b", "gradient of each token", "its tokens are"]
     return {"columns": columns, "rows": rows}
@@ -209,8 +207,10 @@ def whitening(measured: dict) -> dict:
     """A line with the mean and the standard deviation of all tokens' advantages."""
     advantages = ppo_advantages(measured)["A"][mask_of(measured["tokens"])]
     mean, deviation = advantages.mean().item(), advantages.std(correction=0).item()
-    line = f"Whitening: over the {len(advantages)} tokens of the group A has the mean {show(mean)} "
-    return {"rows": [[f"{line}and the standard deviation {show(deviation)}."]]}
+    line = (
+        f"Whitening: over the {len(advantages)} tokens of the group A has the mean {fixed(mean)} "
+    )
+    return {"rows": [[f"{line}and the standard deviation {fixed(deviation)}."]]}
 
 
 def ppo_table(measured: dict) -> dict:
@@ -240,7 +240,7 @@ def group_table(measured: dict) -> dict:
     for i, name in enumerate(NAMES):
         weight = 1 / (len(NAMES) * len(measured["tokens"][i]))
         numbers = [rewards[i], rewards[i] - rewards.mean(), advantages[i], weight]
-        rows.append([name, *(show(float(number)) for number in numbers)])
+        rows.append([name, *(fixed(float(number)) for number in numbers)])
     return {"columns": ["", "r", "r - mean", "A", "weight w of a token"], "rows": rows}
 
 
@@ -264,7 +264,7 @@ def dpo_table(measured: dict) -> dict:
         (slopes,) = torch.autograd.grad(loss.sum(), logratios)
         h = pair[0] - pair[1]
         numbers = [*pair, h, DPO.beta * h, loss.item(), *slopes[0].tolist()]
-        rows.append([f"π_{policy}", *(show(number) for number in numbers)])
+        rows.append([f"π_{policy}", *(fixed(number) for number in numbers)])
     columns = ["policy", "log-ratio of 1", "log-ratio of 4", "h", "β h", "loss"]
     return {"columns": [*columns, "gradient of each token of 1", "of 4"], "rows": rows}
 
@@ -291,7 +291,7 @@ def by_token(measured: dict, columns: dict[str, Any]) -> dict:
     tokens = [token.replace("<eos>", "`<eos>`") for token in measured["tokens"][BEST]]
     rows = []
     for i, token in enumerate(tokens):
-        rows.append([token, *(show(float(numbers[i])) for numbers in columns.values())])
+        rows.append([token, *(fixed(float(numbers[i])) for numbers in columns.values())])
     return {"columns": [f"token of {NAMES[BEST]}", *columns], "rows": rows}
 
 

@@ -12,7 +12,7 @@ from docs.experiments.lib.drawing import (
     draw_curves,
     panel,
 )
-from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.metrics import Metric
 from docs.experiments.lib.runs import Run
 
@@ -36,7 +36,8 @@ def draw(results: dict) -> dict:
     axis.figure.set_layout_engine("none")
     axis.set_position((0.08, 0.5, 0.89, 0.42))
     style = ALGORITHM_STYLES["GRPO"]
-    draw_curves(axis, results["curves"]["GRPO"]["eval/accuracy"], "accuracy", style)
+    curves = saved_results("grpo")["curves"]["(default)"]["eval/accuracy"]
+    draw_curves(axis, curves, "accuracy", style)
     axis.set_xticks(range(0, 61, 10))
 
     def write(x: float, y: float, text: str, **look: Any) -> None:
@@ -61,7 +62,6 @@ EXPERIMENTS = (
         "readme",
         {"GRPO": GRPO},
         metrics={"GRPO": [Metric("completions", completions)]},
-        curves={"GRPO": ["eval/accuracy"]},
         draw=draw,
     ),
 )

@@ -37,10 +37,8 @@ def difference(values: list[float], others: list[float]) -> str:
     return f"{mean(values) - mean(others):+.3f} ± {error:.3f}"
 
 
-STEPS, PASSES = (
-    (0, 20, 40, 60),
-    {"pass@1": "accuracy", "pass@8": "pass_at_8", "pass@64": "pass_at_64"},
-)
+STEPS = (0, 20, 40, 60)
+PASSES = {"pass@1": "accuracy", "pass@8": "pass_at_8", "pass@64": "pass_at_64"}
 
 
 def tables(results: dict) -> dict:

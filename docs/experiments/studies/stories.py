@@ -12,18 +12,10 @@ from torch import Generator
 
 import grpo
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import (
-    ALGORITHM_STYLES,
-    HEALTHY,
-    SICK,
-    THIRD,
-    Lines,
-    Series,
-)
+from docs.experiments.lib.drawing import HEALTHY, SICK, THIRD, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table, runs_by_label
-from docs.experiments.lib.metrics import first, last, late, measured
+from docs.experiments.lib.metrics import late, measured
 from docs.experiments.lib.runs import Run, read_jsonl, run_of, write_jsonl
-from docs.experiments.lib.tables import spread
 from docs.rewards import stories as rules
 
 FOLDER = Path("runs/stories")
@@ -82,7 +74,7 @@ def find_runs(commands: dict[str, str]) -> dict[str, list[Run]]:
 
 def measure_seed(seed: int) -> dict[str, dict[str, Any]]:
     """What the stories of each run are like: a completion of each held-out row, the same as in the
-    last evaluation of grpo.py, judged by the rules and by the policy after SFT."""
+    last evaluation of grpo.py, judged by the rules, and the KL to the policy after SFT."""
     start = sampling.load_policy(run_of(SFT, seed).folder)
     args = grpo.Args(dataset=str(DATA), max_prompt_length=96)
     prompt_ids = [prompt.ids for prompt in sampling.load_prompts(args, "test", start.tokenizer)]
@@ -90,12 +82,10 @@ def measure_seed(seed: int) -> dict[str, dict[str, Any]]:
     for label, command in COMMANDS.items():
         policy = sampling.load_policy(run_of(command, seed).folder)
         sequences, texts = sampling.sample(policy, prompt_ids, 64, Generator().manual_seed(seed))
-        num_tokens = sum(len(completion) for _, completion in sequences)
         found[label] = {
             "a friend": mean(rules.friend([], texts)),
             "happy words": mean(rules.happy_words([], texts)),
             "distinct pairs": mean(rules.distinct_pairs([], texts)),
-            "log-prob per token": sampling.total_logprob(start, sequences) / num_tokens,
             "KL": sampling.mean_log_ratio(policy, start, sequences),
             "first completion": texts[0],
         }
@@ -107,27 +97,15 @@ COLUMNS = {
     "a friend": (measured("a friend"), 2),
     "happy words": (measured("happy words"), 2),
     "distinct pairs": (measured("distinct pairs"), 2),
-    "log-prob per token under the SFT model": (measured("log-prob per token"), 2),
-    "KL to it": (measured("KL"), 1),
-}
-TRUNCATED = {
-    "before SFT": first("eval/truncated_fraction"),
-    "after it": last("eval/truncated_fraction"),
+    "KL to the SFT model": (measured("KL"), 1),
 }
 
 
 def tables(results: dict) -> dict:
+    """Of the first held-out opening, seed 1: neither chosen nor shortened."""
     numbers = results["numbers"]
-    # Of the first held-out opening, seed 1: neither chosen nor shortened.
     samples = [[label, in_a_cell(numbers[label]["first completion"][0])] for label in COMMANDS]
-    truncated = [spread(numbers["SFT"][metric.name], 2) for metric in TRUNCATED.values()]
-    return {
-        "stories samples": {"columns": ["", "completion"], "rows": samples},
-        "stories truncated": {
-            "columns": ["", *TRUNCATED],
-            "rows": [["`eval/truncated_fraction`", *truncated]],
-        },
-    }
+    return {"stories samples": {"columns": ["", "completion"], "rows": samples}}
 
 
 def in_a_cell(text: str) -> str:
@@ -144,13 +122,6 @@ def with_and_without_kl(title: str, ylabel: str, metric: str, **more: Any) -> Li
 
 
 FIGURES = {
-    "stories_friend": Lines(
-        "Rule 1 is learned",
-        "fraction with a friend",
-        {("friend", "rewards/friend"): Series("friend", ALGORITHM_STYLES["GRPO"])},
-        limits=(0, 1.03),
-        width=THIRD,
-    ),
     "stories_happy": with_and_without_kl(
         "Rule 2 is hacked", "happy words per story", "rewards/happy_words"
     ),
@@ -175,7 +146,6 @@ EXPERIMENTS = (
         COMMANDS,
         {"stories": Table(COLUMNS, heading=("",))},
         FIGURES,
-        metrics={"SFT": [*TRUNCATED.values()]},
         measure_seed=measure_seed,
         find_runs=find_runs,
         more_tables=tables,
