@@ -107,8 +107,6 @@ def test_other_parts_are_refused(tokenizer):
     prompt = [message("user", [{"type": "image", "url": "x.png"}, *text_parts("1+2")])]
     with pytest.raises(ValueError, match=r"only parts of type `text`.*'image'"):
         encode(tokenizer, prompt)
-    with pytest.raises(ValueError, match=r"only parts of type `text`.*'image'"):
-        encode_pair(tokenizer, prompt, [message("assistant", "3")], [2])
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
@@ -222,12 +220,6 @@ def test_a_completion_that_makes_a_row_unusable(template, completion, error, tok
     tokenizer.chat_template = template
     with pytest.raises(UnusableRow, match=error):
         encode_pair(tokenizer, QUESTION, completion, [2])
-
-
-def test_a_string_beside_messages_is_a_message(tokenizer):
-    of_messages = encode_pair(tokenizer, QUESTION, [message("assistant", "#11")], [2])
-    assert encode_pair(tokenizer, "5+6", [message("assistant", "#11")], [2]) == of_messages
-    assert encode_pair(tokenizer, QUESTION, "#11", [2]) == of_messages
 
 
 def test_rows_that_are_left_are_reported(capsys):

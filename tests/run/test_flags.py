@@ -24,12 +24,6 @@ def refused(name, argv, capsys):
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_a_typo_and_a_number_out_of_range_end_with_a_message(capsys):
-    assert "--lerning-rate" in refused("grpo", ["--lerning-rate", "1"], capsys)
-    printed = refused("grpo", ["--learning-rate", "0"], capsys)
-    assert "learning_rate Input should be greater than 0" in printed.replace("│", "")
-
-
 @EACH
 def test_every_number_has_a_range(name):
     args = SPECS[name].module.Args
