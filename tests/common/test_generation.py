@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import APART, FREE, REFUSED, VOCAB, archetypes_first, family_model
 from models import tiny_config, tiny_model
+from spies import spy_on
 from transformers import LlamaForCausalLM
 
 import common.generation
@@ -217,20 +218,16 @@ def test_token_t_of_row_b_inverts_the_cumulative_sum_at_random_number_b_t(rows):
 @both_caches
 @pytest.mark.parametrize("name", ["Llama", "Bart"])  # prompts are padded, and are not
 def test_tokens_do_not_depend_on_the_batch_size_nor_on_when_other_rows_end(name, monkeypatch):
-    model, sizes, decode = family_model(name), [], common.generation.decode
-
-    def spy(model, prompts, *arguments):
-        sizes.append(len(prompts))
-        return decode(model, prompts, *arguments)
-
+    model = family_model(name)
     without_end = sample(model, FAMILY_ROWS)
     stop_ids = [a_stop_id(without_end)]
     expected = [cut(tokens, stop_ids) for tokens in without_end]
-    monkeypatch.setattr(common.generation, "decode", spy)
+    calls = spy_on(common.generation, monkeypatch, "decode")
     for batch_size in (1, 4, None):
-        sizes.clear()
+        calls.clear()
         found = sample(model, FAMILY_ROWS, stop_ids=stop_ids, batch_size=batch_size)
         assert found == expected
+        sizes = [len(prompts) for (_, prompts, *_), _ in calls]
         assert max(sizes) <= (batch_size or 9) and sum(sizes) == len(FAMILY_ROWS)
     # Prompts that are not padded are read with those of their length.
     assert sizes == ([7] if name == "Llama" else [1, 3, 2, 1])
@@ -266,9 +263,7 @@ BY_HAND = {
     ),
     # Within, rows are padded with 0; here it is also a token of a prompt, and a stop id.
     "the id of padding": ([[0, 48], [3], [0, 0]], [0], [[49, 0], [4, 5, 6, 7], [1, 2, 3, 4]]),
-    "no end": ([[0, 48], [3]], [], [[49, 0, 1, 2], [4, 5, 6, 7]]),
     "a stop id in the prompt": ([[11, 3], [11]], [11], [[4, 5, 6, 7], [12, 13, 14, 15]]),
-    "a stop id at the last token": ([[7]], [11], [[8, 9, 10, 11]]),
 }
 
 
@@ -302,19 +297,13 @@ def test_equal_prompts_next_to_each_other_are_read_once(counting):
 
 @both_caches
 def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
-    model, shapes = tiny_model("llama"), []
+    model = tiny_model("llama")
     sample(model, [[1]], 1)  # the trial of its cache
-    forward = model.forward
-
-    def spy(**inputs):
-        shapes.append(tuple(inputs["input_ids"].shape))
-        output = forward(**inputs)
-        assert output.logits.shape == (4, 1, VOCAB)  # of the last token only, of prompts too
-        return output
-
-    monkeypatch.setattr(model, "forward", spy)
+    calls = spy_on(model, monkeypatch, "forward")
     sample(model, ragged_rows(), 3)
-    assert shapes == [(4, 7), (4, 1), (4, 1)]
+    assert [ids.shape for (ids, *_), _ in calls] == [(4, 7), (4, 1), (4, 1)]
+    # Logits of the last token only, of prompts too.
+    assert {output.logits.shape for _, output in calls} == {(4, 1, VOCAB)}
 
 
 @pytest.mark.parametrize("cache_kind", ["static"], indirect=True)

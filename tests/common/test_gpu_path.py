@@ -16,11 +16,12 @@ from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
+from spies import spy_on
 
 import common.distributed
 import common.generation
 import common.logprobs
-from common.generation import generate
+from common.generation import SameTypeStaticCache, generate
 from common.logprobs import completion_logprobs
 
 SHORT = dict(train_split="train[:16]", epochs=1.0, batch_size=8, total_rollouts=2)
@@ -84,19 +85,13 @@ def assert_bfloat16(rows, plain):
 def test_training_in_bfloat16_with_the_static_cache(name, float32_metrics, tmp_path, monkeypatch):
     script = SCRIPTS[name]
     take_gpu_types(monkeypatch, script)
-    taken = []
-    update = common.generation.SameTypeStaticCache.update
-
-    def spy(self, keys, values, *args, **options):
-        taken.append((keys.dtype, values.dtype))
-        return update(self, keys, values, *args, **options)
-
-    monkeypatch.setattr(common.generation.SameTypeStaticCache, "update", spy)
+    updates = spy_on(SameTypeStaticCache, monkeypatch, "update")
     run_dir = script.main(script.Args(output_dir=str(tmp_path), **RUNS[name]))
     assert_bfloat16(check(run_dir), float32_metrics[name])
     if hasattr(script, "generate"):  # rotated keys come in float32: what no static cache takes
         trial = {(torch.float32, torch.float32)}  # of the cache, once per model
-        assert set(taken) - trial == {(torch.float32, torch.bfloat16)}
+        taken = {(keys.dtype, values.dtype) for (_, keys, values, *_), _ in updates}
+        assert taken - trial == {(torch.float32, torch.bfloat16)}
 
 
 def test_sharded_training_in_bfloat16_with_the_static_cache(float32_metrics, tmp_path):
@@ -154,15 +149,10 @@ def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, 
     take_gpu_types(monkeypatch)
     model = sharp_model(architecture, **({"final_logit_softcapping": cap} if cap else {}))
     complete_until([], model, [[1, 5, 2]], max_new_tokens=2)  # the trial of the cache
-    states, sampled_from = record_hidden_states(model), []
-    sample_tokens = common.generation.sample_tokens
-
-    def spy(logits, *arguments):
-        sampled_from.append(logits.clone())
-        return sample_tokens(logits, *arguments)
-
-    monkeypatch.setattr(common.generation, "sample_tokens", spy)
+    states = record_hidden_states(model)
+    calls = spy_on(common.generation, monkeypatch, "sample_tokens")
     complete_until([], model, [[1, 5, 2], [7], [9, 4, 4, 8, 6]], max_new_tokens=12)
+    sampled_from = [logits for (logits, *_), _ in calls]
     assert len(states) == len(sampled_from) == 12
     for hidden, found in zip(states, sampled_from, strict=True):
         expected = exact_logits(hidden[:, -1], model)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import assert_same_run, metrics_of, start, words
 from scripts import SPECS, WITH_ROLLOUTS
+from spies import spy_on
 
 import grpo
 
@@ -100,17 +101,11 @@ def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
     assert_same_run(copy, run_dir)
 
 
-def test_the_last_two_checkpoints_are_kept_with_every_model_and_optimizer(whole):
-    name, run_dir = whole
-    (last, *_) = sorted(run_dir.glob("checkpoint*"), reverse=True)
-    state = torch.load(last, weights_only=True)
-    older_step = (state["step"] - 1) // 2 * 2  # --save-every 2, and the last
-    assert checkpoints(run_dir) == [f"checkpoint_{older_step:08}.pt", last.name]
-    tensors = {key for key in state if isinstance(state[key], tuple)}
-    assert tensors == {*SPECS[name].models}
-    for model in SPECS[name].models:
-        weights, moments = state[model]
-        assert moments["state"].keys() <= weights.keys() and len(moments["state"]) > 0
+def test_the_last_two_checkpoints_are_kept(whole):
+    _, run_dir = whole
+    last = metrics_of(run_dir)[-1]["step"]
+    older = (last - 1) // 2 * 2  # --save-every 2, and the last
+    assert checkpoints(run_dir) == [f"checkpoint_{step:08}.pt" for step in (older, last)]
 
 
 @EACH
@@ -148,18 +143,12 @@ def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, mon
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_path, monkeypatch):
     """They depend on the seed and the step alone, so that a resume draws them again."""
-    script, drawn = SPECS[name].module, []
-    generate = script.generate
-
-    def spy(model, prompts, **options):
-        completions = generate(model, prompts, **options)
-        drawn.append(sorted(zip(prompts, completions, strict=True)))
-        return completions
-
-    monkeypatch.setattr(script, "generate", spy)
+    script = SPECS[name].module
+    calls = spy_on(script, monkeypatch, "generate")
     # The policy stays as it is, and all steps have the same prompts.
     flags = SPECS[name].short_flags | dict(learning_rate=1e-30, train_split="train[:3]")
     script.main(script.Args(**flags | dict(total_rollouts=3, output_dir=str(tmp_path))))
+    drawn = [sorted(zip(prompts, texts, strict=True)) for (_, prompts, *_), texts in calls]
     first_evaluation, *rollouts, last_evaluation = drawn
     assert first_evaluation == last_evaluation
     assert all(rollouts.count(rollout) == 1 for rollout in rollouts) and len(rollouts) == 3
