@@ -120,6 +120,12 @@ def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kin
     assert type(decoder).__name__ == kind
 
 
+def test_a_cache_of_the_models_own_is_not_padded():
+    """Its blocks may count padding; the prompts of the trial are too short to show it."""
+    with pytest.raises(ValueError, match="a cache of the model's own"):
+        make_decoder(family_model("DeepseekV4"), [[1, 2]], 2, left_padded=True)
+
+
 def fail_with_a_cache(model, error, monkeypatch):
     forward = model.forward
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launches import counted
 from models import tiny_model
-from scripts import SCRIPTS, SPECS
+from scripts import SCRIPTS, SPECS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
 
 import common.generation
@@ -64,15 +64,15 @@ def test_logprobs_wait_for_transformers_alone(model):
 
 
 def per_token(model):
-    """Launches and waits of one more token: the difference of 24 and 8, divided by 16."""
+    """Launches and waits of one more token: the difference of 16 and 8, divided by 8."""
     counters = []
-    for num_tokens in (8, 24):
+    for num_tokens in (8, 16):
         with counted() as counter:
             sample(model, num_tokens)
         counters.append(counter)
     few, many = counters
     launches = many.launches.total() - few.launches.total()
-    return launches / 16, (len(many.waits) - len(few.waits)) / 16
+    return launches / 8, (len(many.waits) - len(few.waits)) / 8
 
 
 def test_a_token_is_waited_for_once_in_eight(model, monkeypatch):
@@ -112,17 +112,13 @@ def micro_batch_lines(filename):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_script_waits_in_its_loop_over_micro_batches(name, tmp_path, monkeypatch):
-    script, flags = SCRIPTS[name], dict(eval_split="test[:3]", output_dir=str(tmp_path))
-    # One step; GRPO and PPO make several of a rollout.
-    if SPECS[name].kind == "rollouts":
-        flags |= dict(total_rollouts=1, prompts_per_rollout=2, max_new_tokens=4)
-    else:
-        flags |= dict(train_split="train[:4]", epochs=1.0, batch_size=4)
-    if "num_minibatches" in vars(script.Args()):
-        flags |= dict(num_minibatches=1)
+    script = SCRIPTS[name]
+    one_step = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=4)
+    one_step |= dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, max_new_tokens=4)
+    flags = SPECS[name].short_flags | short_flags(name, **one_step, output_dir=str(tmp_path))
     monkeypatch.setattr(script, "join_processes", lambda: SIM)
     with counted() as counter:
-        script.main(script.Args(**SPECS[name].short_flags | flags))
+        script.main(script.Args(**flags))
     assert counter.launches.total() > 100
     source = Path(f"{name}.py").read_text().splitlines()
     backward = [i for i, line in enumerate(source, start=1) if ".backward()" in line]
