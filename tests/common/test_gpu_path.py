@@ -92,6 +92,7 @@ def test_training_in_bfloat16_with_the_static_cache(name, float32_metrics, tmp_p
         trial = {(torch.float32, torch.float32)}  # of the cache, once per model
         taken = {(keys.dtype, values.dtype) for (_, keys, values, *_), _ in updates}
         assert taken - trial == {(torch.float32, torch.bfloat16)}
+        assert all(keys.dtype == values.dtype for _, (keys, values) in updates)  # as they are kept
 
 
 def test_sharded_training_in_bfloat16_with_the_static_cache(float32_metrics, tmp_path):
