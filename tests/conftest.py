@@ -13,6 +13,13 @@ pytest.register_assert_rewrite("reviews", "runs", "by_hand")  # or they would no
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
+# These files take the longest. Each is run by one of two processes, so they are begun first.
+LONGEST = "learning site processes memory_model gpu_path resume explorer exercises".split()
+LONGEST = [f"test_{name}.py" for name in LONGEST]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: [*LONGEST, item.path.name].index(item.path.name))
 
 
 @pytest.hookimpl(tryfirst=True)

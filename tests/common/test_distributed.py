@@ -5,10 +5,7 @@ tests/run/test_processes.py, what a GPU does in test_gpu_path.py.
 import pytest
 import torch
 from gpu_types import take_gpu_types
-from models import VOCAB, family_model, tiny_model
-from safetensors.torch import load_file
-from scripts import SCRIPTS, short_flags
-from torch.autograd.graph import saved_tensors_hooks
+from models import family_model, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 import common.distributed
@@ -124,11 +121,8 @@ def samples(model):
     return generate(model, [[1, 2, 3], [4, 5]], **options)
 
 
-# A plain decoder, query norms, two kinds of attention, learned positions, dropout within a layer,
-# a mixture of experts, recurrent layers.
-@pytest.mark.parametrize(
-    "name", ["Llama", "Qwen3", "Gemma3", "GPT2", "OPT", "Mixtral", "Qwen3Next", "Mamba"]
-)
+# A plain decoder, two kinds of attention, dropout within a layer, experts, recurrent layers.
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPT2", "Mixtral", "Qwen3Next"])
 def test_gradients_and_samples_are_the_same(name):
     model = family_model(name)
     expected, sampled = gradients(model), samples(model)
@@ -153,54 +147,6 @@ def test_layers_run_again_in_the_backward_pass_and_only_there():
     assert len(calls) == 2 * num_layers
     logprobs.sum().backward()
     assert len(calls) == 3 * num_layers
-
-
-def test_a_layers_input_is_all_that_is_kept_of_it():
-    """Bytes that the forward pass saves for the backward pass, by the number of layers."""
-    rows = [(torch.arange(40).tolist(), torch.arange(40).tolist())] * 4
-
-    def kept(num_layers, checkpointed):
-        model = tiny_model("llama", num_hidden_layers=num_layers, vocab_size=VOCAB)
-        if checkpointed:
-            checkpoint_activations(model)
-        tensors = {}
-
-        def pack(tensor):
-            tensors[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            completion_logprobs(model, rows, range(4))
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        sizes = {key: t.untyped_storage().nbytes() for key, t in tensors.items()}
-        return sum(size for key, size in sizes.items() if key not in weights)
-
-    one_input = 4 * 80 * tiny_model("llama").config.hidden_size * 4  # rows, tokens, floats
-    assert kept(6, True) - kept(2, True) == 4 * one_input
-    assert kept(6, False) - kept(2, False) > 5 * (kept(6, True) - kept(2, True))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_trains_the_same_weights_with_it(name, tmp_path, monkeypatch):
-    script, recomputed, weights = SCRIPTS[name], [], []
-    checkpoint = common.distributed.checkpoint
-
-    def spy(*args, **kwargs):
-        recomputed.append(1)
-        return checkpoint(*args, **kwargs)
-
-    monkeypatch.setattr(common.distributed, "checkpoint", spy)
-    flags = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=2)
-    flags |= dict(total_rollouts=2, prompts_per_rollout=2, num_minibatches=1, max_new_tokens=4)
-    flags = short_flags(name, **flags, eval_every=9, output_dir=str(tmp_path))
-    for enabled in (False, True):
-        recomputed.clear()
-        run_dir = script.main(script.Args(**flags, activation_checkpointing=enabled))
-        weights.append(load_file(run_dir / "model.safetensors"))
-        assert bool(recomputed) == enabled
-    plain, checkpointed = weights
-    assert plain.keys() == checkpointed.keys()
-    assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
 
 
 def test_a_model_whose_layers_are_not_known_is_refused():

@@ -16,16 +16,17 @@ from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from spies import spy_on
 
 import common.distributed
 import common.generation
 import common.logprobs
-from common.generation import generate
+from common.generation import SameTypeStaticCache, generate
 from common.logprobs import completion_logprobs
 
 SHORT = dict(train_split="train[:16]", epochs=1.0, batch_size=8, total_rollouts=2)
-SHORT |= dict(prompts_per_rollout=4, group_size=3, micro_batch_size=4, max_new_tokens=16)
+SHORT |= dict(prompts_per_rollout=4, group_size=3, micro_batch_size=4, max_new_tokens=8)
+SHORT |= dict(num_minibatches=2)
 SHORT |= dict(eval_split="test[:5]", eval_every=1, save_every=1)
 MORE = {
     "reinforce": dict(beta=0.1),
@@ -38,11 +39,11 @@ MORE = {
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
 
 
-def prompts(task, count):
-    """Token ids of a task's first held-out prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(f"tiny/{task}/policy")
-    with open(f"tiny/{task}/prompts/test.jsonl") as file:
-        return [tokenizer(json.loads(line)["prompt"]).input_ids for line in file][:count]
+def some_slow(names, fast):
+    """Parameters of a test, of which those that are not named here are slow."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in fast.split())) for name in names
+    ]
 
 
 def check(run_dir):
@@ -60,13 +61,15 @@ def check(run_dir):
 # --- 1. types -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["grpo", "dpo"])
-def float32_run(request, tmp_path_factory):
-    """Of one that samples and reads a reward model, and of one that reads rows: its metrics."""
-    script, folder = SCRIPTS[request.param], tmp_path_factory.mktemp("float32")
-    return request.param, check(
-        script.main(script.Args(output_dir=str(folder), **RUNS[request.param]))
-    )
+# One that samples and reads a reward model, and one that reads rows.
+TWO = ("grpo", "dpo")
+
+
+@pytest.fixture(scope="module")
+def float32_metrics(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("float32")
+    args = {name: SCRIPTS[name].Args(output_dir=str(folder), **RUNS[name]) for name in TWO}
+    return {name: check(SCRIPTS[name].main(args[name])) for name in TWO}
 
 
 def assert_bfloat16(rows, plain):
@@ -78,31 +81,30 @@ def assert_bfloat16(rows, plain):
     assert 1e-4 < rounding < 0.3  # several processes alone change it by 1e-6
 
 
-def test_training_in_bfloat16_with_the_static_cache(float32_run, tmp_path, monkeypatch):
-    name, plain = float32_run
+@pytest.mark.parametrize("name", TWO)
+def test_training_in_bfloat16_with_the_static_cache(name, float32_metrics, tmp_path, monkeypatch):
     script = SCRIPTS[name]
     take_gpu_types(monkeypatch, script)
-    taken = []
-    update = common.generation.SameTypeStaticCache.update
-
-    def spy(self, keys, values, *args, **options):
-        taken.append((keys.dtype, values.dtype))
-        return update(self, keys, values, *args, **options)
-
-    monkeypatch.setattr(common.generation.SameTypeStaticCache, "update", spy)
-    assert_bfloat16(check(script.main(script.Args(output_dir=str(tmp_path), **RUNS[name]))), plain)
+    updates = spy_on(SameTypeStaticCache, monkeypatch, "update")
+    run_dir = script.main(script.Args(output_dir=str(tmp_path), **RUNS[name]))
+    assert_bfloat16(check(run_dir), float32_metrics[name])
     if hasattr(script, "generate"):  # rotated keys come in float32: what no static cache takes
         trial = {(torch.float32, torch.float32)}  # of the cache, once per model
-        assert set(taken) - trial == {(torch.float32, torch.bfloat16)}
+        taken = {(keys.dtype, values.dtype) for (_, keys, values, *_), _ in updates}
+        assert taken - trial == {(torch.float32, torch.bfloat16)}
+        assert all(keys.dtype == values.dtype for _, (keys, values) in updates)  # as they are kept
 
 
-def test_sharded_training_in_bfloat16_with_the_static_cache(float32_run, tmp_path):
-    name, plain = float32_run
-    command = [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / "runs"})]
+def test_sharded_training_in_bfloat16_with_the_static_cache(float32_metrics, tmp_path):
+    commands = [
+        [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / name})] for name in TWO
+    ]
+    command = ["tests/support/shards.py", *map(json.dumps, commands)]
     statuses = torchrun(2, command, tmp_path / "output", "gpu_types:compute_in_bfloat16")
     assert statuses == [0, 0], (tmp_path / "output.0").read_text()[-3000:]
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert_bfloat16(check(run_dir), plain)
+    for name in TWO:
+        (run_dir,) = (tmp_path / name).iterdir()
+        assert_bfloat16(check(run_dir), float32_metrics[name])
 
 
 def sharp_model(architecture, **overrides):
@@ -148,15 +150,10 @@ def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, 
     take_gpu_types(monkeypatch)
     model = sharp_model(architecture, **({"final_logit_softcapping": cap} if cap else {}))
     complete_until([], model, [[1, 5, 2]], max_new_tokens=2)  # the trial of the cache
-    states, sampled_from = record_hidden_states(model), []
-    sample_tokens = common.generation.sample_tokens
-
-    def spy(logits, *arguments):
-        sampled_from.append(logits.clone())
-        return sample_tokens(logits, *arguments)
-
-    monkeypatch.setattr(common.generation, "sample_tokens", spy)
+    states = record_hidden_states(model)
+    calls = spy_on(common.generation, monkeypatch, "sample_tokens")
     complete_until([], model, [[1, 5, 2], [7], [9, 4, 4, 8, 6]], max_new_tokens=12)
+    sampled_from = [logits for (logits, *_), _ in calls]
     assert len(states) == len(sampled_from) == 12
     for hidden, found in zip(states, sampled_from, strict=True):
         expected = exact_logits(hidden[:, -1], model)
@@ -219,7 +216,7 @@ def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
     assert completions == complete_and_drop(model)
 
 
-@pytest.mark.parametrize("name", READ_BACK + COPY_IN)
+@pytest.mark.parametrize("name", some_slow(READ_BACK + COPY_IN, fast="Mpt Falcon"))
 def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch, graph):
     model = family_model(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -231,17 +228,12 @@ def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch,
 
 # Of the experts of a mixture transformers counts integers, with an operation that CPUs lack.
 EXPERTS = "GraniteMoe MiniMaxM2 Mixtral Olmoe Qwen2Moe Qwen3Moe DeepseekV2 DeepseekV3".split()
-# Each kind of position, and layers between the model and its decoder.
-KINDS = "Gemma GPT2 Llama Mllama OPT Qwen3 Whisper".split()
-DENSE = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS))
-    for name in STATIC
-    if name not in EXPERTS + READ_BACK + COPY_IN
-]
+DENSE = [name for name in STATIC if name not in EXPERTS + READ_BACK + COPY_IN]
 
 
 @pytest.mark.filterwarnings("error:generate. slow")
-@pytest.mark.parametrize("name", DENSE)
+# Rotary and absolute positions, and layers between the model and its decoder.
+@pytest.mark.parametrize("name", some_slow(DENSE, fast="GPT2 Llama Mllama"))
 def test_a_captured_step_stays_on_its_device(name, graph):
     model = family_model(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -252,68 +244,11 @@ def test_a_captured_step_stays_on_its_device(name, graph):
     assert graph, "no step was captured"
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
-        lambda tokens: tokens.sum().item(),
-        lambda tokens: tokens[tokens > 3],
-        lambda tokens: tokens.cpu(),
-        lambda tokens: torch.ones(3).to(tokens.device),
-    ],
-    ids=["item", "mask", "to the CPU", "from the CPU"],
-)
-def test_what_a_gpu_refuses_in_a_step_is_seen(planted, monkeypatch, graph):
-    """Or the tests above would say nothing."""
-    model, step = tiny_model("llama"), common.generation.Decoder.step
-
-    def with_more(self):
-        planted(self.tokens)
-        return step(self)
-
-    monkeypatch.setattr(common.generation.Decoder, "step", with_more)
-    with SimulatedGPU(), pytest.warns(UserWarning, match="not permitted when stream is"):
-        complete_and_drop(model.to(SIM))
-    with SimulatedGPU(), pytest.raises(RuntimeError, match="expected all tensors on one device"):
-        torch.ones(3, device=SIM) + torch.ones(3)
-
-
-@pytest.mark.parametrize("captured", [0, 2])
-def test_steps_that_cannot_be_captured_run_uncaptured(captured, monkeypatch):
-    """The first steps are captured, as many as given; at the next one the GPU gives up."""
-    model = AutoModelForCausalLM.from_pretrained("tiny/reviews/policy", dtype=torch.float32).eval()
-    rows, stop_ids = prompts("reviews", 64), [model.generation_config.eos_token_id]
-    expected = complete_until(stop_ids, model, rows)
-    monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
-    replayed = []
-
-    def capture(step):
-        number = len(replayed)
-        if number == captured:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        replayed.append(0)
-
-        def replay():
-            replayed[number] += 1
-            return step()
-
-        return replay
-
-    monkeypatch.setattr(common.generation, "capture", capture)
-    with pytest.warns(UserWarning, match="without a CUDA graph: CUDA error"):
-        completions = complete_until(stop_ids, model, rows)
-    assert completions == expected
-    assert len(replayed) == captured and all(count > 1 for count in replayed)
-
-
 # --- 2. devices -----------------------------------------------------------------------------------
 
 
 # The other scripts put what these do on the device: models, rows, a rollout, pairs.
-BY_DEFAULT = ("ppo_rlhf", "dpo")
-ALL = [pytest.param(n, marks=[pytest.mark.slow] * (n not in BY_DEFAULT)) for n in SCRIPTS]
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some_slow(SCRIPTS, fast="ppo_rlhf dpo"))
 def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypatch):
     """Sampling, training, evaluating, saving, and resuming from a checkpoint."""
     script = SCRIPTS[name]
@@ -339,19 +274,3 @@ def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypat
         for key in ours:
             if not key.startswith("time/"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
-
-
-# --- learning -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "metric", "least"), [("grpo", "eval/accuracy", 0.9), ("ppo_rlhf", "eval/reward", 0.8)]
-)
-def test_learning_in_bfloat16_with_the_static_cache(name, metric, least, tmp_path, monkeypatch):
-    script = SCRIPTS[name]
-    take_gpu_types(monkeypatch, script)
-    run_dir = script.main(script.Args(output_dir=str(tmp_path)))
-    rows = metrics_of(run_dir)
-    assert rows[0][metric] < 0.45
-    assert rows[-1][metric] >= least

@@ -128,11 +128,6 @@ def test_a_column_that_was_typed_must_be_there(column, tmp_path):
     fails(name, tmp_path, ValueError, "no column typo", **flags)
 
 
-def test_a_split_that_is_not_there_names_the_flag(tmp_path):
-    message = "--dataset tiny/arithmetic/prompts, validation .docs/data.md.: .*Unknown split"
-    fails("grpo", tmp_path, ValueError, message, eval_split="validation")
-
-
 @EACH_LOADER
 def test_rows_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path, capsys):
     spec = SPECS[name]
@@ -169,18 +164,6 @@ def test_a_single_file(tmp_path):
         assert loaded["prompt"] == ["2+2=", "3+2="]
     with pytest.raises(ValueError, match=f"--dataset {tmp_path}/rows.*Unknown split"):
         kto.load_rows(args, "test", {"prompt"})
-
-
-def test_what_no_row_can_be_read_from_names_the_flag(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
-    Dataset.from_list([row_of("1+2=", "#3")]).save_to_disk(tmp_path / "saved")
-    (tmp_path / "no_files").mkdir()
-    for name in ("empty.jsonl", "saved", "no_files", "not_there"):
-        args = grpo.Args(dataset=str(tmp_path / name))
-        with pytest.raises(
-            ValueError, match=f"--dataset {tmp_path}/{name}|no column prompt in --d"
-        ):
-            grpo.load_rows(args, "train", {"prompt"})
 
 
 def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
@@ -243,15 +226,6 @@ def test_pairs_without_a_side_or_a_prompt_are_dropped(row, tokenizer, tmp_path):
     assert len(dpo.load_preference_pairs(dpo.Args(dataset=data), "train", tokenizer, [2])) == 1
 
 
-def test_turns_without_roles_are_named(tokenizer, tmp_path):
-    """As in ShareGPT's rows."""
-    turns = [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "#3"}]
-    row = dict(chosen=turns, rejected=[turns[0], {"from": "gpt", "value": "#4"}])
-    args = dpo.Args(dataset=write_dataset(tmp_path / "data", [row]))
-    with pytest.raises(ValueError, match="every chat message needs a role and a content"):
-        dpo.load_preference_pairs(args, "train", tokenizer, [2])
-
-
 def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer):
     row = dict(messages=TURNS, text="1+2=#3")
     assert sft.to_pairs(sft.Args(), row) == [(TURNS[:1], TURNS[1:])]
@@ -291,6 +265,7 @@ def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkey
         with warnings.catch_warnings(record=True) as caught, pytest.raises(Stopped):
             warnings.simplefilter("always")
             script.main(script.Args(**flags))
+        assert [*tmp_path.iterdir()] == []  # nor has the run a folder before its first step
         usual = [x for x in caught if re.match("--learning-rate: 1e-[56] is usual", str(x.message))]
         assert len(usual) == is_warned_of
 
@@ -300,12 +275,3 @@ def test_a_bad_output_dir_is_found_before_a_model_is_loaded(tmp_path):
     for spec in SPECS.values():
         with pytest.raises(OSError, match=f"{tmp_path}/file"):
             spec.module.main(spec.module.Args(model="no/such", output_dir=f"{tmp_path}/file/runs"))
-
-
-# --- nothing is trained on NaN ------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["ppo_rlhf", "sft"])
-def test_a_run_that_diverges_is_stopped(name, tmp_path):
-    script = SPECS[name].module
-    flags = SPECS[name].short_flags | dict(learning_rate=1e18, output_dir=str(tmp_path))
-    with pytest.raises(FloatingPointError, match="nan: is --learning-rate too high"):
-        script.main(script.Args(**flags))

@@ -1,31 +1,41 @@
-"""Memory: what Adam keeps, and that a resumed run keeps no second copy of its checkpoint.
+"""Memory: what Adam keeps, what a resumed run frees, and layers that are computed once more.
 
 How high the memory of a run rises is measured by docs/experiments/cost/memory.py.
 """
 
+import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from scripts import SPECS, short_flags
 
+import common.distributed
 from common import logprobs
 
-SHORT = dict(train_split="train[:2]", eval_split="test[:2]", epochs=1.0, batch_size=2)
-SHORT |= dict(total_rollouts=1, prompts_per_rollout=2, num_minibatches=1, max_new_tokens=4)
+TWO_STEPS = dict(train_split="train[:2]", eval_split="test[:2]", epochs=2.0, batch_size=2)
+TWO_STEPS |= dict(total_rollouts=2, prompts_per_rollout=2, num_minibatches=1, max_new_tokens=4)
+TWO_STEPS |= dict(eval_every=9, save_every=1)
 
 
 def run(name, output_dir, **flags):
     script = SPECS[name].module
-    return script.main(script.Args(**{"output_dir": str(output_dir), "eval_every": 9} | flags))
+    flags = short_flags(name, **TWO_STEPS) | flags
+    return script.main(script.Args(output_dir=str(output_dir), **flags))
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_adam_keeps_two_moments_of_what_is_trained_alone(name, tmp_path):
+@pytest.fixture(scope="module", params=SPECS)
+def plain(request, tmp_path_factory):
+    """A script's name, and the folder of its run."""
+    return request.param, run(request.param, tmp_path_factory.mktemp("plain"))
+
+
+def test_adam_keeps_two_moments_of_what_is_trained_alone(plain):
     """float32 weights, a gradient and two moments: 16 bytes for each parameter that is trained."""
-    run_dir = run(name, tmp_path, **short_flags(name, **SHORT))
-    checkpoint = torch.load(run_dir / "checkpoint_00000001.pt", weights_only=True)
+    name, run_dir = plain
+    checkpoint = torch.load(run_dir / "checkpoint_00000002.pt", weights_only=True)
     for trained in SPECS[name].models:
         weights, moments = checkpoint[trained]
         kept = [state[key] for state in moments["state"].values() for key in state if key != "step"]
@@ -36,18 +46,12 @@ def test_adam_keeps_two_moments_of_what_is_trained_alone(name, tmp_path):
     assert {*saved} <= {*checkpoint[SPECS[name].models[0]][0]}
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(name, tmp_path, monkeypatch):
-    two_steps = SHORT | dict(epochs=2.0, total_rollouts=2, save_every=1)
-    flags = short_flags(name, **two_steps)
+def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(plain, tmp_path, monkeypatch):
+    name, run_dir = plain
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    (copy / "checkpoint_00000002.pt").unlink()
     script, loaded, kept = SPECS[name].module, [], []
-
-    class Killed(Exception):
-        pass
-
-    def save_and_die(*arguments):
-        save(*arguments)
-        raise Killed
+    read, log = torch.load, script.log
 
     def spy_on_read(*arguments, **options):
         state = read(*arguments, **options)
@@ -59,16 +63,26 @@ def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(name, tmp_path, monke
         kept.append(sum(tensor() is not None for tensor in loaded))
         return log(*arguments, **named)
 
-    save, read, log = script.save_checkpoint, torch.load, script.log
-    monkeypatch.setattr(script, "save_checkpoint", save_and_die)
-    with pytest.raises(Killed):
-        run(name, tmp_path, **flags)
-    monkeypatch.setattr(script, "save_checkpoint", save)
     monkeypatch.setattr(torch, "load", spy_on_read)
     monkeypatch.setattr(script, "log", spy_on_log)
-    (run_dir,) = tmp_path.iterdir()
-    script.main(script.parse_args(["--resume", str(run_dir)]))
+    script.main(script.parse_args(["--resume", str(copy)]))
     assert len(loaded) > 10 and kept == [0]
+
+
+def test_activation_checkpointing_trains_the_same_weights(plain, tmp_path, monkeypatch):
+    name, plain_dir = plain
+    recomputed, checkpoint = [], common.distributed.checkpoint
+
+    def spy(*args, **kwargs):
+        recomputed.append(1)
+        return checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(common.distributed, "checkpoint", spy)
+    run_dir = run(name, tmp_path, activation_checkpointing=True)
+    assert recomputed
+    expected, found = (load_file(x / "model.safetensors") for x in (plain_dir, run_dir))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
@@ -89,7 +103,7 @@ def test_nothing_runs_between_a_forward_pass_that_is_trained_and_its_backward_pa
 
     monkeypatch.setattr(logprobs.hidden_states, "__wrapped__", spy)
     monkeypatch.setattr(torch.Tensor, "backward", spy_on_backward)
-    run(name, tmp_path, **short_flags(name, **SHORT | {"micro_batch_size": 1}))
+    run(name, tmp_path, epochs=1.0, micro_batch_size=1)
     trained = [i for i, event in enumerate(events) if event is True]
     assert len(trained) == 2
     assert all(events[i + 1] == "backward" for i in trained)

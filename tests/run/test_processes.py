@@ -9,10 +9,7 @@ token's limit; here none does.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +18,6 @@ from runs import contents, torchrun, words
 from safetensors.torch import load
 from scripts import SPECS
 
-
-ROOT = Path(__file__).parents[2]
 REVIEWS = dict(
     model="tiny/reviews/policy",
     dataset="tiny/reviews/prompts",
@@ -48,41 +43,51 @@ MORE = {
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:
     spec = SPECS[run.split("-")[0]]
-    four_steps = {"total_rollouts": 4} if spec.kind == "rollouts" else {"epochs": 0.9}
-    RUNS[run] = spec.short_flags | four_steps | MORE.get(run, {})
-CASES = [(run, "2") for run in RUNS]
-# Of a script with rollouts and two models, and of one that reads rows.
-CASES += [("ppo_rlhf", "4"), ("ppo_rlhf", "1 to 2"), ("dpo", "2 to 1")]
+    two_steps = {"total_rollouts": 2} if spec.kind == "rollouts" else {"epochs": 0.4}
+    RUNS[run] = spec.short_flags | two_steps | {"save_every": 1} | MORE.get(run, {})
 
 
-def run_on(ranks, run, folder, **flags):
-    """A run on so many processes, of which rank 0 alone prints."""
-    command = [f"{run.split('-')[0]}.py", *words(flags)]
-    assert torchrun(ranks, command, folder / "output", "shards:watch") == [0] * ranks, [
-        (folder / f"output.{rank}").read_text()[-5000:] for rank in range(ranks)
-    ]
-    others = [(folder / f"output.{rank}").read_text() for rank in range(1, ranks)]
-    assert not any("model: " in printed for printed in others), "rank 0 alone prints"
+def command_of(run, **flags):
+    script = SPECS[run.split("-")[0]].module
+    if "resume" not in flags and hasattr(script.Args, "generation_batch_size"):
+        flags["generation_batch_size"] = 2  # few completions are sampled at a time
+    return [f"{script.__name__}.py", *words(flags)]
+
+
+def run_on(ranks, commands, output):
+    """Commands one after the other on so many processes, of which rank 0 alone prints."""
+    statuses = torchrun(ranks, ["tests/support/shards.py", *map(json.dumps, commands)], output)
+    printed = [Path(f"{output}.{rank}").read_text() for rank in range(ranks)]
+    assert statuses == [0] * ranks, "".join(text[-5000:] for text in printed)
+    assert [text.count("\nmodel: ") for text in printed] == [len(commands)] + [0] * (ranks - 1)
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Makes a run in this process, or copies it if it was made before."""
-    made = {}
+    """The folder of each run in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    scripts = {run: SPECS[run.split("-")[0]].module for run in RUNS}
+    return {
+        run: script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
+        for run, script in scripts.items()
+    }
 
-    def make(run):
-        if run not in made:
-            script = SPECS[run.split("-")[0]].module
-            folder = tmp_path_factory.mktemp("one")
-            made[run] = script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
-        return made[run]
 
-    return make
+@pytest.fixture(scope="module")
+def two_processes(one_process, tmp_path_factory):
+    """The same on two; there PPO is also resumed from one. To start processes takes the longest."""
+    folder = tmp_path_factory.mktemp("two")
+    commands = [command_of(run, **RUNS[run] | {"output_dir": folder / run}) for run in RUNS]
+    resumed = without_last_checkpoint(one_process["ppo_rlhf"], folder / "resumed")
+    commands.append(command_of("ppo_rlhf", resume=resumed))
+    run_on(2, commands, folder / "output")
+    return {run: next((folder / run).iterdir()) for run in RUNS} | {"resumed": resumed}
 
 
 def without_last_checkpoint(run_dir, copy):
     shutil.copytree(run_dir, copy)
-    max(copy.glob("checkpoint_*.pt")).unlink()
+    _, last = sorted(copy.glob("checkpoint_*.pt"))
+    last.unlink()
     return copy
 
 
@@ -121,41 +126,25 @@ def compare_runs(run_dir, other_dir):
     compare(files, others, "")
 
 
-@pytest.mark.parametrize(("run", "kind"), CASES)
-def test_the_number_of_processes_does_not_change_the_training(run, kind, one_process, tmp_path):
-    """Nor what a checkpoint holds. On several, few completions are sampled at a time."""
-    first, _, last = kind.partition(" to ")
-    flags = RUNS[run] | {"output_dir": tmp_path / "runs"}
-    if "generation_batch_size" in SPECS[run.split("-")[0]].module.Args.__dataclass_fields__:
-        flags["generation_batch_size"] = 2
-    if first == "1":
-        run_dir = one_process(run)
-    else:
-        run_on(int(first), run, tmp_path, **flags)
-        (run_dir,) = (tmp_path / "runs").iterdir()
-    if last:
-        run_dir = without_last_checkpoint(run_dir, tmp_path / "copy")
-    if last == "1":
-        script = SPECS[run].module
-        script.main(script.parse_args(["--resume", str(run_dir)]))
-    elif last:
-        run_on(int(last), run, tmp_path, resume=run_dir)
-    compare_runs(run_dir, one_process(run))
+@pytest.mark.parametrize("run", RUNS)
+def test_two_processes_train_what_one_does(run, one_process, two_processes):
+    """And leave the same checkpoints."""
+    compare_runs(two_processes[run], one_process[run])
 
 
-@pytest.mark.slow
-def test_a_script_under_torchrun_itself(one_process, tmp_path):
-    """The processes meet, part, and leave one folder."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    flags = RUNS["sft"] | {"output_dir": tmp_path / "runs"}
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, "sft.py", *words(flags)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nmodel: ") == 1
+def test_of_four_processes_some_get_no_rows(one_process, tmp_path):
+    command = command_of("ppo_rlhf", **RUNS["ppo_rlhf"] | {"output_dir": tmp_path / "runs"})
+    run_on(4, [command], tmp_path / "output")
     (run_dir,) = (tmp_path / "runs").iterdir()
-    compare_runs(run_dir, one_process("sft"))
+    compare_runs(run_dir, one_process["ppo_rlhf"])
+
+
+def test_a_run_goes_on_with_another_number_of_processes(one_process, two_processes, tmp_path):
+    compare_runs(two_processes["resumed"], one_process["ppo_rlhf"])
+    run_dir = without_last_checkpoint(two_processes["dpo"], tmp_path / "copy")
+    dpo = SPECS["dpo"].module
+    dpo.main(dpo.parse_args(["--resume", str(run_dir)]))
+    compare_runs(run_dir, one_process["dpo"])
 
 
 def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):

@@ -1,4 +1,11 @@
-"""What must hold in each of several processes: weights are divided, and whole while it samples."""
+"""Runs on several processes, one after the other: `shards.py '["sft.py", "--seed", "1"]' ...`.
+
+In each, weights are divided, and whole while it samples.
+"""
+
+import json
+import runpy
+import sys
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,3 +40,19 @@ def watch():
         return decode(model, *arguments)
 
     common.distributed.shard, common.generation.decode = checked_shard, checked_decode
+
+
+def run_in_turn(commands):
+    """The processes join before the first run and part after the last."""
+    device, leave = common.distributed.join_processes(), common.distributed.leave_processes
+    common.distributed.join_processes = lambda: device
+    common.distributed.leave_processes = lambda: None
+    for command in commands:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+    leave()
+
+
+if __name__ == "__main__":
+    watch()
+    run_in_turn([json.loads(command) for command in sys.argv[1:]])
