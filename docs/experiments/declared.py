@@ -106,7 +106,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "rm_bradley_terry",
-        {"(default)": "rm_bradley_terry.py"} | variants("rm_bradley_terry.py", "--train-layers 1"),
+        {"(default)": "rm_bradley_terry.py --eval-every 10"}
+        | variants("rm_bradley_terry.py", "--train-layers 1"),
         {
             "rm_bradley_terry": Table(
                 {
@@ -170,7 +171,7 @@ EXPERIMENTS = (
         "rewards",
         {
             "(default)": "grpo.py --reward-fn docs/rewards/formats.py:shown "
-            f"--eval-reward-fn {LAST_NUMBER}"
+            f"--eval-reward-fn {LAST_NUMBER} --eval-every 3"
         },
         figures={
             "rewards": Lines(
