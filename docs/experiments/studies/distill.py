@@ -5,7 +5,6 @@ import time
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from torch import Generator
 
@@ -13,7 +12,7 @@ import distill
 import grpo
 import sft
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, draw_curves, panel
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, Lines, Series
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.measuring import noted_steps
 from docs.experiments.lib.metrics import Metric
@@ -119,31 +118,19 @@ def tables(results: dict) -> dict[str, dict]:
     return {"distill": {"columns": [*columns, "of the teacher's gain"], "rows": rows}}
 
 
-def draw(results: dict) -> dict[str, Any]:
-    """Accuracy over sampled tokens, of which all seeds take nearly the same number: the mean."""
-    title = "Fewer tokens than its teacher took"
-    axis = panel(title, "sampled tokens, thousands", "held-out accuracy", ylim=(0, 1))
-    for name, by_seed in (
-        (BY_TOKEN, results["numbers"][BY_TOKEN]["points"]),
-        ("GRPO", points_of_grpo()),
-    ):
-        tokens = [mean(tokens for _, tokens, _ in moment) for moment in zip(*by_seed, strict=True)]
-        curves = [
-            [(x, value) for x, (_, _, value) in zip(tokens, points, strict=True)]
-            for points in by_seed
-        ]
-        draw_curves(axis, curves, name, ALGORITHM_STYLES[name])
-    axis.legend(loc="lower right")
-    return {"distill": axis}
-
-
+FIGURE = Lines(
+    "The KL to the teacher falls",
+    "held out, nats per completion",
+    {(BY_TOKEN, "eval/kl"): Series(BY_TOKEN, ALGORITHM_STYLES["distillation"])},
+    limits=(0, None),
+)
 EXPERIMENTS = (
     Experiment(
         "distill",
         COMMANDS,
         metrics={label: [Metric("points", points)] for label in COMMANDS},
+        figures={"distill": FIGURE},
         measure_seed=measure_seed,
         more_tables=tables,
-        draw=draw,
     ),
 )
