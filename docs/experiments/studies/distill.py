@@ -22,7 +22,6 @@ from tiny.arithmetic.reward import last_number
 
 BY_TOKEN, BY_SUM = "distillation", "distillation, `--discount 1`"
 COMMANDS = {BY_TOKEN: "distill.py --eval-every 8", BY_SUM: "distill.py --discount 1 --eval-every 8"}
-GRPO_CURVES = ("eval/accuracy", "completions/length_mean")
 TEACHER, BY_SFT = "the teacher", "SFT on the teacher's completions"
 
 
@@ -59,12 +58,11 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     held_out, _ = completed(teacher, "test", seed)
     found = {TEACHER: {"accuracy": accuracy(held_out)}}
     with tempfile.TemporaryDirectory() as folder:
-        flags = dict(seed=seed, output_dir=folder, eval_every=1000)
+        flags = dict(model=distill.Args.model, seed=seed, output_dir=folder, eval_every=1000)
         start = time.process_time()
         rows, num_tokens = completed(teacher, "train", seed)
         write_jsonl(Path(folder, "train.jsonl"), rows)
         write_jsonl(Path(folder, "test.jsonl"), held_out)
-        flags |= dict(model=distill.Args.model)
         run = train(sft, dataset=folder, epochs=1.0, eval_samples=len(held_out), **flags)
         seconds = time.process_time() - start
         found[BY_SFT] = {"seconds": seconds, "tokens": num_tokens}
@@ -81,7 +79,8 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
 def points_of_grpo() -> list[list[tuple[int, float, float]]]:
     """The same of GRPO's stored runs, by seed."""
     curves, found = saved_results("grpo")["curves"]["(default)"], []
-    for accuracies, lengths in zip(*(curves[name] for name in GRPO_CURVES), strict=True):
+    by_seed = zip(curves["eval/accuracy"], curves["completions/length_mean"], strict=True)
+    for accuracies, lengths in by_seed:
         tokens = [0.0, *accumulate(256 * length / 1000 for _, length in lengths)]
         found.append([(rollout, tokens[rollout], value) for rollout, value in accuracies])
     return found
@@ -122,7 +121,6 @@ FIGURE = Lines(
     "The KL to the teacher falls",
     "held out, nats per completion",
     {(BY_TOKEN, "eval/kl"): Series(BY_TOKEN, ALGORITHM_STYLES["distillation"])},
-    limits=(0, None),
 )
 EXPERIMENTS = (
     Experiment(
