@@ -1,6 +1,5 @@
 """The pages as GitHub and as the site (mkdocs.yml) show them, without charts."""
 
-import json
 import os
 import re
 import shutil
@@ -190,13 +189,6 @@ def test_formulas_are_set_and_nothing_is_cut(browser, site, page):
             formulas, plain, page_width = browser.run(FORMULAS)
             assert plain == [] and page_width <= width
         assert formulas > 5 or page.stem not in ("start", "grpo")
-
-
-def test_the_search_finds_the_tools(site):
-    found = json.loads((site / "search.json").read_text())["items"]
-    (text,) = [item["text"] for item in found if item["title"] == "Tools in the browser"]
-    for word in ("explorer", "memory", "play", "advantages", "viewer"):
-        assert re.search(rf"\b{word}\b", text, re.IGNORECASE)
 
 
 def test_the_workflow_installs_the_declared_version():
