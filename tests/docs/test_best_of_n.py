@@ -64,11 +64,6 @@ def test_a_round_trains_on_correct_samples_alone(tmp_path, monkeypatch):
     assert Path(start) == first
 
 
-def test_every_plan_samples_its_budget():
-    for plan in best_of_n.PLANS.values():
-        assert best_of_n.BUDGET % (plan.num_rounds * best_of_n.NUM_SAMPLES) == 0
-
-
 # --- evaluation.md ------------------------------------------------------------------------------
 def test_the_win_rate_on_the_page(tmp_path):
     names = {}

@@ -16,9 +16,8 @@ from docs.experiments.studies import exercises as experiment
 from docs.experiments.lib.runs import Run, write_jsonl
 
 # --- the bugs -----------------------------------------------------------------------------------
-QUICK = (
-    5  # the others: python -m pytest -m slow tests/docs/test_exercises.py tests/docs/test_blank.py
-)
+# The others: python -m pytest -m slow tests/docs/test_exercises.py tests/docs/test_blank.py
+QUICK = 5
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,10 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("number", EXERCISES)
-def test_a_solution_shows_the_lines_and_names_the_test(number):
+def test_commands_parse_and_a_solution_shows_the_lines_and_names_the_test(number):
+    for command in EXERCISES[number].commands:
+        script, *flags = command.split()
+        SCRIPTS[script.removesuffix(".py")].parse_args(flags)
     told = plant.solution_text(number)
     added = {line.strip() for edit in EXERCISES[number].bug for line in edit.new.splitlines()}
     assert any(line[:2] == "+ " and any(new in line for new in added) for line in told.splitlines())
@@ -94,13 +96,6 @@ def test_a_solution_shows_the_lines_and_names_the_test(number):
     file, _, line_number = re.search(r"^(\S+\.py)(, from line )(\d+):", told).groups()
     first_line = EXERCISES[number].bug[0].old.splitlines()[0]
     assert first_line in Path(file).read_text().splitlines()[int(line_number) - 1]
-
-
-@pytest.mark.parametrize("number", EXERCISES)
-def test_commands_parse(number):
-    for command in EXERCISES[number].commands:
-        script, *flags = command.split()
-        SCRIPTS[script.removesuffix(".py")].parse_args(flags)
 
 
 @pytest.mark.slow

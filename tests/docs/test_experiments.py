@@ -3,13 +3,11 @@ and their numbers are what they should be."""
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from scripts import SCRIPTS
 
-from docs.experiments.lib import experiment as experiments
 from docs.experiments.lib import metrics, runs, tables
 from docs.experiments.lib.drawing import HEALTHY, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table, saved_results
@@ -95,16 +93,6 @@ def test_what_is_generated_on_a_page(tmp_path):
     )
     with pytest.raises(ValueError, match="does not define profit"):
         tables.definition(tmp_path / "loss.py", "profit")
-
-
-def test_spread_and_fixed():
-    assert tables.spread([1.0, 2.0, 6.0], 1) == "3.0 (1.0-6.0)"
-    assert tables.spread([-1.0, 2.0], 1) == "0.5 (-1.0 to 2.0)"
-    assert tables.spread([0.501, 0.502], 1) == "0.5"
-    assert tables.fixed(-0.0004, 3) == "0.000" and tables.fixed(-0.0006, 3) == "-0.001"
-    assert tables.rounded({"a": [12.3456789, (2, "b"), 1 / 3e6]}) == {
-        "a": [12.3457, [2, "b"], 3.33333e-07]
-    }
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -261,38 +249,6 @@ def test_an_experiment_keeps_what_its_tables_and_figures_declare(root, monkeypat
     assert experiment.tables["quick"].make(results["numbers"], ["a"]) == {
         "columns": ["flags", "loss", "r"],
         "rows": [["a", "3.0", "0.50"]],
-    }
-
-
-def test_with_labels_the_numbers_of_others_stay(root, monkeypatch):
-    monkeypatch.chdir(root)
-    monkeypatch.setattr(experiments, "RESULTS", root)
-    table = Table({"a": (last("x/loss"), 1)})
-    experiment = Experiment("quick", {"a": "quick.py", "b": "quick.py --a 1"}, {"quick": table})
-    old = {"a": {"x/loss": [1, 2]}, "b": {"x/loss": [3, 4], "kept": [5]}}
-    results = {"commands": {}, "numbers": old, "curves": {}}
-    (root / "quick.json").write_text(json.dumps(results))
-    experiment.make(labels=("b",))
-    made = json.loads((root / "quick.json").read_text())
-    assert made["numbers"] == old | {"b": {"x/loss": [4.0, 4.0], "kept": [5]}}
-    assert made["commands"] == experiment.commands
-
-
-def test_what_a_function_measures_for_each_seed_is_kept_by_label_and_metric(monkeypatch):
-    monkeypatch.setattr(runs, "SEEDS", (1, 2))
-    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
-
-    def measure_seed(seed):
-        return {"a": {"x": seed / 3, "text": f"seed {seed}"}, "b": {"x": 1.0}}
-
-    assert Experiment("quick", measure_seed=measure_seed).measure()["numbers"] == {
-        "a": {"x": [0.333333, 0.666667], "text": ["seed 1", "seed 2"]},
-        "b": {"x": [1.0, 1.0]},
-    }
-    table = Table({"shown": (metrics.measured("x"), 1)}, {"a": ("first", "a")}, ("", "name"))
-    assert table.make({"a": {"x": [1 / 3, 2 / 3]}}, []) == {
-        "columns": ["", "name", "shown"],
-        "rows": [["first", "a", "0.5 (0.3-0.7)"]],
     }
 
 

@@ -1,5 +1,5 @@
 """docs/explorer.html in a real browser: its numbers against the formula of docs/experiments/cost/
-memory_model.py, its answer, its commands, wrong input, a phone and a desk, light and dark.
+memory_model.py, its answer, its commands, wrong input, and how it stands on the site.
 """
 
 import json
@@ -149,8 +149,6 @@ def test_the_largest_model_and_whole_nodes_are_buttons(browser):
     assert "--nnodes=3" in browser.text("pre") and "gpus=24" in browser.hash()
     browser.open(address="a=ppo&b=grpo&model=Llama-3.1-70B&card=80")
     assert "64 GPUs are not enough: on each, copies of weights" in browser.text(".how")
-    browser.click('.size[value="16"]')
-    assert "A T4 has no bfloat16" in browser.text(".how") and "card=16" in browser.hash()
 
 
 @needs_browser
@@ -216,87 +214,34 @@ WRONG |= dict(prompt=["12,5", "1e3"], train_layers=["29", "-1"], lora_rank=["-1"
 
 
 @needs_browser
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_keeps_the_results_dimmed_and_stays_out_of_the_address(browser, name):
-    browser.open(address="a=rm&b=grpo&gpus=2")
-    before = [browser.hash(), browser.text("#cards")]
-    look = """return [getComputedStyle(document.getElementById("cards")).opacity,
-        [...document.querySelectorAll("[aria-invalid=true]")].map((x) => x.id)]"""
-    for value in WRONG[name]:
-        browser.run(SCRIPT + "set(...arguments)", name, value)
-        assert [browser.hash(), browser.text("#cards")] == before
-        assert browser.run(look) == ["0.4", [name]] and "number" in browser.text("#wrong")
-    value = WRONG[name][0]  # in an address it is ignored, and that is said
-    browser.open(address=f"a=rm&b=grpo&{name}={value}")
-    assert f"{name}={value}" in browser.text("#note")
-    assert browser.run(look) == ["1", []]
+def test_wrong_input_keeps_the_results_and_stays_out_of_the_address(browser):
+    for name, values in WRONG.items():
+        browser.open(address="a=rm&b=grpo&gpus=2")
+        before = [browser.hash(), browser.text("#cards")]
+        for value in values:
+            browser.run(SCRIPT + "set(...arguments)", name, value)
+            assert [browser.hash(), browser.text("#cards")] == before
+            assert "number" in browser.text("#wrong")
+        browser.open(address=f"a=rm&b=grpo&gpus=2&{name}={values[0]}")
+        assert f"{name}={values[0]}" in browser.text("#note")
 
 
 @needs_browser
 @pytest.mark.parametrize("file", [PAGE, PAGE.with_name("play.html")], ids=str)
-def test_on_the_site_it_has_the_header_links_and_the_chosen_scheme(browser, file):
+def test_on_the_site_and_a_phone_it_has_the_links_and_the_chosen_scheme(browser, file):
     """There memory.md is memory/. From a disk, where Markdown is shown raw, they are names."""
     links = """return [...document.links].filter((x) => x.getClientRects().length)
         .map((x) => x.getAttribute("href"))"""
+    chosen = json.dumps({"color": {"media": "(prefers-color-scheme: dark)", "scheme": "slate"}})
     with serve(file.parent) as site:
-        for scheme in ("slate", "default"):
-            browser.open(page=site + file.name)
-            colour = {"media": "(prefers-color-scheme: x)", "scheme": scheme}
-            store = "localStorage.setItem('/.__palette', JSON.stringify({color: arguments[0]}))"
-            browser.run(store, colour)
-            browser.open(page=site + file.name, dark=scheme == "default")
-            page = browser.run("return getComputedStyle(document.body).backgroundColor")
-            assert page == ("rgb(17, 22, 28)" if scheme == "slate" else "rgb(246, 247, 249)")
+        browser.open(page=site + file.name)
+        browser.run("localStorage.setItem('/.__palette', arguments[0])", chosen)
+        browser.open(page=site + file.name, width=360)
+        assert browser.run("return document.documentElement.scrollWidth") == 360
+        page = browser.run("return getComputedStyle(document.body).backgroundColor")
+        assert page == "rgb(17, 22, 28)"
         home, *found = browser.run(links)
     assert home == "./" and len(found) >= 5
     assert all(Path("docs", f"{link.removesuffix('/')}.md").exists() for link in found)
     browser.open(page=file.absolute().as_uri())
     assert browser.run(links) == []
-
-
-# --- how it looks ------------------------------------------------------------------------------
-LAYOUT = """
-const all = (q) => [...document.querySelectorAll(q)].filter((x) => x.getClientRects().length);
-const style = (x) => getComputedStyle(x), clear = "rgba(0, 0, 0, 0)", texts = [];
-for (const node of all("main *")) {  // texts with their colours and those of what they stand on
-  const own = [...node.childNodes].some((x) => x.nodeType === 3 && x.textContent.trim());
-  if (!own || node.tagName === "OPTION") continue;
-  let under = node;
-  while (style(under).backgroundColor === clear) under = under.parentElement;
-  texts.push([node.textContent.slice(0, 40), style(node).color, style(under).backgroundColor]);
-}
-const blocks = all("article, td, th, li, h2, p, label, .copy, .change, #summary b");
-return {
-  texts,
-  wide: document.documentElement.scrollWidth - innerWidth,
-  cut: blocks.filter((x) => x.scrollWidth > x.clientWidth + 1 && style(x).display !== "inline")
-    .map((x) => x.textContent),
-};
-"""
-
-
-def luminance(colour):
-    """Of `rgb(r, g, b)`, by WCAG 2.2."""
-    numbers = [int(x) / 255 for x in re.findall(r"\d+", colour)[:3]]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in numbers]
-    return sum(x * w for x, w in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
-
-
-def contrast(a, b):
-    low, high = sorted([luminance(a), luminance(b)])
-    return (high + 0.05) / (low + 0.05)
-
-
-@needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(360, False), (838, True), (1280, False)])
-def test_it_can_be_read_on_a_phone_and_a_desk_in_light_and_dark(browser, width, dark):
-    for address in ("", "a=ppo&b=rm&gpus=64&model=Llama-3.1-70B&checkpointing=1"):
-        browser.open(width, dark, address)
-        browser.run("for (const x of document.querySelectorAll('details')) x.open = true")
-        browser.run(SCRIPT + "set('gpus', 0)")  # the error too
-        texts = browser.run(LAYOUT)["texts"]
-        assert len(texts) > 80 and [text for text in texts if contrast(*text[1:]) < 4.5] == []
-        for size in ("100%", "200%"):
-            browser.run("document.documentElement.style.fontSize = arguments[0]", size)
-            look = browser.run(LAYOUT)
-            assert look["cut"] == [] and look["wide"] <= 0

@@ -38,13 +38,6 @@ def test_every_colour_may_be_that_of_a_text_on_light_and_dark_pages():
         assert min(contrast(dark, ground) for ground in GROUNDS["dark"]) >= 4.5, dark
 
 
-def test_each_algorithm_has_its_own_colour_and_marker():
-    styles = [*drawing.ALGORITHM_STYLES.values(), drawing.GOLD]
-    assert len({style.colour for style in styles}) == len(styles)
-    assert len({style.marker for style in styles}) == len(styles)
-    assert not {style.colour for style in styles} & {drawing.TEXT, drawing.RED, drawing.GREY}
-
-
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
 def test_a_figure_is_transparent_and_has_a_dark_scheme(figure):
     text = figure.read_text()

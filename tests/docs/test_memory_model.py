@@ -53,9 +53,14 @@ def live_storages():
 
 CASES = [(algorithm, 0) for algorithm in ALGORITHMS]
 CASES += [(algorithm, 8) for algorithm in ("rm", "ppo", "ppo_shared", "grpo_rm", "dpo")]
+# Each term once: all four models, a classifier alone, and adapters with and without a critic.
+QUICK = [("rm", 0), ("ppo", 0), ("ppo", 8), ("grpo_rm", 8)]
 
 
-@pytest.mark.parametrize(("algorithm", "lora_rank"), CASES)
+@pytest.mark.parametrize(
+    ("algorithm", "lora_rank"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
+)
 def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
     """Weights, gradients and moments of all its models, after an optimiser step."""
     script, flags = SCRIPTS[RUNS[algorithm][0]], RUNS[algorithm][1]

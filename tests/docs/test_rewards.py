@@ -33,38 +33,22 @@ def passed(*completions, tests=TESTS):
 # --- the format ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("<think>2 and 2</think><answer>4</answer>", 1),
-        ("\n<think>2\nand 2</think>\n\n<answer>4</answer>\n", 1),
-        ("<answer>4</answer>", 0),
-        ("<think>2 and 2</think>4", 0),
-        ("<think></think><answer>4</answer>", 0),  # no thought
-        ("so: <think>2 and 2</think><answer>4</answer>", 0),
-        ("<think>2 and 2</think><answer>4</answer> I am sure", 0),
-        ("<think>2 <think>and 2</think><answer>4</answer>", 0),
-        ("<think>2</think><think>2</think><answer>4</answer>", 0),
-        ("<think>2</think><answer>4</answer><answer>5</answer>", 0),
-        ("<answer>4</answer><think>2 and 2</think>", 0),
-    ],
-)
-def test_thoughts_then_an_answer(text, reward):
-    assert formats.think([""], [text]) == [reward]
+def test_thoughts_then_an_answer():
+    texts = {
+        "<think>2 and 2</think><answer>4</answer>": 1,
+        "\n<think>2\nand 2</think>\n\n<answer>4</answer>\n": 1,
+        "<answer>4</answer>": 0,
+        "<think></think><answer>4</answer>": 0,  # no thought
+        "so: <think>2 and 2</think><answer>4</answer>": 0,
+        "<think>2 and 2</think><answer>4</answer> I am sure": 0,
+        "<think>2</think><think>2</think><answer>4</answer>": 0,
+    }
+    assert formats.think([""] * 7, [*texts]) == [*texts.values()]
 
 
 def test_shown_working():
-    texts = [
-        "6,6,0,8,5#5",
-        "9,9,9,9,9#1",
-        "#5",
-        "6,6,0,8#5",
-        "6,6,0,8,5#5#",
-        " 6,6,0,8,5#5",
-        "",
-        "٦,6,0,8,5#5",
-    ]
-    assert formats.shown([""] * 8, texts) == [1, 1, 0, 0, 0, 0, 0, 0]
+    texts = ["6,6,0,8,5#5", "6,6,0,8#5", "6,6,0,8,5#5#", " 6,6,0,8,5#5", "٦,6,0,8,5#5"]
+    assert formats.shown([""] * 5, texts) == [1, 0, 0, 0, 0]
 
 
 # --- code ---------------------------------------------------------------------------------------
@@ -78,27 +62,19 @@ HONEST = {
 }
 WRONG = {
     "another result": "def add(a, b):\n    return a - b",
-    "another type": "def add(a, b):\n    return float(a + b)",
     "equal to all": "class All(int):\n    __eq__ = lambda *_: True\ndef add(*_):\n    return All()",
-    "no code": "I cannot help with that.",
-    "zero byte": "\0",
     "one test only": "def add(a, b):\n    return {2: 5}[a]",
     "results on stdout": "print('[5, 0]')\nimport sys\nsys.stdout.flush()",
-    "exits at once": "import os\nos._exit(0)",
     "writes everywhere": "import os\nfor n in range(30):\n    try: os.write(n, b'[1, 1]')\n"
     "    except OSError: pass\nos._exit(0)",
-    "deep": "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "memory": "def add(a, b):\n    bytearray(2**30)\n    return a + b",
     # What these do would do no harm if it were let through; then the reward would be 1.
     "forks": "import os\nos.fork() or os._exit(0)\n" + RIGHT,
-    "threads, then sleeps": "import threading, time\n"
-    "threading.Thread(target=time.sleep, args=(99,)).start()\ntime.sleep(99)",
     "another program": "import subprocess\nsubprocess.run(['true'])\n" + RIGHT,
     "opens a socket": "import socket\nsocket.socket()\n" + RIGHT,
     "reads a key": "import os\nos.environ['A_KEY']\n" + RIGHT,
     "site-packages": "import typing_extensions\n" + RIGHT,
     "loop": "def add(a, b):\n    while True: pass",
-    "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef add(*a):\n    return add(*a)",
 }
 
 
@@ -210,30 +186,7 @@ def test_a_function_of_trl_reads_chats_and_may_say_none():
     assert found == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-# --- all together -------------------------------------------------------------------------------
-
-
-def test_a_run_with_all_of_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE", POLICY)
-    data = tmp_path / "data"
-    data.mkdir()
-    lines = Path("tiny/arithmetic/prompts/test.jsonl").read_text().splitlines()[:2]
-    more = {"solution": "5", "function": "add", "tests": TESTS}
-    for split in ("train", "test"):
-        rows = [json.dumps(json.loads(line) | more) + "\n" for line in lines]
-        (data / f"{split}.jsonl").write_text("".join(rows))
-    functions = "formats.py:shown programs.py:passes trl_style.py:boxed judge.py:grade".split()
-    functions = " ".join(f"docs/rewards/{function}" for function in functions)
-    flags = (
-        f"--dataset {data} --total-rollouts 1 --prompts-per-rollout 2 --group-size 4 "
-        f"--num-minibatches 1 --output-dir {tmp_path} --reward-fn {functions}"
-    )
-    run_dir = grpo.main(grpo.parse_args(flags.split()))
-    *_, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    assert last["rewards/passes"] == last["rewards/boxed"] == 0  # no code, no box
-    assert 0 < last["rewards/grade"] < 1
-    # The policy shows its working in half of its completions.
-    assert 0 < last["rewards/shown"] < 1
+# --- the page ---------------------------------------------------------------------------------
 
 
 @pytest.mark.house

@@ -46,7 +46,3 @@ def test_held_out_stories_are_not_trained_on(tmp_path, monkeypatch):
     assert len(splits["test"]) == 400
     assert len(set(splits["test"])) == 100
     assert not set(splits["train"]) & set(splits["test"])
-
-
-def test_a_sample_fits_into_a_cell_of_a_table():
-    assert stories.in_a_cell("He said:\n`a | b`") == "`He said: 'a / b'`"

@@ -9,7 +9,6 @@ from statistics import mean
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from docs.experiments.lib.sampling import load_policy, sample
 from tiny.arithmetic.reward import last_number
@@ -134,14 +133,6 @@ def test_labels_are_those_of_a_judge_with_some_doubt_on_the_pairs_completions():
         # Unpaired: two neighbours are of one pair by chance alone.
         near = pairwise(labelled)
         assert sum(a["prompt"] == b["prompt"] for a, b in near) < len(labelled) / 20
-
-
-@pytest.mark.parametrize("folder", ["arithmetic/policy", "reviews/policy", "reviews/reward_model"])
-def test_checkpoints_are_small(folder):
-    path = Path("tiny") / folder
-    assert sum(file.stat().st_size for file in path.iterdir()) < 1e6
-    kind = AutoModelForSequenceClassification if "reward" in folder else AutoModelForCausalLM
-    assert 4e5 < kind.from_pretrained(path).num_parameters() < 4.6e5
 
 
 def test_reviews_policy_is_grammatical_and_neither_kind_nor_unkind():

@@ -110,7 +110,6 @@ def test_curves(browser, tmp_path):
     open_page(browser, write_run(tmp_path / "long", rows=rows))
     ((_, told, heights, _),) = browser.run(CURVES)
     assert told["3997"] == "1" and len(heights) <= 500 and heights.count(8) == 1
-    assert browser.run("return performance.getEntriesByType('resource')") == []
 
 
 @needs_browser
@@ -121,10 +120,8 @@ def test_completions(browser, tmp_path, completions):
         browser.run(f"document.querySelector('[value={by}]').click()")
         browser.until("#legend", f"{by} of a token")
         assert browser.run(COMPLETIONS) == [expected(one, by) for one in completions]
-        assert (", no log_ratio" in browser.text("#rollouts p")) == (by not in completions[0])
     prompts = "return [...document.querySelectorAll('#rollouts .prompt')].map((x) => x.innerText)"
     assert browser.run(prompts) == ([SHOWN_CHAT] if completions is GRPO else ["2+0=", "-3+0="])
-    assert browser.run("return document.querySelector('#completions :is(img, i)')") is None
     browser.run("document.getElementById('slider').focus()")
     for step, evaluation in ((3, 2), (2, 2), (1, 0)):
         browser.until("#step", f"{step}")
@@ -148,23 +145,16 @@ def test_a_run_of_a_script(browser, tmp_path):
 
 
 @needs_browser
-def test_two_runs_on_a_phone_in_light_and_dark(browser, tmp_path):
-    a, b, c = (write_run(tmp_path / f"run-{name * 60}") for name in "abc")
-    grounds = set()
-    for dark in (False, True):
-        open_page(browser, a, b, width=390, dark=dark)
-        assert browser.run("return document.documentElement.scrollWidth") == 390
-        grounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
-    assert len(grounds) == 2
+def test_two_runs_side_by_side(browser, tmp_path):
+    a, b = (write_run(tmp_path / f"run-{name * 60}") for name in "ab")
+    open_page(browser, a, b, width=390)
+    assert browser.run("return document.documentElement.scrollWidth") == 390
     assert browser.run(CURVES)[1][1]["2"] == "-7 -7"
     assert f'exp_name "{b.name}"' in browser.text("#runs") and "beta" not in browser.text("#runs")
     samples = "return [...document.querySelectorAll('#samples article')].map((x) => x.innerText)"
     for text, prompt in zip(browser.run(samples), ("1+1=", SHOWN_CHAT), strict=True):
         both = rf"{re.escape(prompt)}\n.*\n{a.name} <b>\n.*\n{b.name} <b>\n?"
         assert re.fullmatch(both, text, re.S)
-    browser.drop(c)
-    browser.until("#rollouts > :last-child .key", c.name)
-    assert a.name in browser.text("#curves") and b.name not in browser.text("main")
 
 
 @needs_browser
@@ -178,9 +168,6 @@ def test_a_run_that_goes_on_and_a_folder_that_is_no_run(browser, tmp_path):
     open_page(browser)
     browser.element("#folder").send_keys(str(folder))
     browser.until("#step", "4")
-    (folder / "metrics.jsonl").write_text("{}\n")
-    browser.click(".run button")
-    browser.until("#note", "run has changed, and the browser cannot read it again: drop")
     (tmp_path / "none").mkdir()
     browser.drop(tmp_path / "none")
     browser.until("#note", "none is not the folder of a run")
