@@ -274,3 +274,16 @@ def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypat
         for key in ours:
             if not key.startswith("time/"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "metric", "least"), [("grpo", "eval/accuracy", 0.9), ("ppo_rlhf", "eval/reward", 0.8)]
+)
+def test_learning_in_bfloat16_with_the_static_cache(name, metric, least, tmp_path, monkeypatch):
+    script = SCRIPTS[name]
+    take_gpu_types(monkeypatch, script)
+    run_dir = script.main(script.Args(output_dir=str(tmp_path)))
+    rows = metrics_of(run_dir)
+    assert rows[0][metric] < 0.45
+    assert rows[-1][metric] >= least

@@ -1,5 +1,6 @@
 """Scoring: against a plain log-softmax of the model's own logits, row by row, without padding."""
 
+import copy
 import itertools
 import math
 
@@ -392,3 +393,16 @@ def test_one_tensor_of_a_chunks_size_is_made_in_each_pass(monkeypatch):
     made = [out for out in made if out.shape[-1:] == (1003,) and out.shape[0] >= 3]
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len({out.untyped_storage().data_ptr() for out in made} - weights) == 1
+
+
+def test_inputs_are_left_as_they_were():
+    model, pairs, rows = model_of("gpt2"), make_pairs(), torch.tensor([2, 0, 3])
+    before = copy.deepcopy((pairs, rows, model.state_dict()))
+    logprobs, entropy = completion_logprobs(model, pairs, rows, 0.6, entropy=True)
+    (logprobs + entropy).sum().backward()
+    rollout_logprobs(model, pairs, [rows], 0.6)
+    assert pairs == before[0] and torch.equal(rows, before[1])
+    groups = list(micro_batches(pairs, rows, 2))
+    assert groups and torch.equal(rows, before[1])
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[2][name])

@@ -275,3 +275,24 @@ def test_a_bad_output_dir_is_found_before_a_model_is_loaded(tmp_path):
     for spec in SPECS.values():
         with pytest.raises(OSError, match=f"{tmp_path}/file"):
             spec.module.main(spec.module.Args(model="no/such", output_dir=f"{tmp_path}/file/runs"))
+
+
+def test_what_no_row_can_be_read_from_names_the_flag(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    Dataset.from_list([row_of("1+2=", "#3")]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "no_files").mkdir()
+    for name in ("empty.jsonl", "saved", "no_files", "not_there"):
+        args = grpo.Args(dataset=str(tmp_path / name))
+        with pytest.raises(
+            ValueError, match=f"--dataset {tmp_path}/{name}|no column prompt in --d"
+        ):
+            grpo.load_rows(args, "train", {"prompt"})
+
+
+def test_turns_without_roles_are_named(tokenizer, tmp_path):
+    """As in ShareGPT's rows."""
+    turns = [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "#3"}]
+    row = dict(chosen=turns, rejected=[turns[0], {"from": "gpt", "value": "#4"}])
+    args = dpo.Args(dataset=write_dataset(tmp_path / "data", [row]))
+    with pytest.raises(ValueError, match="every chat message needs a role and a content"):
+        dpo.load_preference_pairs(args, "train", tokenizer, [2])

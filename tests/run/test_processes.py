@@ -9,7 +9,10 @@ token's limit; here none does.
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +160,18 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
     printed = "".join((tmp_path / f"output.{rank}").read_text() for rank in range(2))
     assert printed.count("ValueError: reward rule of rule.py: 5 finite numbers expected") == 1
     assert [*(tmp_path / "runs").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_itself(one_process, tmp_path):
+    """The processes meet, part, and leave one folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    flags = RUNS["sft"] | {"output_dir": tmp_path / "runs"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, "sft.py", *words(flags)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nmodel: ") == 1
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    compare_runs(run_dir, one_process["sft"])

@@ -194,3 +194,28 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(copied, monkeypatch
     resume("grpo", copied)
     newest = checkpoints(copied)[-1]
     assert [*map(str, calls)] == [str(copied / "checkpoint.tmp"), str(copied / newest)]
+
+
+FAILING = """
+calls = []
+def rule(prompts, completions, **columns):
+    calls.append(1)
+    if len(calls) == 6:
+        raise ValueError("no answer from the judge")
+    return [0.0] * len(prompts)
+"""
+
+
+def test_a_reward_function_that_fails_in_a_rollout(tmp_path, grpo_run):
+    """It is called at the start and in each step: this call is that of the fifth rollout."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    flags = SPECS["grpo"].short_flags | dict(eval_every=9, output_dir=tmp_path / "runs")
+    flags["reward_fn"] = f"{tmp_path}/failing.py:rule"
+    process = start(["grpo.py", *words(flags)], tmp_path / "output")
+    process.join()
+    printed = (tmp_path / "output").read_text()
+    (run_dir,) = tmp_path.glob("runs/*")
+    assert f"if the run is interrupted, --resume {run_dir} continues it" in printed
+    assert "4/7 [" in printed and "5/7 [" not in printed  # the progress bar
+    assert "rule of failing.py, with columns ['answer']: ValueError('no answer" in printed
+    assert checkpoints(run_dir) == ["checkpoint_00000002.pt", "checkpoint_00000004.pt"]

@@ -110,3 +110,14 @@ def test_the_mathematics_take_tensors_and_numbers_by_name(path):
         assert arguments.vararg is None and arguments.kwarg is None, f"{path}: {node.name}"
         names = [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
         assert "args" not in names, f"{path}: {node.name} takes Args"
+
+
+@house
+@EACH
+def test_the_loop_shows_the_backward_pass_and_the_step(path):
+    (loop,) = [n for n in function(path, "main").body if isinstance(n, ast.For)][-1:]
+    assert ast.unparse(loop.iter) == "progress"
+    calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call)]
+    names = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+    assert {"backward", "step", "zero_grad"} <= names
+    assert "clip_grad_norm" in {getattr(call, "id", "") for call in calls}

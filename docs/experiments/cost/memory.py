@@ -20,7 +20,6 @@ from docs.experiments.lib.measuring import (
 )
 
 VOCABULARY, HIDDEN, TOKENS = 151_936, 896, 2_048  # Qwen2.5-0.5B's head
-MB = 1e6
 
 
 def plain_logprobs(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
@@ -66,4 +65,4 @@ def main() -> None:
     functions = {"log-softmax": plain_logprobs, "completion_logprobs": our_logprobs}
     for name, logprobs in functions.items():
         extra, seconds = in_own_process(measure_logprobs, logprobs)
-        print(f"{name}: {extra / MB:,.0f} MB extra, {seconds:.1f} s", flush=True)
+        print(f"{name}: {extra / 1e6:,.0f} MB extra, {seconds:.1f} s", flush=True)
