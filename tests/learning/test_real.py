@@ -4,42 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from reviews import dataset
-from runs import metrics_of
 from transformers import AutoTokenizer
 
-import dpo
-import grpo
 import sft
 from common.tokens import find_stop_ids
 from tiny.arithmetic.reward import last_number
 
 REAL = Path(__file__).parents[3] / "shared" / "real"
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"no real models and data in {REAL}")
-STORIES_MODEL = str(REAL / "models" / "stories260K")
-
-
-def test_grpo_runs_on_real_gsm8k_rows(tmp_path):
-    args = grpo.Args(
-        model=STORIES_MODEL,
-        dataset=str(REAL / "data" / "gsm8k"),
-        prompt_column="question",
-        train_split="train[:64]",
-        max_prompt_length=200,
-        max_new_tokens=24,
-        total_rollouts=2,
-        prompts_per_rollout=4,
-        group_size=4,
-        num_minibatches=2,
-        micro_batch_size=4,
-        eval_rows=8,
-        mask_truncated=True,
-        output_dir=str(tmp_path),
-    )
-    run_dir = grpo.main(args)
-    rows = metrics_of(run_dir)
-    assert len(rows) == 3
-    assert all("eval/accuracy" in row for row in (rows[0], rows[-1]))
 
 
 def test_gsm8k_answers_reward_themselves():
@@ -63,25 +35,6 @@ def test_phi3_chat_ends_a_turn_at_its_end_token():
     assert completion[-1] == end
     assert completion.count(end) == 1
     assert tokenizer.decode(completion[:-1]).strip() == "Hello."
-
-
-def test_pairs_of_phi3_chats(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "phi-3-mini")
-    question = {"role": "user", "content": "Hi."}
-    good, bad = ({"role": "assistant", "content": text} for text in ("Hello there.", "What?"))
-    rows = [{"prompt": [question], "chosen": [good], "rejected": [bad]}]
-    rows += [{"chosen": [question, good], "rejected": [question, bad]}]
-    pairs, stop_ids = [], find_stop_ids(str(REAL), tokenizer)
-    for row in rows:
-        args = dpo.Args(dataset=dataset(tmp_path, [row]), max_length=48)
-        pairs += dpo.load_preference_pairs(args, "train", tokenizer, stop_ids)
-    assert pairs[0].prompt.ids == pairs[1].prompt.ids
-    assert tokenizer.decode(pairs[0].prompt.ids).endswith("<|assistant|>")
-    end = tokenizer.convert_tokens_to_ids("<|end|>")
-    for pair in pairs:
-        for side, message in ((pair.chosen_ids, good), (pair.rejected_ids, bad)):
-            assert side[-1] == end  # the turn's, and not the EOS that is also the padding
-            assert tokenizer.decode(side[:-1]).strip() == message["content"]
 
 
 def test_gpt2_has_no_pad_and_no_bos():

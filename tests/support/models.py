@@ -4,20 +4,10 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 VOCAB = 50
@@ -46,25 +36,19 @@ _GPT2 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_ARCHITECTURES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, _ROTARY),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, _ROTARY),
-    "gpt2": (GPT2LMHeadModel, GPT2Config, _GPT2),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**_ROTARY, "head_dim": 8}),
-    "granite": (GraniteForCausalLM, GraniteConfig, _ROTARY),
-    "cohere": (CohereForCausalLM, CohereConfig, _ROTARY),
-}
 
 
 def tiny_config(architecture: str, **overrides):
-    _, config_class, settings = _ARCHITECTURES[architecture]
-    return config_class(**{**settings, **overrides})
+    settings = _GPT2 if architecture == "gpt2" else _ROTARY
+    if architecture == "gemma2":
+        settings = settings | {"head_dim": 8}
+    return AutoConfig.for_model(architecture, **settings | overrides)
 
 
 def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A model in float32 and eval mode; `overrides` go to its config."""
     torch.manual_seed(seed)
-    return _ARCHITECTURES[architecture][0](tiny_config(architecture, **overrides)).eval()
+    return AutoModelForCausalLM.from_config(tiny_config(architecture, **overrides)).eval()
 
 
 def tiny_classifier(architecture: str, **overrides) -> PreTrainedModel:
