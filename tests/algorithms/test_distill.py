@@ -10,7 +10,6 @@ import pytest
 import spies
 import torch
 from algorithms import set_weights
-from by_hand import tensor
 from reviews import plain_logprobs, plain_model
 from runs import metrics_of, read
 from spies import watch_steps
@@ -100,8 +99,8 @@ def test_in_between_a_later_kl_counts_by_its_distance():
 
 def test_the_example_on_the_page():
     """Its two tokens and their numbers; behind them a token of padding."""
-    rewards = tensor([[0.9 / 0.5, 0.4 / 0.8, 1.0]]).log()
-    logprobs = tensor([[0.5, 0.8, 1.0]]).log()
+    rewards = torch.tensor([[0.9 / 0.5, 0.4 / 0.8, 1.0]]).log()
+    logprobs = torch.tensor([[0.5, 0.8, 1.0]]).log()
     page = " ".join(Path("docs/distill.md").read_text().split())
     for discount, advantages, loss in ((0.0, (0.59, -0.69), 0.25), (1.0, (-0.11, -0.69), -0.23)):
         found = discounted_sums(rewards, discount)

@@ -109,7 +109,7 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
 
 
 # The others' own tests have micro-batches beside one completion at a time.
-BESIDE_ONE = ("reinforce", "ppo_rlhf", "grpo", "dpo", "kto")
+BESIDE_ONE = ("reinforce", "ppo_rlhf", "grpo", "dpo", "kto", "distill")
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in BESIDE_ONE])
