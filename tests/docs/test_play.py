@@ -95,32 +95,29 @@ def test_the_formulas_are_those_of_the_scripts(browser):
         assert found == approx([float(x) for x in call[2]], rel=1e-6, abs=1e-6), call[0]
 
 
-TIMES_THREE = {"A0": 1.30, "A1": 0.26, "A2": -0.74, "A3": -0.83}  # as before
-ANSWERS = {  # to the questions: what is shown once a button has set the address
-    "base=none&std=no&r0=12.8213&r1=9.4466&r2=6.2218&r3=5.9316": {"lowered": 0},
-    "r0=8.4639&r1=-1.6602&r2=-11.3346&r3=-12.2052": TIMES_THREE,
-    "c=3&t=9&p3.9=-3.1011": {"ratio": 1.5, "slope": 1.5 * -0.8276},
-    "loss=GSPO&low=3e-4&high=4e-4": {"held": 47},
-    "beta=0.04&r3=3.5": {"bars3": 1, "barsGold": -1, "barsLearned": 3.5},
-    "p0.2=-5.8174": {"slope2": -2.3, "slope3": -9},
-    "p0.2=-1.2122": {"slope2": 2.3, "slope3": 0.9},
-    "lam=0&v0.4=0.8876": {"A0.3": 5.5, "A0.4": -1.89, "A0.5": 2.81},
-    "lam=1&v0.4=0.8876": {"A0.3": 7.60, "A0.4": 2.10, "A0.5": 3.99},
-    "base=none&std=no&r0=12.8213&r1=9.4466&r2=6.2218&r3=5.9316&steps=100": {
-        "now0": 0.37, "now1": 0.27, "now2": 0.18, "now3": 0.17
-    },
-    "steps=400": {"nowKl": 3.68, "now0": 1},
-    "steps=400&kbeta=1": {"nowKl": 1.25},
+PRESSED = {  # every button, one after the other, from base=none&std=no: what is then shown
+    'data-rewards="add"': {"A0": 12.82, "A3": 5.93},
+    'data-rewards="times"': {"A0": 1282.13, "A3": 593.16},
+    'data-rewards="equal"': {"A0": 860.53, "A3": 860.53},
+    'data-address="c=3&t=9&p3.9=-3.1011"': {"ratio": 1.5, "slope": 1.5 * -0.8276},
+    'data-address="beta=0.04&r3=3.5"': {"barsGold": -1, "bestGold": 0.93, "peakGold": 0.72},
+    'data-address="lam=0&v0.4=0.8876"': {"A0.3": 5.5, "A0.4": -1.89, "A0.5": 2.81},
+    'data-address="base=none&std=no&r0=12.8213&r1=9.4466&r2=6.2218&r3=5.9316&steps=100"':
+        {"now0": 0.37, "now1": 0.27, "now2": 0.18, "now3": 0.17},
+    'data-steps="20"': {"steps": 120},
+    'data-steps="1"': {"steps": 121},
+    'data-steps="-400"': {"steps": 0, "nowKl": 0},
+    'data-address=""': {"A0": 1.3, "A3": -0.83, "bestLearned": 2.82, "peakLearned": 0},
 }  # fmt: skip
 
 
 @needs_browser
-def test_the_answers_to_the_questions_are_what_their_buttons_show(browser):
-    assert {*re.findall(r'data-address="(.+?)"', PAGE.read_text())} == {*ANSWERS}
-    browser.open(page=PAGE.absolute().as_uri())
-    for address, answer in ANSWERS.items():
-        shown = browser.run(f"location.hash = arguments[0]; fromAddress(); {READ}", address)
-        assert {name: shown[name][0] for name in answer} == approx(answer, abs=0.02), address
+def test_each_button_and_the_answers_to_the_questions(browser):
+    assert {*re.findall(r"<button (data-.+?)>", PAGE.read_text())} == {*PRESSED}
+    browser.open(page=PAGE.absolute().as_uri(), address="base=none&std=no")
+    for button, answer in PRESSED.items():
+        shown = browser.run(f"all('button[{button}]')[0].click(); fromAddress(); {READ}")
+        assert {name: shown[name][0] for name in answer} == approx(answer, abs=0.02), button
 
 
 @needs_browser
@@ -138,6 +135,9 @@ def test_a_setting_in_the_address_is_shown_and_nothing_is_loaded(browser):
     assert shown["gradient"][0] == approx(loss_and_gradients(*rows, "CISPO")[1 + 11 + 2], abs=6e-5)
     of_ppo = ppo_advantages(MEASURED | {"reward": rewards})["A"][1].tolist()
     assert [shown[f"A1.{t}"][0] for t in range(12)] == approx(of_ppo, abs=6e-3)
+    assert browser.run("return ['up', 'down'].map((x) => all('#group .' + x).length)") == [23, 24]
+    kl = browser.run("return all('#grows .value')[0].getAttribute('d').split('L')")
+    assert len(kl) == 8 and float(kl[0].split()[1]) > float(kl[-1].split()[1])  # y: from the top
     parts = {how.split(":")[0]: number for number, how in shown.values()}
     plain = [how for how in parts if re.fullmatch(r"([-+*/()., \dx²e]|exp|min|sqrt)+", how)]
     for how in plain:

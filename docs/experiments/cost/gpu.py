@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
-from docs.experiments.lib.measuring import CUDA, SCRIPTS
+from docs.experiments.lib.measuring import CUDA
 
 
 def outcome_of(name: str) -> str:
@@ -29,5 +30,5 @@ def outcome_of(name: str) -> str:
 
 def main() -> None:
     print(torch.cuda.get_device_name() if CUDA else "CPU")
-    for name in SCRIPTS:
-        print(f"{name}.py: {outcome_of(name)}", flush=True)
+    for script in sorted(Path().glob("*.py")):
+        print(f"{script}: {outcome_of(script.stem)}", flush=True)

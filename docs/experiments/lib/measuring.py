@@ -20,7 +20,6 @@ from transformers import (
     LlamaConfig,
 )
 
-SCRIPTS = ("sft", "reinforce", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "kto")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 

@@ -2,9 +2,9 @@
 
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from torch import Generator
 
@@ -12,7 +12,7 @@ import distill
 import grpo
 import sft
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, draw_curves, panel
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, Lines, Series
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.measuring import noted_steps
 from docs.experiments.lib.metrics import Metric
@@ -23,8 +23,6 @@ from tiny.arithmetic.reward import last_number
 BY_TOKEN, BY_SUM = "distillation", "distillation, `--discount 1`"
 COMMANDS = {BY_TOKEN: "distill.py --eval-every 8", BY_SUM: "distill.py --discount 1 --eval-every 8"}
 TEACHER, BY_SFT = "the teacher", "SFT on the teacher's completions"
-PER_ROLLOUT = {BY_TOKEN: 32, BY_SUM: 32, "GRPO": 32 * 8}  # completions
-LENGTH = "completions/length_mean"
 
 
 # --- measuring ---------------------------------------------------------------------------------
@@ -36,9 +34,13 @@ def accuracy(samples: list[dict]) -> float:
     return mean(last_number([], texts, [answers[sample["prompt"]] for sample in samples]))
 
 
-def accuracies(run: Run) -> list[tuple[int, float]]:
-    """After each number of rollouts at which the run was evaluated."""
-    return [(int(step), accuracy(run.samples(step))) for step in run.values("eval/kl").index]
+def points(run: Run) -> list[tuple[int, float, float]]:
+    """Of each evaluation: rollouts so far, thousands of sampled tokens so far, and accuracy."""
+    tokens = run.values("completions/length_mean").cumsum() * distill.Args.prompts_per_rollout
+    found = []
+    for step in run.values("eval/kl").index:
+        found.append((int(step), tokens.get(step, 0.0) / 1000, accuracy(run.samples(step))))
+    return found
 
 
 def completed(policy: sampling.Policy, split: str, seed: int) -> tuple[list[dict], int]:
@@ -56,41 +58,38 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     held_out, _ = completed(teacher, "test", seed)
     found = {TEACHER: {"accuracy": accuracy(held_out)}}
     with tempfile.TemporaryDirectory() as folder:
-        flags = dict(seed=seed, output_dir=folder, eval_every=1000)
+        flags = dict(model=distill.Args.model, seed=seed, output_dir=folder, eval_every=1000)
         start = time.process_time()
         rows, num_tokens = completed(teacher, "train", seed)
         write_jsonl(Path(folder, "train.jsonl"), rows)
         write_jsonl(Path(folder, "test.jsonl"), held_out)
-        flags |= dict(model=distill.Args.model)
         run = train(sft, dataset=folder, epochs=1.0, eval_samples=len(held_out), **flags)
         seconds = time.process_time() - start
         found[BY_SFT] = {"seconds": seconds, "tokens": num_tokens}
         found[BY_SFT]["accuracy"] = accuracy(run.samples())
-        for name, script, optimiser_steps in ((BY_TOKEN, distill, 1), ("GRPO", grpo, 4)):
+        for script, optimiser_steps in ((distill, 1), (grpo, 4)):
             with noted_steps(time.process_time) as ends:
                 train(script, total_rollouts=6, eval_split="test[:8]", **flags)
             of_five = ends[-1] - ends[optimiser_steps - 1]  # the first starts cold
-            found[f"{name}, a rollout"] = {"seconds": of_five / 5}
+            found[script.__name__] = {"seconds per rollout": of_five / 5}
     return found
 
 
 # --- the table and the figure ------------------------------------------------------------------
-def curves_of(name: str, results: dict) -> tuple[list, list]:
-    """Accuracies and mean lengths of the seeds, over rollouts."""
-    if name == "GRPO":
-        curves = saved_results("grpo")["curves"]["(default)"]
-        return curves["eval/accuracy"], curves[LENGTH]
-    return results["numbers"][name]["accuracies"], results["curves"][name][LENGTH]
-
-
-def thousand_tokens(lengths: list, rollout: int, name: str) -> float:
-    return sum(length for _, length in lengths[:rollout]) * PER_ROLLOUT[name] / 1000
+def points_of_grpo() -> list[list[tuple[int, float, float]]]:
+    """The same of GRPO's stored runs, by seed."""
+    curves, found = saved_results("grpo")["curves"]["(default)"], []
+    by_seed = zip(curves["eval/accuracy"], curves["completions/length_mean"], strict=True)
+    for accuracies, lengths in by_seed:
+        tokens = [0.0, *accumulate(256 * length / 1000 for _, length in lengths)]
+        found.append([(rollout, tokens[rollout], value) for rollout, value in accuracies])
+    return found
 
 
 def tables(results: dict) -> dict[str, dict]:
     numbers = results["numbers"]
     teacher = numbers[TEACHER]["accuracy"]
-    starts = [curve[0][1] for curve in numbers[BY_TOKEN]["accuracies"]]
+    starts = [points[0][2] for points in numbers[BY_TOKEN]["points"]]
 
     def row(name: str, tokens: list, seconds: list, reached: list) -> list[str]:
         gains = []
@@ -99,13 +98,16 @@ def tables(results: dict) -> dict[str, dict]:
         return [name, spread(tokens, 0), spread(seconds, 0), spread(reached, 3), spread(gains, 2)]
 
     rows = []
-    for name, moments in ((BY_TOKEN, (80, 160)), (BY_SUM, (80, 160)), ("GRPO", (20, 60))):
-        costs = numbers[f"{'GRPO' if name == 'GRPO' else BY_TOKEN}, a rollout"]["seconds"]
-        curves, lengths = curves_of(name, results)
+    for name, cost, by_seed, moments in (
+        (BY_TOKEN, "distill", numbers[BY_TOKEN]["points"], (80, 160)),
+        (BY_SUM, "distill", numbers[BY_SUM]["points"], (80, 160)),
+        ("GRPO", "grpo", points_of_grpo(), (20, 60)),
+    ):
         for moment in moments:
-            tokens = [thousand_tokens(of_seed, moment, name) for of_seed in lengths]
-            reached = [dict(map(tuple, curve))[moment] for curve in curves]
-            seconds = [moment * cost for cost in costs]
+            then = [point for points in by_seed for point in points if point[0] == moment]
+            seconds = [moment * seconds for seconds in numbers[cost]["seconds per rollout"]]
+            tokens = [tokens for _, tokens, _ in then]
+            reached = [value for _, _, value in then]
             rows.append(row(f"{name}, {moment} rollouts", tokens, seconds, reached))
     of_sft = numbers[BY_SFT]
     tokens = [number / 1000 for number in of_sft["tokens"]]
@@ -115,30 +117,18 @@ def tables(results: dict) -> dict[str, dict]:
     return {"distill": {"columns": [*columns, "of the teacher's gain"], "rows": rows}}
 
 
-def draw(results: dict) -> dict[str, Any]:
-    """Accuracy over sampled tokens, of which all seeds take nearly the same number: the mean."""
-    title = "Fewer tokens than its teacher took"
-    axis = panel(title, "sampled tokens, thousands", "held-out accuracy", ylim=(0, 1))
-    for name in (BY_TOKEN, "GRPO"):
-        curves, lengths = curves_of(name, results)
-        tokens = {
-            rollout: mean(thousand_tokens(of_seed, rollout, name) for of_seed in lengths)
-            for rollout, _ in curves[0]
-        }
-        points = [[(tokens[rollout], value) for rollout, value in curve] for curve in curves]
-        draw_curves(axis, points, name, ALGORITHM_STYLES[name])
-    axis.legend(loc="lower right")
-    return {"distill": axis}
-
-
+FIGURE = Lines(
+    "The KL to the teacher falls",
+    "held out, nats per completion",
+    {(BY_TOKEN, "eval/kl"): Series(BY_TOKEN, ALGORITHM_STYLES["distillation"])},
+)
 EXPERIMENTS = (
     Experiment(
         "distill",
         COMMANDS,
-        metrics={label: [Metric("accuracies", accuracies)] for label in COMMANDS},
-        curves={label: [LENGTH] for label in COMMANDS},
+        metrics={label: [Metric("points", points)] for label in COMMANDS},
+        figures={"distill": FIGURE},
         measure_seed=measure_seed,
         more_tables=tables,
-        draw=draw,
     ),
 )

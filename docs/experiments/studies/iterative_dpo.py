@@ -102,7 +102,6 @@ def train_rounds(rounds: Rounds, reward_fn: Callable, seed: int, folder: Path) -
             seed=seed,
             output_dir=str(folder),
             eval_every=10_000,
-            save_every=10_000,
         )
         model = str(run.folder)
         runs.append(run)

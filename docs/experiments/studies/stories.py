@@ -12,9 +12,8 @@ from torch import Generator
 
 import grpo
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import HEALTHY, SICK, THIRD, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table, runs_by_label
-from docs.experiments.lib.metrics import late, measured
+from docs.experiments.lib.metrics import measured
 from docs.experiments.lib.runs import Run, read_jsonl, run_of, write_jsonl
 from docs.rewards import stories as rules
 
@@ -92,7 +91,7 @@ def measure_seed(seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-# --- tables and figures --------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------------
 COLUMNS = {
     "a friend": (measured("a friend"), 2),
     "happy words": (measured("happy words"), 2),
@@ -113,47 +112,13 @@ def in_a_cell(text: str) -> str:
     return "`" + " ".join(text.replace("`", "'").replace("|", "/").split()) + "`"
 
 
-def with_and_without_kl(title: str, ylabel: str, metric: str, **more: Any) -> Lines:
-    series = {
-        (f"happy words, {beta}", metric): Series(beta, style)
-        for beta, style in (("beta 0", SICK), ("beta 0.2", HEALTHY))
-    }
-    return Lines(title, ylabel, series, width=THIRD, **more)
-
-
-FIGURES = {
-    "stories_happy": with_and_without_kl(
-        "Rule 2 is hacked", "happy words per story", "rewards/happy_words"
-    ),
-    "stories_distinct": with_and_without_kl(
-        "Without a KL text\nrepeats itself",
-        "distinct pairs, held out",
-        "eval/reward",
-        limits=(0, 1.03),
-    ),
-}
-
-# --- learning rates, for docs/choosing.md ------------------------------------------------------
-GRPO_AT = f"{GRPO}:happy_words".replace("--eval-rows 400 --eval-every 10", "--eval-rows 40")
-RATES = {rate: GRPO_AT.replace("3e-4", rate) for rate in ("5e-4", "5e-5", "5e-6")}
-RATE_COLUMNS = {
-    "happy words": (late("rewards/happy_words"), 2),
-    "KL (k3), nats per completion": (late("objective/kl"), 2),
-}
 EXPERIMENTS = (
     Experiment(
         "stories",
         COMMANDS,
         {"stories": Table(COLUMNS, heading=("",))},
-        FIGURES,
         measure_seed=measure_seed,
         find_runs=find_runs,
         more_tables=tables,
-    ),
-    Experiment(
-        "stories_rates",
-        RATES,
-        {"stories_rates": Table(RATE_COLUMNS, heading=("learning rate",))},
-        find_runs=find_runs,
     ),
 )
