@@ -120,7 +120,6 @@ def test_the_first_view_answers_with_what_to_change(browser):
         ("--activation-checkpointing", "grpo", batches | dict(checkpointing=True)),
     ]
     browser.open(width=390)
-    assert browser.run("return document.querySelector('.answer').getBoundingClientRect().top") < 600
     sentence = browser.text(".how")
     peaks = [said(peak(algorithm=ALGORITHMS[name], **work)) for _, name, work in steps]
     for (flag, *_), size in zip(steps, peaks, strict=True):
@@ -222,7 +221,7 @@ def test_wrong_input_keeps_the_results_and_stays_out_of_the_address(browser):
             browser.run(SCRIPT + "set(...arguments)", name, value)
             assert [browser.hash(), browser.text("#cards")] == before
             assert "number" in browser.text("#wrong")
-        browser.open(address=f"a=rm&b=grpo&gpus=2&{name}={values[0]}")
+        browser.open(address=f"a=rm&b=grpo&{name}={values[0]}")
         assert f"{name}={values[0]}" in browser.text("#note")
 
 

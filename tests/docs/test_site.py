@@ -30,12 +30,11 @@ def config():
 
 
 class Elements(HTMLParser):
-    """How many there are of each kind, addresses, what is loaded, ids, and the meta tags."""
+    """How many there are of each kind, addresses, what is loaded, and ids."""
 
     def __init__(self, html):
         super().__init__()
         self.counts, self.links, self.loaded, self.ids = Counter(), set(), set(), set()
-        self.meta = {}
         self.feed(html)
 
     def handle_starttag(self, tag, attributes):
@@ -47,7 +46,6 @@ class Elements(HTMLParser):
         if tag in ("img", "script") or attributes.get("rel") in ("stylesheet", "icon"):
             self.loaded |= addresses
         self.ids |= {attributes.get("id")}
-        self.meta[attributes.get("name") or attributes.get("property")] = attributes.get("content")
 
 
 # --- one text for GitHub and the site ------------------------------------------------------------
@@ -106,12 +104,10 @@ def site(tmp_path_factory):
 def test_links_of_the_site_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, config):
     files = {str(page.relative_to(site)): page.read_text() for page in site.rglob("*.html")}
     elements = {name: Elements(html) for name, html in files.items()}
-    repository, descriptions = config["repo_url"], []
+    repository = config["repo_url"]
     for name, found in elements.items():
         assert not [address for address in found.loaded if "://" in address]
         if name.endswith("index.html"):
-            descriptions.append(found.meta["description"])
-            assert found.meta["og:description"] == descriptions[-1]
             assert ("libraries/mermaid" in files[name]) == ('class="mermaid"' in files[name])
         for link in found.links:
             url = urlsplit(urljoin(f"https://site/{name}", link))
@@ -121,8 +117,7 @@ def test_links_of_the_site_lead_somewhere_and_nothing_is_loaded_from_elsewhere(s
             assert url.netloc != "site" or (site / target).is_file(), f"{name}: {link}"
             if url.netloc == "site" and url.fragment and target.endswith("index.html"):
                 assert url.fragment in elements[target].ids, f"{name}: {link}"
-    assert len({*descriptions}) == len(descriptions) > 25
-    assert 'for="__search"' in files["404.html"].partition("<article")[2]
+    assert len(files) > 25
 
 
 def test_the_reading_order_is_that_of_the_contents(config):

@@ -94,15 +94,10 @@ class Browser:
         return self.run("return location.hash")
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-
 @contextmanager
 def serve(folder):
     """The address at which the files of a folder are served."""
-    handler = partial(QuietHandler, directory=folder)
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
