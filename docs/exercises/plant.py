@@ -63,7 +63,8 @@ EXERCISES = {
                 "            ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
             ),
         ),
-        test="test_ppo_rlhf.py::test_reference_and_reward_model_stay_while_policy_and_critic_move",
+        test="test_ppo_rlhf.py::"
+        "test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time",
     ),
     2: Exercise(
         commands=("grpo.py --temperature 0.7 --total-rollouts 12 --eval-every 6",),
@@ -94,7 +95,7 @@ EXERCISES = {
                 "    mask &= ids != model.config.pad_token_id\n    is_completion = mask &",
             ),
         ),
-        test="test_sft.py::test_real_eos_is_learned_where_padding_has_its_id",
+        test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
     ),
     4: Exercise(
         commands=(

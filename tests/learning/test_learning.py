@@ -47,6 +47,11 @@ QUICK = [
         "--total-rollouts 15 --eval-split test[:200]",
         {"first eval/reward": (0.2, 0.45), "eval/reward": (0.75, 1)},
     ),
+    (
+        "distill.py",
+        "--total-rollouts 20 --eval-split test[:200]",
+        {"first eval/kl": (1.8, 3.2), "eval/kl": (0, 0.8)},  # 0.19 to 0.46
+    ),
     # 0.51 to 0.56, 1.1 to 3.2, 0.16 to 0.19
     (
         "ppo_rlhf.py",
@@ -90,6 +95,7 @@ SLOW = [
     ("sft.py", "", {"eval/loss": (0, 0.5)}),
     ("grpo.py", "", {"eval/accuracy": (0.9, 1), "eval/length_mean": (11.5, 13)}),
     ("reinforce.py", "", {"eval/reward": (0.9, 1)}),
+    ("distill.py", "", {"eval/kl": (0, 0.1), "eval/length_mean": (11.5, 12.5)}),
     (
         "ppo_rlhf.py",
         "",
