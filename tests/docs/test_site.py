@@ -1,5 +1,6 @@
 """The pages as GitHub and as the site (mkdocs.yml) show them, without charts."""
 
+import json
 import os
 import re
 import shutil
@@ -83,6 +84,41 @@ def test_a_page_ends_with_links_to_the_pages_before_and_after_it(config):
         assert "→" not in as_on_the_site(f"A page.\n\n{line}\n", config)
 
 
+# --- GitHub's column ---------------------------------------------------------------------------
+# Of a file in a window of 838 pixels; fonts as wide as Arial and Courier; no padding behind code.
+GITHUB = f"""<!doctype html><meta charset="utf-8">
+<link rel="stylesheet" href="{KATEX.as_uri()}/katex.min.css">
+<script src="{KATEX.as_uri()}/katex.min.js"></script>
+<script src="{KATEX.as_uri()}/contrib/auto-render.js"></script>
+<style>
+article {{ width: 774px; font: 16px/1.5 "Liberation Sans", Arial, sans-serif; }}
+table, pre {{ display: block; max-width: 100%; overflow: auto; border-collapse: collapse; }}
+th, td {{ padding: 6px 13px; border: 1px solid; }}
+code, pre {{ font: 85%/1.45 "Liberation Mono", "Courier New", monospace; }}
+code {{ padding: .2em .4em; white-space: break-spaces; }}
+pre {{ padding: 16px 0 16px 16px; }}
+.language-python pre {{ width: 822px; max-width: none; }} /* the scripts have 100 columns */
+pre code {{ padding: 0; font-size: 100%; white-space: pre; }}
+.katex {{ font-size: 1em; }}
+</style>"""
+# What has to be scrolled, with all that is folded in.
+CUT = """
+for (const x of document.querySelectorAll("details")) x.open = true;
+return [...document.querySelectorAll("article *")].filter((x) =>
+  getComputedStyle(x).overflowX !== "visible" && !x.closest(".katex, .mermaid")
+  && x.scrollWidth > x.clientWidth + 1).map((x) => [x.scrollWidth, x.innerText]);
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_tables_and_code_fit_the_column_of_github(browser, page, config, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(f"{GITHUB}<article>{as_on_the_site(page.read_text(), config)}</article>")
+    browser.open(page=file.as_uri())
+    assert browser.run(f"renderMathInElement(document.body); {CUT}") == []
+
+
 # --- the site ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -118,6 +154,7 @@ def test_links_of_the_site_lead_somewhere_and_nothing_is_loaded_from_elsewhere(s
             if url.netloc == "site" and url.fragment and target.endswith("index.html"):
                 assert url.fragment in elements[target].ids, f"{name}: {link}"
     assert len(files) > 25
+    assert 'for="__search"' in files["404.html"].partition("<article")[2]
 
 
 def test_the_reading_order_is_that_of_the_contents(config):
@@ -130,13 +167,6 @@ def test_the_reading_order_is_that_of_the_contents(config):
     assert [page for page in contents if page != "glossary.md"] == order
 
 
-# What has to be scrolled, with all that is folded in.
-CUT = """
-for (const x of document.querySelectorAll("details")) x.open = true;
-return [...document.querySelectorAll("article *")].filter((x) =>
-  getComputedStyle(x).overflowX !== "visible" && !x.closest(".katex, .mermaid")
-  && x.scrollWidth > x.clientWidth + 1).map((x) => [x.scrollWidth, x.innerText]);
-"""
 FORMULAS = """
 const formulas = [...document.querySelectorAll(".arithmatex")];
 const plain = formulas.filter((x) => !x.querySelector(".katex-html")).map((x) => x.textContent);
@@ -156,6 +186,13 @@ def test_formulas_are_set_and_nothing_is_cut(browser, site, page):
             formulas, plain, page_width = browser.run(FORMULAS)
             assert plain == [] and page_width <= width
         assert formulas > 5 or page.stem not in ("start", "grpo")
+
+
+def test_the_search_finds_the_tools(site):
+    found = json.loads((site / "search.json").read_text())["items"]
+    (text,) = [item["text"] for item in found if item["title"] == "Tools in the browser"]
+    for word in ("explorer", "memory", "play", "advantages", "viewer"):
+        assert re.search(rf"\b{word}\b", text, re.IGNORECASE)
 
 
 def test_the_workflow_installs_the_declared_version():
