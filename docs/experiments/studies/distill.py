@@ -119,7 +119,7 @@ def tables(results: dict) -> dict[str, dict]:
 
 FIGURE = Lines(
     "The KL to the teacher falls",
-    "held out, nats per completion",
+    "held-out KL, nats",
     {(BY_TOKEN, "eval/kl"): Series(BY_TOKEN, ALGORITHM_STYLES["distillation"])},
 )
 EXPERIMENTS = (
