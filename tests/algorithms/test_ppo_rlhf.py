@@ -135,9 +135,6 @@ def test_explained_variance_by_hand():
         filled = torch.zeros(2, 3).masked_scatter(mask, torch.tensor(values))
         return explained_variance(filled, returns, mask).item()
 
-    assert of(1.0, 2.0, 3.0, 4.0) == 1
-    assert of(8.0, 9.0, 10.0, 11.0) == 1  # a constant error is no variance
-    assert of(2.5, 2.5, 2.5, 2.5) == 0
     # R - V = 0, 0, 0, 2: variance 3/4, against 5/4.
     assert of(1.0, 2.0, 3.0, 2.0) == pytest.approx(0.4)
     # Returns of +-1e-5 have variance 1e-10, which counts as 1e-8.

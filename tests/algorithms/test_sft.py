@@ -1,6 +1,5 @@
 """sft.py: the loss, what is learned and what is not, and how rows become tokens."""
 
-import math
 from functools import partial
 
 import algorithms
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sft
 from common.tokens import encode_pair
 from runs import metrics_of, read
-from sft import Args, Demonstration, negative_log_likelihood, to_pairs
+from sft import Args, Demonstration, to_pairs
 
 BASE = "tiny/arithmetic/base"
 run = partial(algorithms.run, "sft")
@@ -37,12 +36,6 @@ def plain_loss(model, tokenizer, rows, train_on_prompt):
 
 
 # --- the loss -----------------------------------------------------------------------------------
-
-
-def test_loss_by_hand():
-    logprobs = torch.log(torch.tensor([[0.5, 0.25], [0.125, 1.0]]))  # the second ends after one
-    # -(log 1/2 + log 1/4 + log 1/8) / 3 = (1 + 2 + 3) log 2 / 3
-    assert negative_log_likelihood(logprobs, 3).item() == pytest.approx(2 * math.log(2))
 
 
 @pytest.mark.parametrize(
