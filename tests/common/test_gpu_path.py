@@ -11,7 +11,7 @@ import pytest
 import torch
 import simulated_graph
 from gpu_types import take_gpu_types
-from models import STATIC, archetypes_first, family_model, tiny_model
+from models import STATIC, family_model, some_slow, tiny_model
 from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
 from scripts import SCRIPTS, short_flags
@@ -37,13 +37,6 @@ MORE = {
     ),
 }
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
-
-
-def some_slow(names, fast):
-    """Parameters of a test, of which those that are not named here are slow."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in fast.split())) for name in names
-    ]
 
 
 def check(run_dir):
@@ -204,7 +197,7 @@ COPY_IN = ["Falcon", "GPTNeo"]
 
 
 @pytest.mark.filterwarnings("error:generate. slow")
-@pytest.mark.parametrize("name", archetypes_first([n for n in STATIC if n not in READ_BACK]))
+@pytest.mark.parametrize("name", some_slow([n for n in STATIC if n not in READ_BACK]))
 def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
     """In bfloat16; in float32: `test_a_captured_step_stays_on_its_device`."""
     model = family_model(name)
@@ -216,7 +209,7 @@ def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
     assert completions == complete_and_drop(model)
 
 
-@pytest.mark.parametrize("name", some_slow(READ_BACK + COPY_IN, fast="Mpt Falcon"))
+@pytest.mark.parametrize("name", some_slow(READ_BACK + COPY_IN, fast=["Mpt", "Falcon"]))
 def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch, graph):
     model = family_model(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +226,7 @@ DENSE = [name for name in STATIC if name not in EXPERTS + READ_BACK + COPY_IN]
 
 @pytest.mark.filterwarnings("error:generate. slow")
 # Rotary and absolute positions, and layers between the model and its decoder.
-@pytest.mark.parametrize("name", some_slow(DENSE, fast="GPT2 Llama Mllama"))
+@pytest.mark.parametrize("name", some_slow(DENSE, fast=["GPT2", "Llama", "Mllama"]))
 def test_a_captured_step_stays_on_its_device(name, graph):
     model = family_model(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -248,7 +241,7 @@ def test_a_captured_step_stays_on_its_device(name, graph):
 
 
 # The other scripts put what these do on the device: models, rows, a rollout, pairs.
-@pytest.mark.parametrize("name", some_slow(SCRIPTS, fast="ppo_rlhf dpo"))
+@pytest.mark.parametrize("name", some_slow(SCRIPTS, fast=["ppo_rlhf", "dpo"]))
 def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypatch):
     """Sampling, training, evaluating, saving, and resuming from a checkpoint."""
     script = SCRIPTS[name]

@@ -128,26 +128,26 @@ def test_a_column_that_was_typed_must_be_there(column, tmp_path):
     fails(name, tmp_path, ValueError, "no column typo", **flags)
 
 
-@EACH_LOADER
-def test_rows_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path, capsys):
-    spec = SPECS[name]
+# Rows of completions: tests/algorithms/test_rows.py.
+@pytest.mark.parametrize("name", [name for name in ONE_PER_LOADER if name in WITH_ROLLOUTS])
+def test_prompts_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path, capsys):
+    module = SPECS[name].module
     rows = [row_of("1+2=", "#3"), row_of("", "#3"), row_of("1+2+3+4+5=", "#15")]
-    if spec.kind == "rollouts":
-        flags, arguments, longest = dict(max_prompt_length=5), ["train", tokenizer], 11  # with BOS
-        rows += [row_of("2+2=", ""), row_of(None, "#4")]
-    else:
-        flags, arguments, longest = dict(max_length=9, model=POLICY), ["train", tokenizer, [2]], 15
-        rows += [row_of("2+2=", "#4"), row_of("2+3=", "")]
-    data = write_dataset(tmp_path / "data", rows)
-    loaded = getattr(spec.module, spec.loader)(spec.module.Args(dataset=data, **flags), *arguments)
+    rows += [row_of("2+2=", ""), row_of(None, "#4")]
+    args = module.Args(dataset=write_dataset(tmp_path / "data", rows), max_prompt_length=5)
+    loaded = getattr(module, SPECS[name].loader)(args, "train", tokenizer)
     assert len(loaded) == 2
-    printed, *counts = capsys.readouterr().out.splitlines()
-    assert counts == (["train: 2 of them desirable"] if name == "kto" else [])
+    (printed,) = capsys.readouterr().out.splitlines()
     assert re.match(r"train: 2 rows, dropped \{", printed)
     assert re.search(r"'longer than --max-[a-z-]+': 1[,}]", printed)
     assert sum(map(int, re.findall(r"empty[a-z ,-]*': (\d)[,}]", printed))) == 2
-    longest += name in with_flag("rejected_column")  # the rejected one has a digit more
-    assert printed.endswith(f"; longest {longest} tokens")
+    assert printed.endswith("; longest 11 tokens")  # with BOS
+
+
+def test_desirable_completions_are_counted(tokenizer, tmp_path, capsys):
+    rows = [row_of("1+2=", "#3"), row_of("1+2=", "#4", label=False)]
+    kto.load_labelled(kto.Args(dataset=write_dataset(tmp_path, rows)), "train", tokenizer, [2])
+    assert "train: 1 of them desirable\n" in capsys.readouterr().out
 
 
 # --- forms in which data come --------------------------------------------------------------------
@@ -176,28 +176,19 @@ def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
 TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
 OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
 PAIRS = {
-    # ultrafeedback_binarized: a prompt beside whole conversations
-    "conversations": dict(prompt="1+2=", chosen=TURNS, rejected=OTHER),
-    "no prompt": dict(chosen=TURNS, rejected=OTHER),
-    "other prompt": dict(prompt="9+9=", chosen=TURNS, rejected=OTHER),
-    # a prompt beside the answers' messages
     "answers": dict(prompt="1+2=", chosen=TURNS[1:], rejected=OTHER[1:]),
     "answers as text": dict(prompt=TURNS[:1], chosen="#3", rejected="#4"),
 }
 
 
 @pytest.mark.parametrize("form", PAIRS)
-@pytest.mark.parametrize("name", ["dpo", "rm_bradley_terry"])
-def test_forms_of_pairs(name, form, tokenizer, tmp_path):
+def test_forms_of_pairs(form, tokenizer, tmp_path):
+    """A prompt beside the answers; whole conversations: tests/algorithms/test_rows.py."""
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    data, module = write_dataset(tmp_path / "data", [PAIRS[form]]), SPECS[name].module
-    load = getattr(module, SPECS[name].loader)
-    (pair,) = load(module.Args(dataset=data), "train", tokenizer, [tokenizer.eos_token_id])
-    chosen, rejected = pair.chosen_ids, pair.rejected_ids
-    if name == "dpo":
-        chosen, rejected = pair.prompt.ids + chosen, pair.prompt.ids + rejected
-        assert tokenizer.decode(pair.prompt.ids) == "1+2="
-    assert (tokenizer.decode(chosen), tokenizer.decode(rejected)) == ("1+2=#3<eos>", "1+2=#4<eos>")
+    args = dpo.Args(dataset=write_dataset(tmp_path / "data", [PAIRS[form]]))
+    (pair,) = dpo.load_preference_pairs(args, "train", tokenizer, [tokenizer.eos_token_id])
+    ids = (pair.prompt.ids, pair.chosen_ids, pair.rejected_ids)
+    assert [*map(tokenizer.decode, ids)] == ["1+2=", "#3<eos>", "#4<eos>"]
 
 
 def test_pairs_of_dialogues_as_text():

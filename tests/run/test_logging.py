@@ -1,7 +1,6 @@
 """What a run says of itself: its first line, its folder, wandb, warnings, and its last lines."""
 
 import json
-import sys
 from datetime import datetime
 from pathlib import Path
 from statistics import mean
@@ -22,8 +21,6 @@ from transformers import (
 
 import grpo
 
-RULE = "def rule(prompts, completions, **columns):\n    return [1.3] * len(prompts)\n"
-
 
 @pytest.fixture
 def tracked(monkeypatch):
@@ -41,10 +38,8 @@ AWKWARD = 'it\'s "quoted" for $5 \\ `now`!\nand a second line, \u00e9'
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
     script = SPECS[name].module
-    (tmp_path / "rule.py").write_text(RULE)
     for split in ("train", "test"):
         lines = Path(script.Args.dataset, f"{split}.jsonl").read_text().splitlines()[:20]
         rows = [json.loads(line) for line in lines]
@@ -52,10 +47,6 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, monkeypatch, caps
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = SPECS[name].short_flags | {"dataset": str(tmp_path), "track": True}
     flags |= {"total_rollouts": 4} if "total_rollouts" in flags else {"epochs": 0.8}
-    for flag in ("eval_reward_fn", "reward_fn"):
-        if hasattr(script.Args, flag):
-            flags[flag] = f"{tmp_path}/rule.py:rule"
-            break
     args = script.Args(**flags | {"output_dir": str(tmp_path / "runs")})
     run_dir = script.main(args)
 
@@ -66,10 +57,6 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, monkeypatch, caps
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     evaluated = [row["step"] for row in rows if any(key.startswith("eval/") for key in row)]
     assert evaluated == [0, 3, 4]  # --eval-every 3, and the last
-    rates = {key for key in rows[1] if key.endswith("/learning_rate")}
-    for row in rows[1:] if rates else []:
-        factor = script.lr_factor(args, row["step"] - 1, 4)
-        assert row[min(rates)] == args.learning_rate * factor
     kind = AutoModelForCausalLM
     if name == "rm_bradley_terry":
         kind = AutoModelForSequenceClassification
@@ -77,8 +64,6 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, monkeypatch, caps
         samples = read_log(run_dir / "samples.jsonl")
         assert [sample["step"] for sample in samples] == [0] * 5 + [3] * 5 + [4] * 5
         assert not any("<" in sample["completion"] for sample in samples)  # nor <eos>
-        if "rule" in str(flags):
-            assert {sample["reward"] for sample in samples} == {1.3}
     kind.from_pretrained(run_dir)
 
     # The console: what is trained on what, evaluations, how to resume, and the model's folder.

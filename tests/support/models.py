@@ -84,15 +84,6 @@ _DEEPSEEK = {"num_key_value_heads": 4}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _WINDOW = {"sliding_window": 3}
 _CONV = {"layer_types": ["conv", "full_attention"]}
-_LLAMA4 = dict(
-    layer_types=["chunked_attention", "chunked_attention", "full_attention"],
-    num_hidden_layers=3,
-    attention_chunk_size=4,
-    no_rope_layers=[1, 1, 0],
-    intermediate_size_mlp=64,
-    num_experts_per_tok=1,
-    interleave_moe_layer_step=2,
-)
 _MLLAMA = dict(num_hidden_layers=3, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2)
 _MLLAMA["pad_token_id"] = 0
 # Attention with keys and values only.
@@ -109,7 +100,6 @@ _ATTENTION = {
     "DeepseekV2": _DEEPSEEK,
     "DeepseekV3": _DEEPSEEK,
     "GPTNeo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
-    "Llama4": _LLAMA4,
     "Mllama": _MLLAMA,
 }
 # Linear attention, state spaces, convolutions, alone or between layers of attention.
@@ -132,15 +122,10 @@ _RECURRENT = {
 # Whose rows `generate` neither pads nor drops.
 _APART = {
     "Bart": {},
-    "Blenderbot": {},
     "DeepseekV4": {},
     "FalconMamba": {},
-    "MBart": {},
     "Mamba": {},
-    "Marian": {},
     "MiniMax": {},
-    "Pegasus": {},
-    "TrOCR": {},
     "xLSTM": dict(
         hidden_size=128,
         num_heads=2,
@@ -151,7 +136,7 @@ _APART = {
 }
 FREE = [*_ATTENTION, *_RECURRENT]
 # Whose cache `generate` makes static on a GPU: no sliding windows, no states.
-_WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss Llama4"
+_WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss"
 STATIC = [n for n in _ATTENTION if n not in _WINDOWS.split()]
 APART = [*_APART]
 # One of each kind of positions, cache and head; the other families are `slow`.
@@ -194,11 +179,9 @@ def _small_config(config_class, settings):
     return config_class(**(sizes | settings))
 
 
-def archetypes_first(names: list[str]) -> list:
-    """Parameters of a test of every family: by default it runs for the archetypes alone."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ARCHETYPES)) for name in names
-    ]
+def some_slow(names: list[str], fast: list[str] = ARCHETYPES) -> list:
+    """Parameters of a test, of which those that are not fast are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in names]
 
 
 def family_model(name: str) -> PreTrainedModel:

@@ -48,9 +48,6 @@ class SimTensor(torch.Tensor):
     def tolist(self):
         return self.held.tolist()
 
-    def numpy(self):
-        raise TypeError("can't convert a sim tensor to numpy; use Tensor.cpu() first")
-
     def __reduce_ex__(self, protocol):
         raise TypeError("can't pickle a sim tensor; use Tensor.cpu() first")
 

@@ -16,8 +16,6 @@ REFUSED = (
     aten._local_scalar_dense.default,  # .item(), bool(tensor), a tensor as a Python index
     aten.nonzero.default,
     aten.masked_select.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
 )
 READ_BACK = (torch.Tensor.tolist, torch.Tensor.numpy)  # which call no operation
 
