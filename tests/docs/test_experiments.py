@@ -15,7 +15,7 @@ from docs.experiments.lib.metrics import last, late
 from docs.experiments.lib.runs import Run, key_of, run_of, runs_of
 from docs.experiments.registry import EXPERIMENTS, all_tables
 
-BY_HAND = {"post_training"}  # figures
+BY_HAND = {"post_training", "policy_gradient"}  # figures
 
 
 # --- names -------------------------------------------------------------------------------------
