@@ -12,7 +12,7 @@ for prefixes at which the teacher agrees. r_t depends on pi too: that gradient h
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
 MiniLLM (2306.08543). Deviations from these two: sampled tokens instead of the whole vocabulary, no
-rows of data, no division by length. A healthy run: `eval/kl`, on held-out prompts, falls towards 0.
+rows of data, no division by length. A healthy run: the held-out KL, `eval/kl`, falls towards 0.
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
