@@ -17,7 +17,7 @@ run: `reward/mean` and `eval/reward` rise.
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
         --dataset-config main --prompt-column question --chat --max-prompt-length 256 \
         --max-new-tokens 512 --eval-split "test[:200]" --micro-batch-size 8 --learning-rate 1e-6 \
-        --total-rollouts 230                             # once through GSM8K, on a GPU of 24 GB
+        --total-rollouts 230                             # as many prompts as GSM8K has; 24 GB
     torchrun --nproc_per_node=8 reinforce.py ...         # eight GPUs: docs/processes.md
     python reinforce.py --resume runs/reinforce__1__...  # continue an interrupted run
 """
