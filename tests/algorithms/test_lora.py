@@ -202,7 +202,10 @@ def test_ppo_scores_with_the_reward_model_as_it_was(critic_init, tmp_path, monke
     calls = spy_by_name(ppo_rlhf, monkeypatch, "model_rewards")
     flags = SPECS["ppo_rlhf"].short_flags | dict(lora_rank=4, critic_learning_rate=3e-2)
     flags |= dict(critic_init=critic_init, output_dir=str(tmp_path))
-    ppo_rlhf.main(ppo_rlhf.Args(**flags))
+    run_dir = ppo_rlhf.main(ppo_rlhf.Args(**flags))
+    critic, _ = torch.load(max(run_dir.glob("checkpoint_*.pt")), weights_only=True)["critic"]
+    heads = {"reward_model": "value_head.weight", "sft": "score.weight", "policy": "weight"}
+    assert {key for key in critic if "lora_" not in key} == {heads[critic_init]}
     fresh = AutoModelForSequenceClassification.from_pretrained(ppo_rlhf.Args.reward_model).float()
     last = calls[-1]
     monkeypatch.undo()

@@ -38,9 +38,12 @@ def held_out(count):
     return read("tiny/reviews/preferences/test.jsonl")[:count]
 
 
-def plain_scores(folder, rows):
+def plain_model(folder):
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def scores_by(model, folder, rows):
     """Scores of chosen and rejected, with nothing but transformers: text in, logits out."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.padding_side == "right"
     scores = []
@@ -48,9 +51,13 @@ def plain_scores(folder, rows):
         texts = [row["prompt"] + row[side] + "<eos>" for row in rows]
         batch = tokenizer(texts, padding=True, return_tensors="pt")
         assert not batch.attention_mask.all()
-        with torch.no_grad():
-            scores.append(model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0])
+        scores.append(model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0])
     return scores
+
+
+@torch.no_grad()
+def plain_scores(folder, rows):
+    return scores_by(plain_model(folder), folder, rows)
 
 
 def policy_that_pads_with(pad, folder):
@@ -318,6 +325,14 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
             names = "objective/loss reward/accuracy reward/margin reward/chosen reward/rejected"
             names = names.split()
         assert [metrics[name] for name in names] == pytest.approx(list(mean.values()), rel=1e-4)
+
+    # The step's gradient is that of the mean of the pairs' losses.
+    model = plain_model(REWARD_MODEL)
+    r_w, r_l = scores_by(model, REWARD_MODEL, rows[11:])
+    gaps = r_w - r_l - torch.tensor([row["m"] for row in rows[11:]])
+    (torch.log1p(torch.exp(-gaps)) + 0.01 * (r_w + r_l) ** 2).mean().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert step["reward/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
     # Each pair into its bin by comparing with the limits.
     predicted = [1 / (1 + math.exp(-abs(margin))) for margin in evaluated]

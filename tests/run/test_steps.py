@@ -4,6 +4,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import algorithms
 import pytest
 import torch
 from reviews import batch_rows
@@ -22,8 +23,8 @@ def run(name, tmp_path, **flags):
 
 @EACH
 def test_steps_follow_the_schedule_and_are_counted(name, tmp_path, monkeypatch):
-    # A clock that goes one second with each look at it.
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    # A clock that goes two seconds with each look at it.
+    clock = SimpleNamespace(perf_counter=itertools.count(step=2).__next__)
     monkeypatch.setattr(SPECS[name].module, "time", clock)
     loaded = spy_on(SPECS[name].module, monkeypatch, SPECS[name].loader)
     flags = dict(train_split="train[:20]", epochs=3.5, warmup_ratio=0.25, learning_rate=2e-3)
@@ -38,7 +39,20 @@ def test_steps_follow_the_schedule_and_are_counted(name, tmp_path, monkeypatch):
     (_, rows), *_ = loaded
     for number, step in enumerate(steps):
         read = sum(SPECS[name].row_tokens(rows[i]) for i in batch_rows(number, 8, 20, seed=1))
-        assert step["time/tokens_per_second"] == read  # in one second
+        assert step["time/tokens_per_second"] == read / 2
+
+
+# The clock reads 0, 1, 3, 6, 10. grpo.py, which may sample again, looks before and after scoring.
+@pytest.mark.parametrize(
+    ("name", "completions", "seconds"), [("grpo", 16, [4, 2, 4]), ("ppo_rlhf", 4, [1, 2, 3])]
+)
+def test_the_seconds_of_a_rollout(name, completions, seconds, tmp_path, monkeypatch):
+    clock = SimpleNamespace(perf_counter=itertools.accumulate(itertools.count()).__next__)
+    monkeypatch.setattr(SPECS[name].module, "time", clock)
+    _, row = metrics_of(algorithms.run(name, tmp_path))
+    assert [row[f"time/{part}_seconds"] for part in ("rollout", "score", "update")] == seconds
+    num_tokens = completions * row["completions/length_mean"]
+    assert row["time/tokens_per_second"] == pytest.approx(num_tokens / sum(seconds))
 
 
 @EACH
