@@ -139,6 +139,8 @@ def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch
         for found, parameter in zip(gradient, policy.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
         assert rows[step]["objective/kl"] == pytest.approx(kl, rel=1e-4)
+        cut_off = sum(completion[-1] != 2 for completion in completions) / 6
+        assert rows[step]["completions/truncated_fraction"] == pytest.approx(cut_off)
 
     # The evaluation, after the last step.
     policy, ((_, prompts, *_), completions) = plain_model(run_dir), sampled[-1]

@@ -169,10 +169,11 @@ def test_a_template_may_leave_out_an_assistants_thoughts(tokenizer):
     assert tokenizer.decode(ids) == "1+2=3<eos>"
 
 
-def test_without_an_eos_a_completion_ends_with_the_first_stop_id(tokenizer):
-    tokenizer.eos_token = None
-    _, completion = encode_pair(tokenizer, "1+2=", "#3", [9, 13])  # none of the text's own
-    assert completion == [*tokenizer("#3", add_special_tokens=False).input_ids, 9]
+def test_a_completion_ends_with_the_eos_and_without_one_with_the_first_stop_id(tokenizer):
+    for eos, stop_ids, last in (("<eos>", [0, 2], 2), (None, [9, 13], 9)):  # none in the text
+        tokenizer.eos_token = eos
+        _, completion = encode_pair(tokenizer, "1+2=", "#3", stop_ids)
+        assert completion == [*tokenizer("#3", add_special_tokens=False).input_ids, last]
 
 
 def test_what_a_tool_says_may_be_written_otherwise(tokenizer):

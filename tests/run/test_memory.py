@@ -78,8 +78,9 @@ def test_activation_checkpointing_trains_the_same_weights(plain, tmp_path, monke
         return checkpoint(*args, **kwargs)
 
     monkeypatch.setattr(common.distributed, "checkpoint", spy)
-    run_dir = run(name, tmp_path, activation_checkpointing=True)
-    assert recomputed
+    for on in (False, True):
+        run_dir = run(name, tmp_path, activation_checkpointing=on)
+        assert bool(recomputed) == on
     expected, found = (load_file(x / "model.safetensors") for x in (plain_dir, run_dir))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
