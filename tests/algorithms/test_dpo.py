@@ -341,4 +341,5 @@ def test_simpo_and_orpo_neither_load_nor_ask_a_reference(tmp_path, monkeypatch, 
     assert not scored
     assert [args[1].requires_grad for args, _ in losses] == [False, True, True, False]
     assert all(args[2] is None for args, _ in losses)
+    assert not any(x.requires_grad for _, (_, metrics) in losses for x in metrics.values())
     assert not any("eval/kl" in row for row in metrics_of(run_dir))

@@ -212,5 +212,7 @@ def test_prompts_come_in_groups_of_their_own_for_each_rollout(tmp_path, monkeypa
         assert all(prompts[i] == prompts[i // 4 * 4] for i in range(16))
 
 
-def test_groups_of_one_have_no_baseline(tmp_path):
-    assert run(tmp_path, group_size=1, baseline="none").is_dir()
+def test_groups_of_one_have_no_baseline_and_beta_0_loads_no_reference(tmp_path, monkeypatch):
+    loaded = spy_on(monkeypatch, "load_model")
+    assert run(tmp_path, group_size=1, baseline="none", beta=0.0).is_dir()
+    assert len(loaded) == 1

@@ -42,9 +42,9 @@ def plain_model(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def scores_by(model, folder, rows):
+def plain_scores(model, rows):
     """Scores of chosen and rejected, with nothing but transformers: text in, logits out."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     assert tokenizer.padding_side == "right"
     scores = []
     for side in ("chosen", "rejected"):
@@ -53,11 +53,6 @@ def scores_by(model, folder, rows):
         assert not batch.attention_mask.all()
         scores.append(model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0])
     return scores
-
-
-@torch.no_grad()
-def plain_scores(folder, rows):
-    return scores_by(plain_model(folder), folder, rows)
 
 
 def policy_that_pads_with(pad, folder):
@@ -249,7 +244,7 @@ def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
     flags = dict(train_split="train[:64]", batch_size=16, micro_batch_size=16, epochs=2)
     run_dir = run(tmp_path, model=source, eval_split="test[:40]", **flags)
-    chosen, rejected = plain_scores(run_dir, held_out(40))
+    chosen, rejected = plain_scores(plain_model(run_dir), held_out(40))
     config = AutoConfig.from_pretrained(run_dir)
     assert config.num_labels == 1
     assert config.score_mean == pytest.approx(chosen.mean().item(), abs=1e-4)
@@ -303,8 +298,9 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
     evaluation, step = read(run_dir / "metrics.jsonl")
     assert step["step"] == 1
 
+    model = plain_model(REWARD_MODEL)
     for name, metrics, some in (("eval", evaluation, rows[:10]), ("reward", step, rows[11:])):
-        chosen, rejected = (scores.tolist() for scores in plain_scores(REWARD_MODEL, some))
+        chosen, rejected = (scores.tolist() for scores in plain_scores(model, some))
         margins = [r_w - r_l for r_w, r_l in zip(chosen, rejected, strict=True)]
         losses = [
             math.log1p(math.exp(-(r_w - r_l - row["m"]))) + 0.01 * (r_w + r_l) ** 2
@@ -327,8 +323,7 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
         assert [metrics[name] for name in names] == pytest.approx(list(mean.values()), rel=1e-4)
 
     # The step's gradient is that of the mean of the pairs' losses.
-    model = plain_model(REWARD_MODEL)
-    r_w, r_l = scores_by(model, REWARD_MODEL, rows[11:])
+    r_w, r_l = plain_scores(model, rows[11:])
     gaps = r_w - r_l - torch.tensor([row["m"] for row in rows[11:]])
     (torch.log1p(torch.exp(-gaps)) + 0.01 * (r_w + r_l) ** 2).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
