@@ -219,10 +219,10 @@ def test_pairs_are_in_the_order_of_their_longer_sides():
     pairs = [
         PreferencePair(Prompt("", [1], {}), [5, 2], [7, 7, 9, 2]),
         PreferencePair(Prompt("", [1, 7, 3, 4, 8, 7], {}), [9, 8, 3, 4, 6, 2], [2]),
-        PreferencePair(Prompt("", [7, 3], {}), [4], [3, 9, 7]),
+        PreferencePair(Prompt("", [7, 3], {}), [4], [3, 9, 7, 8]),
     ]
     (inds,) = micro_batches_of_pairs(pairs, 32)
-    assert inds.tolist() == [1, 0, 2]
+    assert inds.tolist() == [1, 2, 0]
 
 
 # --- a run --------------------------------------------------------------------------------------
