@@ -152,9 +152,9 @@ def test_every_flag_has_help(name, capsys):
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for field in fields:
         line, above = lines[field.lineno - 1], lines[field.lineno - 2]
-        comment = line if "  # " in line else above
-        help_text = comment.rpartition("# ")[2]
-        has_help = "# " in comment and not help_text.startswith("---")
+        own = "  # " in line
+        help_text = (line if own else above).rpartition("# ")[2]
+        has_help = own or (above.strip().startswith("# ") and not help_text.startswith("---"))
         assert has_help, f"{field.target.id} has no help"
         assert " ".join(help_text.split()[:3]) in shown, f"{field.target.id}: not what --help says"
 
