@@ -261,9 +261,8 @@ def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
 
 @pytest.mark.parametrize("flags", [dict(temperature=0.7), dict(loss="orpo")])
 def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
-    # More rows are asked for than are held out.
     flags = dict(batch_size=4, micro_batch_size=3, eval_rows=50, max_new_tokens=24, **flags)
-    flags |= dict(generation_batch_size=4, eval_split="test[:10]")
+    flags |= dict(generation_batch_size=4, eval_split="test[:10]")  # fewer than --eval-rows
     run_dir = run(tmp_path, **flags)
     args = Args(**SMALL | flags)
     last = metrics_of(run_dir)[-1]

@@ -23,8 +23,7 @@ def run(name, tmp_path, **flags):
 
 @EACH
 def test_steps_follow_the_schedule_and_are_counted(name, tmp_path, monkeypatch):
-    # A clock that goes two seconds with each look at it.
-    clock = SimpleNamespace(perf_counter=itertools.count(step=2).__next__)
+    clock = SimpleNamespace(perf_counter=itertools.count(step=2).__next__)  # 2 seconds a look
     monkeypatch.setattr(SPECS[name].module, "time", clock)
     loaded = spy_on(SPECS[name].module, monkeypatch, SPECS[name].loader)
     flags = dict(train_split="train[:20]", epochs=3.5, warmup_ratio=0.25, learning_rate=2e-3)
