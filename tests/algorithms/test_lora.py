@@ -165,8 +165,7 @@ def test_peft_loads_the_adapter_and_it_is_the_merged_model(run):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     config = json.loads((run_dir / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == SPECS[name].module.Args.model
-    heads = ["score"] if name == "rm_bradley_terry" else None  # or it serves as it was drawn
-    assert config["modules_to_save"] == heads
+    assert (config["modules_to_save"] == ["score"]) == (name == "rm_bradley_terry")
 
 
 def test_a_run_resumes_to_the_same_bits(run, tmp_path):

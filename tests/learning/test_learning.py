@@ -35,17 +35,15 @@ QUICK = [
         "--epochs 0.4 --eval-rows 100",
         {"first eval/loss": (2.5, 3.5), "eval/loss": (0, 1.35)},  # 1.21
     ),
-    # 0.9, and 11.9: it shows its working
     (
         "grpo.py",
         "--total-rollouts 12 --eval-rows 200",
-        SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},
+        SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},  # 0.9, 11.9
     ),
-    # 0.9
     (
         "reinforce.py",
         "--total-rollouts 15 --eval-split test[:200]",
-        {"first eval/reward": (0.2, 0.45), "eval/reward": (0.75, 1)},
+        {"first eval/reward": (0.2, 0.45), "eval/reward": (0.75, 1)},  # 0.9
     ),
     (
         "distill.py",

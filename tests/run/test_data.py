@@ -225,11 +225,14 @@ def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer)
         sft.to_pairs(sft.Args(prompt_column="question"), row)
 
 
-def test_an_empty_prompt_stays_empty_in_a_chat(tokenizer, tmp_path):
+@pytest.mark.parametrize("name", WITH_ROLLOUTS)
+def test_a_prompt_becomes_a_chat_and_an_empty_one_stays_empty(name, tokenizer, tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}#{% endif %}"
     data = write_dataset(tmp_path / "data", [row_of("", "#3"), row_of("1+2=", "#3")])
-    (prompt,) = grpo.load_prompts(grpo.Args(dataset=data, chat=True), "train", tokenizer)
-    assert prompt.text == TURNS[:1]
+    script, loader = SPECS[name].module, SPECS[name].loader
+    (prompt,) = getattr(script, loader)(script.Args(dataset=data, chat=True), "train", tokenizer)
+    assert prompt.text == TURNS[:1] and tokenizer.decode(prompt.ids) == "1+2=#"
 
 
 def test_a_margin_that_is_null(tokenizer, tmp_path):
