@@ -50,13 +50,12 @@ QUICK = [
         "--total-rollouts 20 --eval-split test[:200]",
         {"first eval/kl": (1.8, 3.2), "eval/kl": (0, 0.8)},  # 0.19 to 0.46
     ),
-    # 0.51 to 0.56, 1.1 to 3.2, 0.16 to 0.19
     (
         "ppo_rlhf.py",
         "--total-rollouts 8 --eval-rows 200",
         NEUTRAL
-        | {"eval/reward": (0.35, 1), "recent objective/kl": (ANY, 6)}
-        | {"recent value/explained_variance": (0.08, 1)},
+        | {"eval/reward": (0.35, 1), "recent objective/kl": (ANY, 6)}  # 0.51 to 0.56, 1.1 to 3.2
+        | {"recent value/explained_variance": (0.08, 1)},  # 0.16 to 0.19
     ),
     # 0.71 to 0.78, 0.26 to 0.35, 0.8 to 2.5
     (

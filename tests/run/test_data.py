@@ -226,13 +226,15 @@ def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer)
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
-def test_a_prompt_becomes_a_chat_and_an_empty_one_stays_empty(name, tokenizer, tmp_path):
+def test_a_prompt_becomes_a_chat_with_its_answer_and_an_empty_one_none(name, tokenizer, tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}#{% endif %}"
-    data = write_dataset(tmp_path / "data", [row_of("", "#3"), row_of("1+2=", "#3")])
-    script, loader = SPECS[name].module, SPECS[name].loader
-    (prompt,) = getattr(script, loader)(script.Args(dataset=data, chat=True), "train", tokenizer)
+    rows = [row_of(prompt, "#3", solution="three") for prompt in ("", "1+2=")]
+    args = dict(dataset=write_dataset(tmp_path / "data", rows), chat=True)
+    args = SPECS[name].module.Args(**args, **short_flags(name, answer_column="solution"))
+    (prompt,) = getattr(SPECS[name].module, SPECS[name].loader)(args, "train", tokenizer)
     assert prompt.text == TURNS[:1] and tokenizer.decode(prompt.ids) == "1+2=#"
+    assert name == "distill" or prompt.columns["answer"] == "three"
 
 
 def test_a_margin_that_is_null(tokenizer, tmp_path):

@@ -33,8 +33,7 @@ def tracked(monkeypatch):
     return calls
 
 
-# For JSON.
-AWKWARD = 'it\'s "quoted" for $5 \\ `now`!\nand a second line, \u00e9'
+AWKWARD = 'it\'s "quoted" for $5 \\ `now`!\nand a second line, \u00e9'  # for JSON
 
 
 @pytest.mark.parametrize("name", SPECS)
