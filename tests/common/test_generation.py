@@ -127,7 +127,7 @@ def test_a_cache_of_the_models_own_is_not_padded():
 
 
 @pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
-def test_a_cache_that_fails_says_why_but_too_little_memory_is_no_such_sign(error, monkeypatch):
+def test_a_failing_cache_is_named_with_its_error_and_too_little_memory_is_none(error, monkeypatch):
     model = tiny_model("llama")
     forward = model.forward
 

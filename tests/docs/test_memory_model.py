@@ -53,7 +53,7 @@ def live_storages():
 
 CASES = [(algorithm, 0) for algorithm in ALGORITHMS]
 CASES += [(algorithm, 8) for algorithm in ("rm", "ppo", "ppo_shared", "grpo_rm", "dpo", "kto")]
-# Each script: all four models, a classifier alone, and adapters with and without a critic.
+# A case per script that the formula knows, and adapters with and without a critic.
 QUICK = [("sft", 0), ("rm", 0), ("reinforce_kl", 0), ("ppo", 0)]
 QUICK += [("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
 

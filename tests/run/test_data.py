@@ -226,7 +226,7 @@ def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer)
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
-def test_a_prompt_becomes_a_chat_with_its_answer_and_an_empty_one_none(name, tokenizer, tmp_path):
+def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}#{% endif %}"
     rows = [row_of(prompt, "#3", solution="three") for prompt in ("", "1+2=")]
