@@ -28,15 +28,17 @@ A healthy run: `reward/mean`, `eval/accuracy` and `reward/zero_variance_groups` 
 import json
 import math
 import os
+import runpy
 import sys
 import time
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from datetime import datetime
-from importlib.util import module_from_spec, spec_from_file_location
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -47,7 +49,6 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
@@ -55,14 +56,14 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import GenerationConfig
 
-from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
-from common.distributed import shard, sums_over_ranks
 from common.generation import generate
-from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
-from common.logprobs import hidden_states, micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, pad_rows
-from common.tokens import report_rows
+from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
+from common.logprobs import rollout_logprobs
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
+from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
+from common.ranks import leave_processes, sums_over_ranks
+from common.tokens import UnusableRow, rollout_row, encode, find_stop_ids, pad_rows, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -93,16 +94,16 @@ class Args:
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
-    # subtracted from the reward of a completion that --max-new-tokens cuts off: a reward model has
-    # only seen completions that end, so what it says of others means little
-    missing_eos_penalty: NonNegativeFloat = 0.0
+    missing_eos_penalty: NonNegativeFloat = (
+        0.0  # subtracted from the reward of a cut-off completion
+    )
     # length penalty: from 0 to 1 over the last so many of --max-new-tokens (DAPO); 0: none
     overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
     # rollouts, each followed by its optimiser steps
     total_rollouts: PositiveInt = 60
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
-    group_size: PositiveInt = 8  # G, completions per prompt (DeepSeekMath: 64)
+    group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
     # rounds of sampling; in all but the last, other prompts replace groups of equal rewards (DAPO)
     max_sampling_rounds: PositiveInt = 1
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
@@ -137,8 +138,7 @@ class Args:
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-6, for adapters ten times as much
     learning_rate: PositiveFloat = 5e-4
-    # how the learning rate changes after its warm-up
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
@@ -149,10 +149,6 @@ class Args:
     def __post_init__(self):
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
-        if self.overlong_buffer > self.max_new_tokens:
-            raise ValueError("--overlong-buffer: longer than --max-new-tokens, all are penalised")
-        if self.group_size == 1:
-            raise ValueError("--group-size must be at least 2: with 1 all advantages are 0")
         if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
             raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
@@ -225,19 +221,18 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
-def token_weights(loss_mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
+def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
     """Weights (n, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
 
-    They count a minibatch's n completions that have a token in the loss, all of one optimiser step,
-    so the losses of its micro-batches and ranks add up.
+    The mask is that of the sampled tokens of all n completions of an optimiser step, so the losses
+    of its micro-batches and ranks add up.
     """
-    lengths = loss_mask.sum(dim=1, keepdim=True)  # (n, 1)
-    num_completions = (lengths > 0).sum().clamp(min=1)
+    lengths = mask.sum(dim=1, keepdim=True)  # (n, 1)
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
-        return loss_mask / (lengths.clamp(min=1) * num_completions)
+        return mask / (lengths * len(mask))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
-        return loss_mask / lengths.sum().clamp(min=1)
-    return loss_mask / (max_new_tokens * num_completions)  # a constant instead of |o_i| (Dr. GRPO)
+        return mask / lengths.sum()
+    return mask / (max_new_tokens * len(mask))  # a constant instead of |o_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -256,22 +251,21 @@ def grpo_loss(
     """-J(theta) (equation 3) over some completions of a step, and sums over tokens for the log.
 
     Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 after a
-    completion's end. Advantages are (B,), weights (B, T) those of `token_weights`. The sums are of
-    the tokens in the loss (the KL's of all); at level `sequence` each has its completion's ratio.
+    completion's end. Advantages are (B,), weights (B, T) those of `token_weights`, 0 there too. At
+    level `sequence` each token has its completion's ratio.
     """
     advantages = advantages[:, None]
-    mask = weights > 0  # elsewhere a ratio may be inf, and 0 * inf is NaN
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    token_ratio = log_ratio.exp()
+    log_ratio = logprobs - old_logprobs  # log rho, 0 after a completion's end
+    token_ratio = ratio = log_ratio.exp()
     if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
-        mean_log_ratio = log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        log_ratio = mean_log_ratio[:, None] * mask
-    ratio = log_ratio.exp()
+        mask = weights > 0
+        log_ratio = mask * log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+        ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     if loss_type == "cispo":  # the clipped ratio is a constant weight: no token loses its gradient
-        objective = clipped_ratio.detach() * advantages * logprobs.masked_fill(~mask, 0.0)
+        objective = clipped_ratio.detach() * advantages * logprobs
     sums = {
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
@@ -280,8 +274,7 @@ def grpo_loss(
     if ref_logprobs is not None:
         sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1 of KL(pi_old || pi_ref)
         if beta > 0:  # 0 if the KL is in the rewards
-            ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
-            kl = k3_kl(logprobs.masked_fill(~mask, 0.0), ref_logprobs)
+            kl = k3_kl(logprobs, ref_logprobs)
             if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
                 kl = token_ratio * kl
             objective = objective - beta * kl
@@ -292,14 +285,12 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
-    sources = f"{args.model} on {args.dataset}, rewards {args.reward_fn}, {args.reward_model}"
-    print(f"{sources}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    reward_fns = {spec.rpartition(":")[2]: load_reward_fn(spec) for spec in args.reward_fn}
-    eval_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
+    eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -309,12 +300,10 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = None
-    if args.beta > 0:
-        ref_model = policy  # without its adapters
-        if args.lora_rank == 0:
-            ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-            shard(ref_model.requires_grad_(False), device)
+    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    if args.beta > 0 and args.lora_rank == 0:
+        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+        shard(ref_model.requires_grad_(False), device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
@@ -322,34 +311,14 @@ def main(args: Args) -> Path:
             raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
         shard(reward_model.requires_grad_(False), device)
-    reward_weights = torch.tensor(args.reward_weights)  # (K,)
+        reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[Prompt], temperature: float, rng: Generator) -> tuple[Sequences, list]:
-        """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
-        prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids = generate(
-            policy,
-            prompt_ids,
-            max_new_tokens=args.max_new_tokens,
-            temperature=temperature,
-            stop_ids=stop_ids,
-            rng=rng,
-            batch_size=args.generation_batch_size,
-        )
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        return list(zip(prompt_ids, completion_ids, strict=True)), texts
-
-    def score(prompts: list[Prompt], sequences: Sequences, texts: list[str]) -> dict[str, Tensor]:
-        """Each reward (B,) of the completions, by its name."""
-        rewards = {name: rule_rewards(fn, prompts, texts) for name, fn in reward_fns.items()}
-        if args.reward_model:
-            rewards["reward_model"] = model_rewards(reward_model, sequences, args.micro_batch_size)
-        return rewards
-
+    sample = partial(sample_completions, args, policy, stop_ids)
+    evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
     trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
     state = {"step": 0, "prompts_read": 0, "data": zlib.crc32(repr(trained_on).encode())}
@@ -357,52 +326,28 @@ def main(args: Args) -> Path:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
+        metrics, samples = evaluate_policy()
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    data_rng = Generator().manual_seed(args.seed)
-    most_prompts = args.total_rollouts * args.max_sampling_rounds * args.prompts_per_rollout
-    data_epochs = math.ceil(most_prompts / len(train_prompts))
-    shuffles = [torch.randperm(len(train_prompts), generator=data_rng) for _ in range(data_epochs)]
-    prompt_order = torch.cat(shuffles)
+    next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
+    reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     # With one optimiser step per rollout pi_old is pi_theta itself and needs no pass.
     needs_old_logprobs = args.update_epochs * args.num_minibatches > 1 or kl_in_reward
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        start_time, score_seconds = time.perf_counter(), 0.0
-        first_prompt = state["prompts_read"]
+        # 1. Roll out and score: G completions per prompt, from the policy as it is now.
+        start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        sequences, all_rewards = [], torch.empty(len(reward_weights), 0)
-        for sampling_round in range(1, args.max_sampling_rounds + 1):
-            # 1. Roll out: G completions per prompt, from the policy as it is now.
-            missing = args.prompts_per_rollout - len(sequences) // args.group_size
-            prompt_inds = prompt_order[state["prompts_read"] :][:missing]
-            state["prompts_read"] += missing
-            prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-            new_sequences, texts = sample(prompts, args.temperature, rng)
+        sequences, all_rewards, num_prompts = roll_out(args, sample, reward_fns, next_prompts, rng)
+        state["prompts_read"] += num_prompts
+        rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
+        lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
+        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
+        rollout_time = time.perf_counter()
 
-            # 2. Score: each reward. Further prompts take the places of groups of equal rewards.
-            score_start = time.perf_counter()
-            rewards_by_name = score(prompts, new_sequences, texts)
-            score_seconds += time.perf_counter() - score_start
-            round_rewards = torch.stack([*rewards_by_name.values()])  # (K, missing x G)
-            groups = (reward_weights @ round_rewards).view(missing, args.group_size)
-            differ = (groups != groups[:, :1]).any(dim=1)  # (missing,)
-            is_last_round = sampling_round == args.max_sampling_rounds
-            keep = (differ | is_last_round).repeat_interleave(args.group_size)
-            sequences += [new_sequences[i] for i in keep.nonzero()]
-            all_rewards = torch.cat([all_rewards, round_rewards[:, keep]], dim=1)  # at last (K, B)
-            if len(sequences) == args.prompts_per_rollout * args.group_size:
-                break
-        rewards_by_name = dict(zip(rewards_by_name, all_rewards, strict=True))  # of what is kept
-        rewards = reward_weights @ all_rewards  # (B,)
-        lengths = torch.tensor([len(ids) for _, ids in sequences], device=device)  # (B,)
-        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences], device=device)  # (B,)
-        mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
-        score_time = time.perf_counter()
-
-        # 3. Log-probs under the old policy and the reference, fixed during the update. In the first
+        # 2. Log-probs under the old policy and the reference, fixed during the update. In the first
         # epoch's micro-batches: same padding, same rounding, so the first ratio is exactly 1.
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
@@ -411,32 +356,35 @@ def main(args: Args) -> Path:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs = ref_logprobs = None
         if needs_old_logprobs:
-            old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)
+            old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
         if ref_model is not None:
             with adapters_off(policy):
                 ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
 
-        # 4. Advantages: rewards against the group's mean, the same for each token of a completion.
+        # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
         if args.multi_objective_aggregation == "normalize_then_sum":
-            advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size).to(device)
+            advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size)  # (B,)
         else:
-            shaped_rewards = rewards.to(device) - args.missing_eos_penalty * ~ended
+            returns = rewards - args.missing_eos_penalty * ~ended
             if args.overlong_buffer > 0:
-                shaped_rewards -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
+                returns -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
             if kl_in_reward:  # k1, summed over the completion's tokens
-                shaped_rewards -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1)
-            advantages = group_advantages(shaped_rewards, args.group_size, args.scale_rewards)
+                returns -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1).cpu()
+            advantages = group_advantages(returns, args.group_size, args.scale_rewards)
+        advantages = advantages.to(device)
 
-        # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
+        # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         factor = lr_factor(args, step, args.total_rollouts)
         optimizer.param_groups[0]["lr"] = args.learning_rate * factor
-        loss_mask = (mask & ended[:, None]) if args.mask_truncated else mask
         weights = torch.zeros(mask.shape, device=device)  # (B, T), filled minibatch by minibatch
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
-                step_mask = loss_mask[minibatch]  # of one optimiser step
-                weights[minibatch] = token_weights(step_mask, args.loss_norm, args.max_new_tokens)
+                if args.mask_truncated:
+                    minibatch = minibatch[ended[minibatch]]
+                weights[minibatch] = token_weights(
+                    mask[minibatch], args.loss_norm, args.max_new_tokens
+                )
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
@@ -462,61 +410,108 @@ def main(args: Args) -> Path:
                 grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
                 optimizer.step()
                 optimizer.zero_grad()
-        update_time = time.perf_counter()
 
-        # 6. Log, evaluate, save.
-        sums = sums_over_ranks(sums)
-        groups = rewards.view(-1, args.group_size)
-        num_tokens = lengths.sum().item()
-        loss_tokens = max(loss_mask.sum().item(), 1) * args.update_epochs
-        metrics = {
-            "reward/mean": rewards.mean().item(),
-            **{f"rewards/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
-            "prompts/rounds": sampling_round,
-            "prompts/sampled": state["prompts_read"] - first_prompt,
-            "prompts/kept": (groups != groups[:, :1]).any(dim=1).sum().item(),
-            "reward/group_std": groups.std(dim=1).mean().item(),
-            "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "completions/length_mean": lengths.float().mean().item(),
-            "completions/truncated_fraction": 1 - ended.float().mean().item(),
-            "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
-            "policy/entropy": sums["policy/entropy"] / (num_tokens * args.update_epochs),
-            "policy/approx_kl": sums["policy/approx_kl"] / loss_tokens,
-            "policy/clip_fraction_low": sums["policy/clip_fraction_low"] / loss_tokens,
-            "policy/clip_fraction_high": sums["policy/clip_fraction_high"] / loss_tokens,
-            "policy/grad_norm": np.mean(grad_norms),
-            "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/rollout_seconds": score_time - start_time - score_seconds,
-            "time/score_seconds": score_seconds,
-            "time/update_seconds": update_time - score_time,
-            "time/tokens_per_second": num_tokens / (update_time - start_time),
-        }
-        if ref_model is not None:  # nats per completion
-            metrics["objective/kl"] = sums["objective/kl"] / (len(sequences) * args.update_epochs)
-        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
-            columns = {f"rewards/{name}": reward for name, reward in rewards_by_name.items()}
+        # 5. Log, evaluate, save.
+        metrics = rollout_metrics(args, rewards, lengths, ended, sums, grad_norms)
+        metrics["prompts/sampled"] = num_prompts
+        metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
+        metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
+        metrics["time/update_seconds"] = time.perf_counter() - rollout_time
+        columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
+        metrics |= {name: reward.mean().item() for name, reward in columns.items()}
+        rollouts, samples = [], []
+        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             if ref_logprobs is not None and old_logprobs is not None:
                 columns["log_ratio"] = old_logprobs - ref_logprobs
-            rows = completion_rows(tokenizer, sequences[: args.group_size], columns)
-            with open(run_dir / "rollouts.jsonl", "a") as file:
-                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
-        samples = []
+            rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
+            eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples)
+        log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics.get(name) for name in shown})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    policy.generation_config = config
-    save_model(run_dir, policy, tokenizer)
+    save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
+
+
+def shuffled(rows: list, seed: int, skip: int) -> Iterator:
+    """All rows in a random order, then in another, without end; without the first `skip`."""
+    rng = Generator().manual_seed(seed)
+    orders = (torch.randperm(len(rows), generator=rng) for _ in count())
+    return islice((rows[i] for order in orders for i in order), skip, None)
+
+
+def roll_out(
+    args: Args, sample: Callable, reward_fns: dict, prompts: Iterator[Prompt], rng: Generator
+) -> tuple[Sequences, Tensor, int]:
+    """G completions for each of --prompts-per-rollout prompts, with rewards (K, B), and the number
+    of prompts taken.
+
+    Completions with equal rewards teach nothing. In all rounds but the last, the next prompts take
+    the places of such groups (dynamic sampling, DAPO).
+    """
+    sequences, rewards, num_prompts = [], [], 0
+    for sampling_round in range(1, args.max_sampling_rounds + 1):
+        missing = args.prompts_per_rollout - len(sequences) // args.group_size
+        round_prompts = [p for p in islice(prompts, missing) for _ in range(args.group_size)]
+        round_sequences = sample(round_prompts, args.temperature, rng)
+        each_reward = [fn(round_prompts, round_sequences) for fn in reward_fns.values()]
+        round_rewards = torch.stack(each_reward)  # (K, missing x G)
+        num_prompts += missing
+        groups = (torch.tensor(args.reward_weights) @ round_rewards).view(missing, args.group_size)
+        differ = (groups != groups[:, :1]).any(dim=1)  # (missing,)
+        is_last_round = sampling_round == args.max_sampling_rounds
+        keep = (differ | is_last_round).repeat_interleave(args.group_size)
+        sequences += [round_sequences[i] for i in keep.nonzero()]
+        rewards.append(round_rewards[:, keep])
+        if len(sequences) == args.prompts_per_rollout * args.group_size:
+            break
+    return sequences, torch.cat(rewards, dim=1), num_prompts
+
+
+def sample_completions(
+    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
+) -> Sequences:
+    """A completion for each prompt: pairs (prompt, completion) of token ids."""
+    prompt_ids = [prompt.ids for prompt in prompts]
+    completion_ids = generate(
+        policy,
+        prompt_ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=temperature,
+        stop_ids=stop_ids,
+        rng=rng,
+        batch_size=args.generation_batch_size,
+    )
+    return list(zip(prompt_ids, completion_ids, strict=True))
+
+
+def rollout_metrics(
+    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
+) -> dict[str, float]:
+    """Means over a rollout's B completions, and over what its optimiser steps were trained on."""
+    sums = sums_over_ranks(sums)
+    trained = ended if args.mask_truncated else torch.ones_like(ended)
+    num_completions = max(trained.sum().item() * args.update_epochs, 1)
+    num_tokens = max(lengths[trained].sum().item() * args.update_epochs, 1)
+    groups = rewards.view(-1, args.group_size)
+    metrics = {
+        "reward/mean": rewards.mean().item(),
+        "reward/group_std": groups.std(dim=1).mean().item(),
+        "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
+        "completions/length_mean": lengths.float().mean().item(),
+        "completions/truncated_fraction": 1 - ended.float().mean().item(),
+        "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
+        "policy/grad_norm": np.mean(grad_norms),
+    }
+    if "objective/kl" in sums:  # nats per completion
+        metrics["objective/kl"] = sums.pop("objective/kl") / num_completions
+    return metrics | {name: total / num_tokens for name, total in sums.items()}
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
@@ -531,17 +526,22 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 
 
 def evaluate(
-    args: Args, sample: Callable, score: Callable, eval_fn: Callable | None, prompts: list[Prompt]
+    args: Args,
+    sample: Callable,
+    reward_fns: dict[str, Callable],
+    eval_fn: Callable | None,
+    tokenizer: Any,
+    prompts: list[Prompt],
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of --eval-samples completions per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
     n = args.eval_samples
     prompts = [prompt for prompt in prompts for _ in range(n)]
-    sequences, texts = sample(prompts, args.eval_temperature, rng)
+    sequences = sample(prompts, args.eval_temperature, rng)
     if eval_fn is not None:
-        rewards = rule_rewards(eval_fn, prompts, texts).tolist()
+        rewards = eval_fn(prompts, sequences).tolist()
     else:
-        all_rewards = torch.stack([*score(prompts, sequences, texts).values()])  # (K, B)
+        all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
     lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
@@ -553,53 +553,52 @@ def evaluate(
             metrics[f"eval/pass_at_{k}"] = 1 - np.mean(misses)
     metrics["eval/length_mean"] = np.mean(lengths)
     samples = []
-    for i, prompt in enumerate(prompts):
-        row = {"prompt": prompt.text, "completion": texts[i]}
-        samples.append(row | {"reward": round(rewards[i], 6), "length": lengths[i]})
+    for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        row = {"prompt": prompt.text, "completion": text}
+        samples.append(row | {"reward": round(reward, 6), "length": len(ids)})
     return metrics, samples
 
 
 # --- rewards -----------------------------------------------------------------------------------
-def load_reward_fn(spec: str) -> Callable:
-    """The reward function of path/to/file.py:function."""
+def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
+    """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
+    sys.path.append(os.path.dirname(path))  # for modules beside it
+    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
+    if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    module_spec = spec_from_file_location(Path(path).stem, path)
-    module = module_from_spec(module_spec)
-    sys.path.append(str(Path(path).parent))  # for modules beside it
-    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-    module_spec.loader.exec_module(module)
-    return getattr(module, name)
+    return partial(rule_rewards, namespace[name], tokenizer)
 
 
-def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
-    """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
+def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
+    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
+        completion_ids = [completion for _, completion in sequences]
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        try:
-            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
-        except Exception as error:
-            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
+        rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
-        if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
+        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
+            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+            expected = f"{len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
 
 @torch.no_grad()
-def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Tensor:
+def model_rewards(model: Any, micro_batch_size: int, _: list, sequences: Sequences) -> Tensor:
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
         rows = [sequences[i][0] + sequences[i][1] for i in inds] or [[0]]
         ids, mask = pad_rows(rows, model.device)
-        hidden = hidden_states(model, ids)  # (b, L, d)
+        with adapters_off(model):  # of a critic, in ppo_rlhf.py
+            hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
         idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
         scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
@@ -626,13 +625,9 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     source, data_files = args.dataset, None
     if os.path.isfile(source):  # all its rows are of the split `train`
         source, data_files = os.path.split(os.path.abspath(source))
-    try:
-        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    except Exception as error:
-        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
-    for column in columns:
-        if column not in dataset.column_names:
-            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
+    if missing := columns - {*dataset.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
     return dataset
 
 
@@ -659,23 +654,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-TRAINED = dcp.StateDictOptions(
-    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-)
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args(words: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
-    if args.resume:
-        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
-            raise ValueError("--resume takes no other flags: a run keeps its own")
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        if saved.keys() != vars(args).keys():
-            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
-        args = Args(**saved | {"resume": args.resume})
-    return args
+    if not args.resume:
+        return args
+    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+        raise ValueError("--resume takes no other flags: a run keeps its own")
+    saved = json.loads(Path(args.resume, "args.json").read_text())
+    return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
@@ -692,73 +679,63 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
     for key, (model, optimizer) in training.items():
         weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
-        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        state[key] = {name: weights[name] for name in names if name in weights}, moments
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
         with open(run_dir / "checkpoint.tmp", "rb+") as file:
             os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
-        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
-            old_checkpoint.unlink()
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
-    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
-        try:
-            saved = torch.load(path, weights_only=True, mmap=True)
-            break
-        except Exception as error:  # then the one before it
-            print(f"--resume: {path} cannot be read: {error}")
-    else:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
+    try:
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
-    for name, (model, optimizer) in training.items():
-        weights, moments = saved.pop(name)
-        dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
-        )
+    for key, (model, optimizer) in training.items():
+        weights, moments = saved.pop(key)
+        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
+    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
     if RANK > 0:
         return
-    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+    for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
         if rows:
             with open(run_dir / f"{name}.jsonl", "a") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
-    if evals:
+    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights, adapter = gather_weights(model)  # all ranks
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
-        model.save_pretrained(run_dir, state_dict=weights)
-        if adapter:  # for peft's `from_pretrained`
-            model.peft_config["default"].save_pretrained(run_dir / "adapter")
-            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(parse_args(sys.argv[1:]))
     leave_processes()

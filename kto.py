@@ -25,6 +25,7 @@ A healthy run: the first loss is half the mean weight, and `reward/margin` rises
 import json
 import math
 import os
+import runpy
 import sys
 import time
 import warnings
@@ -33,7 +34,6 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -44,19 +44,18 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
-from common.distributed import shard
 from common.generation import generate
-from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
-from common.logprobs import micro_batches, rollout_logprobs
+from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
+from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
+from common.ranks import leave_processes
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
 
 
@@ -161,12 +160,11 @@ def kto_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    reward_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_labelled(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
@@ -223,10 +221,8 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
-            with (
-                torch.no_grad(),
-                adapters_off(policy),
-            ):  # before the pass whose activations are kept
+            # Before the pass whose activations are kept.
+            with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
@@ -260,10 +256,7 @@ def main(args: Args) -> Path:
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    policy.generation_config = config
-    save_model(run_dir, policy, tokenizer)
+    save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
 
 
@@ -353,7 +346,7 @@ def evaluate(
     for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
-        rewards = rule_rewards(reward_fn, prompts, texts).tolist()
+        rewards = reward_fn(prompts, sequences).tolist()
         metrics["eval/reward"] = np.mean(rewards)
         if {*rewards} <= {0, 1}:  # right or wrong
             metrics["eval/accuracy"] = np.mean(rewards)
@@ -363,33 +356,30 @@ def evaluate(
 
 
 # --- rewards -----------------------------------------------------------------------------------
-def load_reward_fn(spec: str) -> Callable:
-    """The reward function of path/to/file.py:function."""
+def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
+    """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
+    sys.path.append(os.path.dirname(path))  # for modules beside it
+    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
+    if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    module_spec = spec_from_file_location(Path(path).stem, path)
-    module = module_from_spec(module_spec)
-    sys.path.append(str(Path(path).parent))  # for modules beside it
-    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-    module_spec.loader.exec_module(module)
-    return getattr(module, name)
+    return partial(rule_rewards, namespace[name], tokenizer)
 
 
-def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
-    """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
+def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
+    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
+        completion_ids = [completion for _, completion in sequences]
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        try:
-            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
-        except Exception as error:
-            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
+        rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
-        if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
+        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
+            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+            expected = f"{len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -414,13 +404,9 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     source, data_files = args.dataset, None
     if os.path.isfile(source):  # all its rows are of the split `train`
         source, data_files = os.path.split(os.path.abspath(source))
-    try:
-        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    except Exception as error:
-        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
-    for column in columns:
-        if column not in dataset.column_names:
-            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
+    if missing := columns - {*dataset.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
     return dataset
 
 
@@ -449,23 +435,15 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-TRAINED = dcp.StateDictOptions(
-    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-)
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args(words: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
-    if args.resume:
-        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
-            raise ValueError("--resume takes no other flags: a run keeps its own")
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        if saved.keys() != vars(args).keys():
-            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
-        args = Args(**saved | {"resume": args.resume})
-    return args
+    if not args.resume:
+        return args
+    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+        raise ValueError("--resume takes no other flags: a run keeps its own")
+    saved = json.loads(Path(args.resume, "args.json").read_text())
+    return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
@@ -482,73 +460,63 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
     for key, (model, optimizer) in training.items():
         weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
-        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        state[key] = {name: weights[name] for name in names if name in weights}, moments
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
         with open(run_dir / "checkpoint.tmp", "rb+") as file:
             os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
-        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
-            old_checkpoint.unlink()
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
-    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
-        try:
-            saved = torch.load(path, weights_only=True, mmap=True)
-            break
-        except Exception as error:  # then the one before it
-            print(f"--resume: {path} cannot be read: {error}")
-    else:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
+    try:
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
-    for name, (model, optimizer) in training.items():
-        weights, moments = saved.pop(name)
-        dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
-        )
+    for key, (model, optimizer) in training.items():
+        weights, moments = saved.pop(key)
+        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
+    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
     if RANK > 0:
         return
-    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+    for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
         if rows:
             with open(run_dir / f"{name}.jsonl", "a") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
-    if evals:
+    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights, adapter = gather_weights(model)  # all ranks
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
-        model.save_pretrained(run_dir, state_dict=weights)
-        if adapter:  # for peft's `from_pretrained`
-            model.peft_config["default"].save_pretrained(run_dir / "adapter")
-            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(parse_args(sys.argv[1:]))
     leave_processes()

@@ -31,25 +31,25 @@ InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off complet
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # continue an interrupted run
 
-A healthy run: `reward/mean` and `eval/reward` rise together; `value/explained_variance` rises;
-`objective/kl` stays at a few nats. If `reward/mean` rises and an independent `--eval-reward-fn`
-falls, the reward model is being hacked.
+A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays
+low. If an independent `--eval-reward-fn` falls alone, the reward model is being hacked.
 """
 
 import json
 import math
 import os
+import runpy
 import sys
 import time
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -60,7 +60,6 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
@@ -68,14 +67,14 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
-from common.distributed import shard, sums_over_ranks
 from common.generation import generate
-from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
-from common.logprobs import hidden_states, micro_batches
-from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, pad_rows
-from common.tokens import report_rows
+from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
+from common.logprobs import rollout_logprobs
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
+from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
+from common.ranks import leave_processes, sums_over_ranks
+from common.tokens import UnusableRow, rollout_row, encode, find_stop_ids, pad_rows, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -99,16 +98,15 @@ class Args:
     chat: bool = False  # turn string prompts into a user's chat message
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
-    # sequence classifier with one label and --model's tokenizer; None: only reward functions
-    reward_model: str | None = "tiny/reviews/reward_model"
+    reward_model: str | None = "tiny/reviews/reward_model"  # classifier with one label; or None
     reward_fn: list[str] = field(default_factory=list)  # path/to/file.py:function, one or more
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
     # reward function of eval/reward; default: gold on the default --dataset, else those of training
     eval_reward_fn: str | None = None
-    # subtracted from the reward of a completion that --max-new-tokens cuts off: a reward model has
-    # only seen completions that end, so what it says of others means little
-    missing_eos_penalty: NonNegativeFloat = 0.0
+    missing_eos_penalty: NonNegativeFloat = (
+        0.0  # subtracted from the reward of a cut-off completion
+    )
     # --- PPO ---
     total_rollouts: PositiveInt = 30  # rollouts, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 128  # prompts per rollout, one completion each
@@ -117,18 +115,14 @@ class Args:
     update_epochs: PositiveInt = 2  # passes over a rollout's completions
     num_minibatches: PositiveInt = 2  # optimiser steps per pass
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor per token
-    # GAE's lambda: 0 trusts the critic alone, 1 only observed rewards
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda: 0 trusts the critic alone
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
-    # factor of the value loss; hardly matters to a separate critic: Adam normalises its gradient
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: NonNegativeFloat = 0.5  # factor of the value loss; matters with --critic-init policy
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
-    # no further pass if the mean KL(pi_old || pi) of a pass is above this, in nats per token
-    target_kl: PositiveFloat | None = None
-    # initial critic: the reward model, --model with a new head (sft), random weights (scratch), or
-    # only a new head on the policy's own backbone, which both losses then train (policy)
+    target_kl: PositiveFloat | None = None  # no further pass if policy/approx_kl is above this
+    # where the critic starts; sft: --model with a new head; policy: a head on the policy itself
     critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
     beta: NonNegativeFloat = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL in rewards (k1) or loss (rho k2)
@@ -141,8 +135,7 @@ class Args:
     # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-6, for adapters ten times as much
     learning_rate: PositiveFloat = 5e-4
     critic_learning_rate: PositiveFloat = 1e-3  # the critic's peak; 0.5B parameters or more: 1e-5
-    # how the learning rates change after their warm-up
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
     max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down, each model's by itself
     eval_every: PositiveInt = 10  # rollouts between evaluations; also at the start and at the end
@@ -151,9 +144,7 @@ class Args:
 
     def __post_init__(self):
         if not self.reward_model and (not self.reward_fn or self.critic_init == "reward_model"):
-            raise ValueError(
-                "without --reward-model give --reward-fn, and --critic-init sft, scratch or policy"
-            )
+            raise ValueError("without --reward-model give --reward-fn and another --critic-init")
         if self.num_minibatches > self.prompts_per_rollout:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
         if self.kl_target and self.beta == 0:
@@ -288,7 +279,12 @@ def value_loss(
     # Inside the interval the two losses differ too, but only by rounding.
     has_left = (values - old_values).abs() > (clip_coef or math.inf)
     is_clipped = has_left & (losses > unclipped_losses)
-    sums = {"value/loss": losses.sum(), "value/clip_fraction": is_clipped.sum()}
+    sums = {
+        "value/loss": losses.sum(),
+        "value/clip_fraction": is_clipped.sum(),
+        "value/mean": old_values.sum(),
+        "value/return_mean": returns.sum(),
+    }
     return (weights * losses).sum(), sums
 
 
@@ -296,14 +292,12 @@ def value_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
-    sources = f"{args.model} on {args.dataset}, rewards {args.reward_fn}, {args.reward_model}"
-    print(f"{sources}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    reward_fns = {spec.rpartition(":")[2]: load_reward_fn(spec) for spec in args.reward_fn}
-    eval_fn = load_reward_fn(args.eval_reward_fn) if args.eval_reward_fn else None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
+    eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -311,121 +305,71 @@ def main(args: Args) -> Path:
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
     shard(policy, device)
-    ref_model = None
-    if args.beta > 0:
-        ref_model = policy  # without its adapters
-        if args.lora_rank == 0:
-            ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-            shard(ref_model.requires_grad_(False), device)
+    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    if args.beta > 0 and args.lora_rank == 0:
+        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+        shard(ref_model.requires_grad_(False), device)
+    reward_model = None
     if args.reward_model:
-        kind = AutoModelForSequenceClassification
-        vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
-        if not tokenizer.get_vocab().items() <= vocabulary.items():
-            raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
-        reward_model = load_model(kind, args.reward_model, tokenizer, positions)
-        reward_model.requires_grad_(False)
-        if args.lora_rank > 0 and args.critic_init == "reward_model":  # it is the critic too
-            add_adapters(reward_model, args.lora_rank, args.seed)
-            reward_model.value_head = deepcopy(reward_model.score).requires_grad_(True)
-        shard(reward_model, device)
-    reward_weights = torch.tensor(args.reward_weights)  # (K,)
-    # The value function: a backbone and a head of its own, or a head on the policy's backbone.
-    if args.lora_rank > 0 and args.critic_init == "reward_model":
-        critic = value_backbone = reward_model
-        value_head = reward_model.value_head
-    else:
-        critic = load_critic(args, tokenizer, positions, device)
-        shared = args.critic_init == "policy"
-        value_backbone, value_head = (policy, critic) if shared else (critic, critic.score)
+        reward_model = load_reward_model(args, tokenizer, positions, device)
+        reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
+    critic = load_critic(args, policy, reward_model, tokenizer, positions, device)
     if args.activation_checkpointing:
-        for model in {policy, value_backbone}:
+        for model in {policy, critic.backbone}:
             checkpoint_activations(model)
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
-    critic_optimizer = adamw(critic.parameters(), lr=args.critic_learning_rate)
+    critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
     highest_rate = max(args.learning_rate, args.critic_learning_rate)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and highest_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[Prompt], temperature: float, rng: Generator) -> tuple[Sequences, list]:
-        """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
-        prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids = generate(
-            policy,
-            prompt_ids,
-            max_new_tokens=args.max_new_tokens,
-            temperature=temperature,
-            stop_ids=stop_ids,
-            rng=rng,
-            batch_size=args.generation_batch_size,
-        )
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        return list(zip(prompt_ids, completion_ids, strict=True)), texts
-
-    def score(prompts: list[Prompt], sequences: Sequences, texts: list[str]) -> dict[str, Tensor]:
-        """Each reward (B,) of the completions, by its name."""
-        rewards = {name: rule_rewards(fn, prompts, texts) for name, fn in reward_fns.items()}
-        if args.reward_model:
-            with adapters_off(reward_model):
-                size = args.micro_batch_size
-                rewards["reward_model"] = model_rewards(reward_model, sequences, size)
-        return rewards
-
-    training = {"policy": (policy, policy_optimizer), "critic": (critic, critic_optimizer)}
+    sample = partial(sample_completions, args, policy, stop_ids)
+    evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
+    training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
     trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
     state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode()), "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
+        metrics, samples = evaluate_policy()
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
+    next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     beta = state["beta"]  # as adapted so far
-    data_rng = Generator().manual_seed(args.seed)
-    data_epochs = math.ceil(args.total_rollouts * args.prompts_per_rollout / len(train_prompts))
-    shuffles = [torch.randperm(len(train_prompts), generator=data_rng) for _ in range(data_epochs)]
-    prompt_batches = torch.cat(shuffles).split(args.prompts_per_rollout)
     kl_in_reward = args.kl_placement == "reward"
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: a completion per prompt, from the policy as it is now.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        prompts = [train_prompts[i] for i in prompt_batches[step]]
-        sequences, texts = sample(prompts, args.temperature, rng)  # B of each
-        lengths = torch.tensor([len(ids) for _, ids in sequences], device=device)  # (B,)
-        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences], device=device)  # (B,)
-        mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
-        rollout_time = time.perf_counter()
+        prompts = [*islice(next_prompts, args.prompts_per_rollout)]
+        sequences = sample(prompts, args.temperature, rng)  # B of each
+        lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
+        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
 
         # 2. Score: each reward, and their weighted sum; a cut-off completion is penalised.
-        rewards_by_name = score(prompts, sequences, texts)
-        rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (B,)
-        scores = rewards.to(device) - args.missing_eos_penalty * ~ended  # (B,)
-        score_time = time.perf_counter()
+        all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
+        rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
+        scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
+        rollout_time = time.perf_counter()
 
         # 3. Log-probs and values before the update, fixed during it. In the first epoch's
         # micro-batches: same padding, same rounding, so the first ratio is exactly 1.
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
-        old_logprobs, ref_logprobs, old_values = torch.zeros((3, *mask.shape), device=device)
-        with torch.no_grad():
-            for minibatch in epochs[0]:
-                for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-                    old_logprobs[idx] = completion_logprobs(
-                        policy, sequences, inds, args.temperature
-                    )
-                    if ref_model is not None:  # without it beta is 0
-                        with adapters_off(policy):
-                            ref_logprobs[idx] = completion_logprobs(
-                                ref_model, sequences, inds, args.temperature
-                            )
-                    old_values[idx] = critic_values(value_backbone, value_head, sequences, inds)
-        for tensor in (old_logprobs, ref_logprobs, old_values):
-            all_reduce_sum(tensor)  # each rank has computed some rows
+        batches = []
+        for minibatch in epochs[0]:
+            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
+        old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
+        ref_logprobs = torch.zeros_like(old_logprobs)  # without a reference beta is 0
+        if ref_model is not None:
+            with adapters_off(policy):
+                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+        old_values = rollout_values(critic, sequences, batches)  # (B, T)
 
         # 4. A reward per token: the score at the last, and the KL penalty. Advantages and returns.
         k1 = old_logprobs - ref_logprobs  # (B, T), the plain estimate of KL(pi_old || pi_ref)
@@ -443,9 +387,9 @@ def main(args: Args) -> Path:
         for epoch in epochs:
             approx_kl = torch.zeros((), device=device)  # summed over the epoch's tokens
             for minibatch in epoch:
-                minibatch_tokens = lengths[minibatch].sum()
+                minibatch_tokens = lengths[minibatch].sum().item()
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    idx = inds.to(device, non_blocking=True)
+                    idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
                     weights = mask[idx] / minibatch_tokens  # (b, T)
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
@@ -462,7 +406,7 @@ def main(args: Args) -> Path:
                         ent_coef=args.ent_coef,
                     )
                     pg_loss.backward()  # frees the policy's activations before the critic's
-                    values = critic_values(value_backbone, value_head, sequences, inds)
+                    values = critic_values(critic, sequences, inds)
                     v_loss, value_sums = value_loss(
                         values, old_values[idx], returns[idx], weights, args.vf_clip_coef
                     )
@@ -473,7 +417,7 @@ def main(args: Args) -> Path:
                         sums[name] += value.detach().double()
                     approx_kl += loss_sums["policy/approx_kl"].detach()
                 policy_grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
-                critic_grad_norms.append(clip_grad_norm(critic, args.max_grad_norm))
+                critic_grad_norms.append(clip_grad_norm(critic.trained, args.max_grad_norm))
                 policy_optimizer.step()
                 critic_optimizer.step()
                 policy_optimizer.zero_grad()
@@ -482,63 +426,80 @@ def main(args: Args) -> Path:
             # The mean over the tokens of all ranks: all ranks stop, or none.
             if args.target_kl and all_reduce_sum(approx_kl) / num_tokens > args.target_kl:
                 break
-        update_time = time.perf_counter()
 
         # 6. Log, adapt beta, evaluate, save.
-        sums = sums_over_ranks(sums)
-        loss = sums.pop("objective/loss") / len(policy_grad_norms)
-        metrics = {
-            "reward/mean": rewards.mean().item(),
-            **{f"rewards/{name}": reward.mean().item() for name, reward in rewards_by_name.items()},
-            "reward/std": rewards.std(correction=0).item(),
-            "completions/length_mean": lengths.float().mean().item(),
-            "completions/truncated_fraction": 1 - ended.float().mean().item(),
-            "objective/reward": scores.mean().item(),  # the KL penalty is added further down
-            "objective/beta": beta,
-            "objective/loss": loss,  # per optimiser step
-            # per token: policy/loss, policy/entropy, ..., value/clip_fraction
-            **{name: value / trained_tokens for name, value in sums.items()},
-            "policy/grad_norm": np.mean(policy_grad_norms),
-            "policy/learning_rate": policy_optimizer.param_groups[0]["lr"],
-            "value/grad_norm": np.mean(critic_grad_norms),
-            "value/explained_variance": explained_variance(old_values, returns, mask).item(),
-            "value/mean": old_values[mask].mean().item(),
-            "value/return_mean": returns[mask].mean().item(),
-            "time/rollout_seconds": rollout_time - start_time,
-            "time/score_seconds": score_time - rollout_time,
-            "time/update_seconds": update_time - score_time,
-            "time/tokens_per_second": num_tokens / (update_time - start_time),
-        }
+        num_steps = len(policy_grad_norms)
+        metrics = rollout_metrics(rewards, lengths, ended, sums, trained_tokens, num_steps)
+        metrics["policy/grad_norm"] = np.mean(policy_grad_norms)
+        metrics["value/grad_norm"] = np.mean(critic_grad_norms)
+        metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
+        metrics["objective/beta"] = beta
+        metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
+        metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
+        metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
+        metrics["time/update_seconds"] = time.perf_counter() - rollout_time
+        columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
+        metrics |= {name: reward.mean().item() for name, reward in columns.items()}
+        columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
         if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
+            columns["log_ratio"] = k1
             kl = metrics["objective/kl"] = k1.sum(dim=1).mean().item()  # beta adapts to it
-            metrics["objective/non_score_reward"] = -beta * kl if kl_in_reward else 0.0
-            metrics["objective/reward"] += metrics["objective/non_score_reward"]
             if args.kl_target:
                 beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
-        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
-            columns = {f"rewards/{name}": reward for name, reward in rewards_by_name.items()}
-            columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_model is not None:
-                columns["log_ratio"] = k1
-            rows = completion_rows(tokenizer, sequences[:4], columns)
-            with open(run_dir / "rollouts.jsonl", "a") as file:
-                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
-        samples = []
+        rollouts, samples = [], []
+        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(args, sample, score, eval_fn, eval_prompts)
+            eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples)
+        log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics.get(name) for name in shown})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1, "beta": beta})
 
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    policy.generation_config = config
-    save_model(run_dir, policy, tokenizer)
+    save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
+
+
+def shuffled(rows: list, seed: int, skip: int) -> Iterator:
+    """All rows in a random order, then in another, without end; without the first `skip`."""
+    rng = Generator().manual_seed(seed)
+    orders = (torch.randperm(len(rows), generator=rng) for _ in count())
+    return islice((rows[i] for order in orders for i in order), skip, None)
+
+
+def sample_completions(
+    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
+) -> Sequences:
+    """A completion for each prompt: pairs (prompt, completion) of token ids."""
+    prompt_ids = [prompt.ids for prompt in prompts]
+    completion_ids = generate(
+        policy,
+        prompt_ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=temperature,
+        stop_ids=stop_ids,
+        rng=rng,
+        batch_size=args.generation_batch_size,
+    )
+    return list(zip(prompt_ids, completion_ids, strict=True))
+
+
+def rollout_metrics(
+    rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, num_tokens: int, num_steps: int
+) -> dict[str, float]:
+    """Means over a rollout's completions, and over the tokens that its steps were trained on."""
+    sums = sums_over_ranks(sums)
+    metrics = {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "completions/length_mean": lengths.float().mean().item(),
+        "completions/truncated_fraction": 1 - ended.float().mean().item(),
+        "objective/loss": sums.pop("objective/loss") / num_steps,
+    }
+    return metrics | {name: total / num_tokens for name, total in sums.items()}
 
 
 def lr_factor(args: Args, step: int, total_steps: int) -> float:
@@ -553,15 +514,20 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 
 
 def evaluate(
-    args: Args, sample: Callable, score: Callable, eval_fn: Callable | None, prompts: list[Prompt]
+    args: Args,
+    sample: Callable,
+    reward_fns: dict[str, Callable],
+    eval_fn: Callable | None,
+    tokenizer: Any,
+    prompts: list[Prompt],
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    sequences, texts = sample(prompts, args.eval_temperature, rng)
+    sequences = sample(prompts, args.eval_temperature, rng)
     if eval_fn is not None:
-        rewards = rule_rewards(eval_fn, prompts, texts).tolist()
+        rewards = eval_fn(prompts, sequences).tolist()
     else:
-        all_rewards = torch.stack([*score(prompts, sequences, texts).values()])  # (K, B)
+        all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
     lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
@@ -569,46 +535,67 @@ def evaluate(
         metrics["eval/accuracy"] = np.mean(rewards)
     metrics["eval/length_mean"] = np.mean(lengths)
     samples = []
-    for i, prompt in enumerate(prompts):
-        row = {"prompt": prompt.text, "completion": texts[i]}
-        samples.append(row | {"reward": round(rewards[i], 6), "length": lengths[i]})
+    for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        row = {"prompt": prompt.text, "completion": text}
+        samples.append(row | {"reward": round(reward, 6), "length": len(ids)})
     return metrics, samples
 
 
 # --- the critic --------------------------------------------------------------------------------
-def load_critic(args: Args, tokenizer: Any, positions: int, device: torch.device) -> Any:
-    """A classifier with one label; for --critic-init policy only its head (Ziegler et al.)."""
+class Critic(NamedTuple):
+    """V: a head on the hidden states of a backbone."""
+
+    backbone: Any
+    head: torch.nn.Linear
+    trained: torch.nn.Module  # by the critic's optimiser: the backbone with its head, or the head
+
+
+def load_critic(
+    args: Args, policy: Any, reward_model: Any, tokenizer: Any, positions: int, device: torch.device
+) -> Critic:
+    """The critic of --critic-init, before training."""
     kind = AutoModelForSequenceClassification
+    if args.critic_init == "reward_model" and args.lora_rank > 0:  # see `load_reward_model`
+        return Critic(reward_model, reward_model.value_head, trained=reward_model)
     if args.critic_init == "reward_model":
-        return shard(load_model(kind, args.reward_model, tokenizer, positions), device)
+        critic = load_model(kind, args.reward_model, tokenizer, positions)
+        return Critic(shard(critic, device), critic.score, trained=critic)
     config = AutoConfig.from_pretrained(args.model, num_labels=1)
     torch.manual_seed(args.seed)
     if args.critic_init == "scratch":
-        return shard(kind.from_config(config, dtype=torch.float32).eval(), device)
-    if args.critic_init == "policy":
-        critic = head = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
-    else:
-        where = None if RANK == 0 else "meta"  # as in `load_model`
-        critic, info = kind.from_pretrained(
-            args.model, config=config, device_map=where, output_loading_info=True
-        )
-        missing = set(info["missing_keys"]) - {"score.weight"}
-        if missing:
-            raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
-        add_adapters(critic, args.lora_rank, args.seed)
-        head = critic.score.float().requires_grad_(True)
-        torch.manual_seed(args.seed)  # loading has drawn numbers
-    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)  # arXiv 2009.01325, B.1
-    return shard(critic, device)
+        critic = kind.from_config(config, dtype=torch.float32).eval()
+        return Critic(shard(critic, device), critic.score, trained=critic)
+    if args.critic_init == "policy":  # a head on the policy's backbone (Ziegler et al.)
+        head = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+        init_head(head)
+        return Critic(policy, shard(head, device), trained=head)
+    where = None if RANK == 0 else "meta"  # as in `load_model`
+    critic, info = kind.from_pretrained(
+        args.model, config=config, device_map=where, output_loading_info=True
+    )
+    missing = set(info["missing_keys"]) - {"score.weight"}
+    if missing:
+        raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
+    add_adapters(critic, args.lora_rank, args.seed)
+    torch.manual_seed(args.seed)  # loading has drawn numbers
+    init_head(critic.score.float().requires_grad_(True))
+    return Critic(shard(critic, device), critic.score, trained=critic)
 
 
-def critic_values(backbone: Any, head: Callable, sequences: Sequences, inds: Tensor) -> Tensor:
+def init_head(head: torch.nn.Linear) -> None:
+    """N(0, 1/(d + 1)) for d hidden units (Stiennon et al., arXiv 2009.01325, B.1)."""
+    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
+
+
+def critic_values(critic: Critic, sequences: Sequences, inds: Tensor) -> Tensor:
     """V_t (b, T) of sequences[inds]: the head's output before token t, centred as scores are."""
     # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
     batch = [sequences[i] for i in inds] or [([0], [])]
-    ids, _ = pad_rows([prompt + completion for prompt, completion in batch], backbone.device)
-    outputs = head(hidden_states(backbone, ids).float()).squeeze(2)  # (b, L)
-    outputs = outputs - getattr(backbone.config, "score_mean", 0.0)
+    rows = [prompt + completion for prompt, completion in batch]
+    ids, _ = pad_rows(rows, critic.backbone.device)
+    outputs = critic.head(hidden_states(critic.backbone, ids).float()).squeeze(2)  # (b, L)
+    outputs = outputs - getattr(critic.backbone.config, "score_mean", 0.0)
     width = max(len(completion) for _, completion in sequences)
     values = torch.zeros(len(batch), width, device=ids.device)
     for i, (prompt, completion) in enumerate(batch):
@@ -618,47 +605,71 @@ def critic_values(backbone: Any, head: Callable, sequences: Sequences, inds: Ten
     return values[: len(inds)]
 
 
+@torch.no_grad()
+def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) -> Tensor:
+    """`critic_values` (B, T) of all sequences, without gradient, as in `rollout_logprobs`."""
+    width = max(len(completion) for _, completion in sequences)
+    values = torch.zeros(len(sequences), width, device=critic.backbone.device)
+    for inds in batches:
+        idx = inds.to(values.device, non_blocking=True)
+        values[idx] = critic_values(critic, sequences, inds)
+    return all_reduce_sum(values)
+
+
 # --- rewards -----------------------------------------------------------------------------------
-def load_reward_fn(spec: str) -> Callable:
-    """The reward function of path/to/file.py:function."""
+def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
+    """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
+    sys.path.append(os.path.dirname(path))  # for modules beside it
+    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
+    if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    module_spec = spec_from_file_location(Path(path).stem, path)
-    module = module_from_spec(module_spec)
-    sys.path.append(str(Path(path).parent))  # for modules beside it
-    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-    module_spec.loader.exec_module(module)
-    return getattr(module, name)
+    return partial(rule_rewards, namespace[name], tokenizer)
 
 
-def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
-    """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
+def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
+    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
+        completion_ids = [completion for _, completion in sequences]
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        try:
-            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
-        except Exception as error:
-            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
+        rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
-        if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
+        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
+            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+            expected = f"{len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
 
+def load_reward_model(args: Args, tokenizer: Any, positions: int, device: torch.device) -> Any:
+    """A frozen classifier with one label, and under adapters the critic: its adapters, which are
+    off while the model scores, and its head.
+    """
+    vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+    if not tokenizer.get_vocab().items() <= vocabulary.items():
+        raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
+    kind = AutoModelForSequenceClassification
+    model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
+    if args.lora_rank > 0 and args.critic_init == "reward_model":
+        add_adapters(model, args.lora_rank, args.seed)
+        model.value_head = deepcopy(model.score).requires_grad_(True)
+    return shard(model, device)
+
+
 @torch.no_grad()
-def model_rewards(model: Any, sequences: Sequences, micro_batch_size: int) -> Tensor:
+def model_rewards(model: Any, micro_batch_size: int, _: list, sequences: Sequences) -> Tensor:
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
         rows = [sequences[i][0] + sequences[i][1] for i in inds] or [[0]]
         ids, mask = pad_rows(rows, model.device)
-        hidden = hidden_states(model, ids)  # (b, L, d)
+        with adapters_off(model):  # of a critic, in ppo_rlhf.py
+            hidden = hidden_states(model, ids)  # (b, L, d)
         last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
         idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
         scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
@@ -685,13 +696,9 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     source, data_files = args.dataset, None
     if os.path.isfile(source):  # all its rows are of the split `train`
         source, data_files = os.path.split(os.path.abspath(source))
-    try:
-        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    except Exception as error:
-        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
-    for column in columns:
-        if column not in dataset.column_names:
-            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
+    if missing := columns - {*dataset.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
     return dataset
 
 
@@ -718,23 +725,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-TRAINED = dcp.StateDictOptions(
-    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-)
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args(words: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
-    if args.resume:
-        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
-            raise ValueError("--resume takes no other flags: a run keeps its own")
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        if saved.keys() != vars(args).keys():
-            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
-        args = Args(**saved | {"resume": args.resume})
-    return args
+    if not args.resume:
+        return args
+    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+        raise ValueError("--resume takes no other flags: a run keeps its own")
+    saved = json.loads(Path(args.resume, "args.json").read_text())
+    return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
@@ -751,73 +750,63 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
     for key, (model, optimizer) in training.items():
         weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
-        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        state[key] = {name: weights[name] for name in names if name in weights}, moments
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
         with open(run_dir / "checkpoint.tmp", "rb+") as file:
             os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
-        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
-            old_checkpoint.unlink()
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
-    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
-        try:
-            saved = torch.load(path, weights_only=True, mmap=True)
-            break
-        except Exception as error:  # then the one before it
-            print(f"--resume: {path} cannot be read: {error}")
-    else:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
+    try:
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
-    for name, (model, optimizer) in training.items():
-        weights, moments = saved.pop(name)
-        dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
-        )
+    for key, (model, optimizer) in training.items():
+        weights, moments = saved.pop(key)
+        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
+    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
     if RANK > 0:
         return
-    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+    for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
         if rows:
             with open(run_dir / f"{name}.jsonl", "a") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
-    if evals:
+    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights, adapter = gather_weights(model)  # all ranks
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
-        model.save_pretrained(run_dir, state_dict=weights)
-        if adapter:  # for peft's `from_pretrained`
-            model.peft_config["default"].save_pretrained(run_dir / "adapter")
-            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(parse_args(sys.argv[1:]))
     leave_processes()

@@ -25,13 +25,14 @@ run: `reward/mean` and `eval/reward` rise.
 import json
 import math
 import os
+import runpy
 import sys
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
-from importlib.util import module_from_spec, spec_from_file_location
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,19 +43,18 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, all_gather, checkpoint_activations, clip_grad_norm
-from common.distributed import gather_weights, join_processes, leave_processes, shard
 from common.generation import generate
-from common.logprobs import Sequences, adapters_off, add_adapters, completion_logprobs
-from common.logprobs import micro_batches, rollout_logprobs
-from common.tokens import UnusableRow, completion_rows, encode, find_stop_ids, report_rows
+from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
+from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
+from common.tokens import UnusableRow, rollout_row, encode, find_stop_ids, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -136,13 +136,11 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
-    sources = f"{args.model} on {args.dataset}, reward {args.reward_fn}"
-    print(f"{sources}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    reward_fn = load_reward_fn(args.reward_fn)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    reward_fn = load_reward_fn(args.reward_fn, tokenizer)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)
@@ -152,19 +150,17 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = None
-    if args.beta > 0:
-        ref_model = policy  # without its adapters
-        if args.lora_rank == 0:
-            ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-            shard(ref_model.requires_grad_(False), device)
+    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    if args.beta > 0 and args.lora_rank == 0:
+        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+        shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, list[str]]:
-        """A completion for each prompt: pairs (prompt, completion) of token ids, and texts."""
+    def sample(prompts: list[Prompt], rng: Generator) -> Sequences:
+        """A completion for each prompt: pairs (prompt, completion) of token ids."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids = generate(
             policy,
@@ -175,9 +171,9 @@ def main(args: Args) -> Path:
             rng=rng,
             batch_size=args.generation_batch_size,
         )
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        return list(zip(prompt_ids, completion_ids, strict=True)), texts
+        return list(zip(prompt_ids, completion_ids, strict=True))
 
+    evaluate_policy = partial(evaluate, args, sample, reward_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
     trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
     state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
@@ -185,7 +181,7 @@ def main(args: Args) -> Path:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
+        metrics, samples = evaluate_policy()
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
@@ -194,11 +190,11 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, texts = sample(prompts, rng)  # B of each
+        sequences = sample(prompts, rng)  # B, as many as prompts
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Returns: rewards, minus beta times the log-ratio to the reference.
-        rewards = rule_rewards(reward_fn, prompts, texts).to(device)  # (B,)
+        rewards = reward_fn(prompts, sequences).to(device)  # (B,)
         log_ratio = torch.zeros_like(rewards)  # log(pi(o|q) / pi_ref(o|q)), nats; no gradient
         if ref_model is not None:
             policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
@@ -228,74 +224,67 @@ def main(args: Args) -> Path:
             "completions/length_mean": np.mean([len(completion) for _, completion in sequences]),
             "completions/truncated_fraction": np.mean(truncated),
         }
+        columns = {"reward": rewards, "advantage": advantages, "truncated": torch.tensor(truncated)}
         if ref_model is not None:
             metrics["objective/kl"] = log_ratio.mean().item()  # nats per completion
-        if RANK == 0 and args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
-            columns = {"reward": rewards, "advantage": advantages}
-            columns["truncated"] = torch.tensor(truncated)
-            if ref_model is not None:
-                columns["log_ratio"] = policy_logprobs - ref_logprobs
-            rows = completion_rows(tokenizer, sequences[:4], columns)
-            with open(run_dir / "rollouts.jsonl", "a") as file:
-                file.write(json.dumps({"step": step + 1, "completions": rows}) + "\n")
-        samples = []
+            columns["log_ratio"] = policy_logprobs - ref_logprobs
+        rollouts, samples = [], []
+        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate(sample, reward_fn, eval_prompts, seed=args.seed)
+            eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples)
+        log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics.get(name) for name in shown})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    policy.generation_config = config
-    save_model(run_dir, policy, tokenizer)
+    save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
 
 
-def evaluate(sample: Callable, reward_fn: Callable, prompts: list, seed: int) -> tuple[dict, list]:
+def evaluate(
+    args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list[Prompt]
+) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    sequences, texts = sample(prompts, Generator().manual_seed(seed))  # the same numbers each time
-    rewards = rule_rewards(reward_fn, prompts, texts).tolist()
-    lengths = [len(completion) for _, completion in sequences]
+    sequences = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
+    rewards = reward_fn(prompts, sequences).tolist()
     samples = []
-    for i, prompt in enumerate(prompts):
-        row = {"prompt": prompt.text, "completion": texts[i]}
-        samples.append(row | {"reward": round(rewards[i], 6), "length": lengths[i]})
-    return {"eval/reward": np.mean(rewards), "eval/length_mean": np.mean(lengths)}, samples
+    for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        row = {"prompt": prompt.text, "completion": text}
+        samples.append(row | {"reward": round(reward, 6), "length": len(ids)})
+    length_mean = np.mean([len(completion) for _, completion in sequences])
+    return {"eval/reward": np.mean(rewards), "eval/length_mean": length_mean}, samples
 
 
 # --- the reward --------------------------------------------------------------------------------
-def load_reward_fn(spec: str) -> Callable:
-    """The reward function of path/to/file.py:function."""
+def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
+    """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
+    sys.path.append(os.path.dirname(path))  # for modules beside it
+    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
+    if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    module_spec = spec_from_file_location(Path(path).stem, path)
-    module = module_from_spec(module_spec)
-    sys.path.append(str(Path(path).parent))  # for modules beside it
-    sys.modules.setdefault(module.__name__, module)  # so that its functions can be pickled
-    module_spec.loader.exec_module(module)
-    return getattr(module, name)
+    return partial(rule_rewards, namespace[name], tokenizer)
 
 
-def rule_rewards(function: Callable, prompts: list[Prompt], texts: list[str]) -> Tensor:
-    """Rewards (B,) of the texts; rank 0 calls the function once, because it may compare them."""
+def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
+    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
     rewards = []
     if RANK == 0:
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}.py"
+        completion_ids = [completion for _, completion in sequences]
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         prompt_texts = [prompt.text for prompt in prompts]
-        try:
-            rewards = function(prompts=prompt_texts, completions=[*texts], **columns)
-        except Exception as error:
-            raise RuntimeError(f"reward {name}, with columns {[*columns]}: {error!r}") from error
+        rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
-        if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(texts)} finite numbers expected, not {rewards}")
+        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
+            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+            expected = f"{len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -320,13 +309,9 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     source, data_files = args.dataset, None
     if os.path.isfile(source):  # all its rows are of the split `train`
         source, data_files = os.path.split(os.path.abspath(source))
-    try:
-        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    except Exception as error:
-        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
-    for column in columns:
-        if column not in dataset.column_names:
-            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
+    if missing := columns - {*dataset.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
     return dataset
 
 
@@ -353,23 +338,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-TRAINED = dcp.StateDictOptions(
-    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-)
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args(words: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
-    if args.resume:
-        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
-            raise ValueError("--resume takes no other flags: a run keeps its own")
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        if saved.keys() != vars(args).keys():
-            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
-        args = Args(**saved | {"resume": args.resume})
-    return args
+    if not args.resume:
+        return args
+    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+        raise ValueError("--resume takes no other flags: a run keeps its own")
+    saved = json.loads(Path(args.resume, "args.json").read_text())
+    return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
@@ -386,73 +363,63 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
     for key, (model, optimizer) in training.items():
         weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
-        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        state[key] = {name: weights[name] for name in names if name in weights}, moments
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
         with open(run_dir / "checkpoint.tmp", "rb+") as file:
             os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
-        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
-            old_checkpoint.unlink()
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
-    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
-        try:
-            saved = torch.load(path, weights_only=True, mmap=True)
-            break
-        except Exception as error:  # then the one before it
-            print(f"--resume: {path} cannot be read: {error}")
-    else:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
+    try:
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
-    for name, (model, optimizer) in training.items():
-        weights, moments = saved.pop(name)
-        dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
-        )
+    for key, (model, optimizer) in training.items():
+        weights, moments = saved.pop(key)
+        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
+    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
     if RANK > 0:
         return
-    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+    for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
         if rows:
             with open(run_dir / f"{name}.jsonl", "a") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
-    if evals:
+    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights, adapter = gather_weights(model)  # all ranks
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
-        model.save_pretrained(run_dir, state_dict=weights)
-        if adapter:  # for peft's `from_pretrained`
-            model.peft_config["default"].save_pretrained(run_dir / "adapter")
-            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(parse_args(sys.argv[1:]))
     leave_processes()

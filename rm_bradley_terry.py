@@ -42,17 +42,17 @@ import wandb
 from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from safetensors.torch import save_file
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-from common.distributed import RANK, all_gather, all_reduce_sum, checkpoint_activations
-from common.distributed import clip_grad_norm, gather_weights, join_processes, leave_processes
-from common.distributed import shard, transformer_layers
-from common.logprobs import add_adapters, hidden_states, micro_batches
+from common.logprobs import hidden_states, micro_batches
+from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
+from common.model import transformer_layers
+from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
+from common.ranks import leave_processes
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, pad_rows, report_rows
 
 
@@ -137,7 +137,6 @@ def calibration_error(score_gaps: Tensor, bins: int = 5) -> float:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    os.makedirs(args.output_dir, exist_ok=True)  # before a model is loaded
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
@@ -163,7 +162,7 @@ def main(args: Args) -> Path:
     else:
         metrics = evaluate(args, model, eval_pairs)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
-        log(args, run_dir, 0, metrics, samples=[])
+        log(args, run_dir, 0, metrics)
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
@@ -208,13 +207,13 @@ def main(args: Args) -> Path:
         if is_last or (step + 1) % args.eval_every == 0:
             metrics |= evaluate(args, model, eval_pairs)
             state["score_mean"] = metrics["eval/score_chosen"]
-        log(args, run_dir, step + 1, metrics, samples=[])
+        log(args, run_dir, step + 1, metrics)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
-    save_model(run_dir, model, tokenizer)
+    save_model(run_dir, model, tokenizer, stop_ids)
     return run_dir
 
 
@@ -316,13 +315,9 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     source, data_files = args.dataset, None
     if os.path.isfile(source):  # all its rows are of the split `train`
         source, data_files = os.path.split(os.path.abspath(source))
-    try:
-        dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    except Exception as error:
-        raise ValueError(f"--dataset {args.dataset}, {split} (docs/data.md): {error!r}") from error
-    for column in columns:
-        if column not in dataset.column_names:
-            raise ValueError(f"no column {column} in --dataset: it has {dataset.column_names}")
+    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
+    if missing := columns - {*dataset.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
     return dataset
 
 
@@ -373,23 +368,15 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-TRAINED = dcp.StateDictOptions(
-    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-)
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args(words: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    words = sys.argv[1:] if argv is None else argv
     args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
-    if args.resume:
-        if sum(word.startswith("--") for word in words) > 1:  # it would be another run
-            raise ValueError("--resume takes no other flags: a run keeps its own")
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        if saved.keys() != vars(args).keys():
-            raise ValueError(f"--resume {args.resume}: {saved['exp_name']} has other flags")
-        args = Args(**saved | {"resume": args.resume})
-    return args
+    if not args.resume:
+        return args
+    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+        raise ValueError("--resume takes no other flags: a run keeps its own")
+    saved = json.loads(Path(args.resume, "args.json").read_text())
+    return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
@@ -406,73 +393,63 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint_{step}.pt; the last two stay, and a kill at any moment leaves them whole."""
+    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
     for key, (model, optimizer) in training.items():
         weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
-        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        state[key] = {name: weights[name] for name in names if name in weights}, moments
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
         torch.save(state, run_dir / "checkpoint.tmp")
         with open(run_dir / "checkpoint.tmp", "rb+") as file:
             os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / f"checkpoint_{state['step']:08}.pt")
-        for old_checkpoint in sorted(run_dir.glob("checkpoint_*.pt"))[:-2]:
-            old_checkpoint.unlink()
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
-    """Read the last checkpoint into models and optimizers, and cut the logs back to its step."""
+    """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    for path in sorted(run_dir.glob("checkpoint_*.pt"), reverse=True):
-        try:
-            saved = torch.load(path, weights_only=True, mmap=True)
-            break
-        except Exception as error:  # then the one before it
-            print(f"--resume: {path} cannot be read: {error}")
-    else:
-        raise FileNotFoundError(f"--resume {run_dir}: there is no checkpoint that can be read")
+    try:
+        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
-    for name, (model, optimizer) in training.items():
-        weights, moments = saved.pop(name)
-        dcp.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED
-        )
+    for key, (model, optimizer) in training.items():
+        weights, moments = saved.pop(key)
+        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 
-def log(args: Args, run_dir: Path, step: int, metrics: dict, samples: list[dict]) -> None:
-    """Append to metrics.jsonl and samples.jsonl, tell wandb, and print evaluations."""
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
+    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
     if RANK > 0:
         return
-    for name, rows in (("metrics", [metrics]), ("samples", samples)):
+    for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
         if rows:
             with open(run_dir / f"{name}.jsonl", "a") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    evals = [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]
-    if evals:
+    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
         lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 
-def save_model(run_dir: Path, model: torch.nn.Module, tokenizer: Any) -> None:
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    weights, adapter = gather_weights(model)  # all ranks
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
     if RANK == 0:
         tokenizer.save_pretrained(run_dir)
-        model.save_pretrained(run_dir, state_dict=weights)
-        if adapter:  # for peft's `from_pretrained`
-            model.peft_config["default"].save_pretrained(run_dir / "adapter")
-            save_file(adapter, run_dir / "adapter" / "adapter_model.safetensors")
     print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(parse_args(sys.argv[1:]))
     leave_processes()

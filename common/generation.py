@@ -1,7 +1,7 @@
 """Sample completions from a policy: `sample_tokens` draws a token, the rest makes it fast.
 
-Tokens are drawn from softmax(logits / temperature) over the whole vocabulary: no top-k, no penalty,
-nothing from the checkpoint's generation config. `logprobs.py` has that distribution's log-probs.
+Tokens are drawn from softmax(logits / temperature) over the whole vocabulary, whatever the
+checkpoint's generation config says. `logprobs.py` has that distribution's log-probs.
 """
 
 import warnings
@@ -11,21 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from common.distributed import RANK, WORLD_SIZE, all_gather, autocast, unsharded, use_bfloat16
 from common.logprobs import OutputHead, head_logits
+from common.model import autocast, unsharded, use_bfloat16
+from common.ranks import RANK, WORLD_SIZE, all_gather
 from common.tokens import pad_rows
 
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
-CACHE_NAMES = ("cache",)  # a model's arguments, and fields of its output
-if Version(transformers.__version__) < Version("5.24"):
-    CACHE_NAMES = ("past_key_values", "cache_params")  # attention caches, state-space caches
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
@@ -52,14 +48,13 @@ def generate(
     rng: torch.Generator,
     batch_size: int | None = None,
 ) -> list[list[int]]:
-    """Sample a completion (token ids) for each prompt (token ids).
+    """Sample a completion (token ids) for each prompt (token ids), `batch_size` at a time.
 
     Sampling stops at the first token in `stop_ids` (a list that may be empty), which is kept, or
-    after `max_new_tokens`. Temperature 0 is greedy. The model is a causal one of transformers; a
-    ValueError if its logits differ with its cache. Under torchrun each rank samples a part, and all
-    ranks return all completions. Random numbers for all are drawn at once, by a CPU generator in
-    the same state on each rank: up to rounding, a completion depends on its prompt and place alone,
-    not on `batch_size`, how many are sampled at a time (None: all), which bounds the memory.
+    after `max_new_tokens`. Temperature 0 is greedy. A ValueError if the causal model's logits
+    differ with its cache. Under torchrun each rank samples a part, and all ranks return all
+    completions. Random numbers for all are drawn at once, by a CPU generator in the same state on
+    each rank: up to rounding, a completion depends on its prompt and place alone.
     """
     if model.training or temperature < 0 or not all(prompts):
         raise ValueError("generate: training mode, a temperature below 0, or an empty prompt")
@@ -125,7 +120,7 @@ class Decoder:
 
     def __init__(self, model: Any, prompts: list, left_padded: bool):
         self.model, self.left_padded = model, left_padded
-        self.cache = {}  # the model's argument for its cache, by name
+        self.cache = None
         ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
         self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
         if left_padded:
@@ -152,12 +147,12 @@ class Decoder:
 
     def step(self) -> Tensor:
         """The model's forward pass over `self.tokens`; logits (B, V) at the last one."""
-        inputs = {"input_ids": self.tokens, **self.cache}
+        inputs = {"input_ids": self.tokens, "cache": self.cache}
         if self.left_padded:  # without padding the model counts positions itself
             inputs |= {"attention_mask": self.mask, "position_ids": self.positions}
         output = self.model(**inputs, use_cache=True, logits_to_keep=1)
         self.positions += 1  # in place, so that a graph does it too
-        self.cache = {name: output[name] for name in CACHE_NAMES if output.get(name) is not None}
+        self.cache = output.cache
         return output.logits[:, -1]
 
     def can_drop(self, num_ended: int) -> bool:
@@ -167,8 +162,7 @@ class Decoder:
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; the same one may occur several times."""
         if self.left_padded:
-            for cache in self.cache.values():
-                cache.reorder_cache(rows)
+            self.cache.reorder_cache(rows)
         self.tokens = self.tokens[rows]
         self.positions = self.positions[rows]
         self.mask = self.mask[rows]
@@ -195,8 +189,6 @@ def can_pad_left(model: torch.nn.Module) -> bool:
             if difference <= tolerance:
                 return left_padded
             failure = f"its cache changes probabilities by {difference:.1%}"
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:  # a cache of another form fails in its own way
             failure = repr(error)
         warnings.warn(f"generate: tried {left_padded=}, which fails: {failure}", stacklevel=2)
@@ -216,8 +208,8 @@ def float32_head(model: torch.nn.Module) -> Iterator[None]:
     head = OutputHead(module.weight.bfloat16(), module.bias, 1.0, None)  # the model scales and caps
 
     def last_logits(hidden: Tensor) -> Tensor:
-        logits_buffer = torch.empty(len(hidden), len(head.weight), device=hidden.device)
-        return head_logits(hidden[:, -1], logits_buffer, head)[:, None]
+        buffer = torch.empty(len(hidden), len(head.weight), device=hidden.device)
+        return head_logits(hidden[:, -1], buffer, head)[:, None]
 
     module.forward = last_logits
     try:
@@ -235,7 +227,7 @@ class GraphDecoder(Decoder):
         super().__init__(model, prompts, left_padded=True)
         # Ones for columns to come, which the causal mask hides.
         self.mask = pad(self.mask, (0, max_new_tokens), value=1)
-        self.cache[CACHE_NAMES[0]] = SameTypeStaticCache(model.config, self.mask.shape[1])
+        self.cache = SameTypeStaticCache(model.config, self.mask.shape[1])
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.tokens.copy_(tokens[:, None])

@@ -5,27 +5,23 @@ column t belongs to token t of the completion, and is 0 after its end.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from common.distributed import RANK, WORLD_SIZE, all_reduce_sum, autocast, forward_method
-from common.distributed import use_bfloat16
+from common.model import autocast, forward_method, use_bfloat16
+from common.ranks import RANK, WORLD_SIZE, all_reduce_sum
 from common.tokens import pad_rows
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
-MAX_LOGITS = 2**26  # held at one time: 256 MiB in float32
+MAX_LOGITS = 2**26  # at one time on a GPU: 256 MiB in float32; a quarter of it on a CPU
 NOT_CAUSAL = ("xlnet", "cpmant")  # model types in which later tokens change earlier ones
 
 
 def plain_logprobs(model: Any, prompt: list, completion: list, temperature: float = 1.0) -> tuple:
     """The definition, for one sequence: log pi(y_t | x, y_<t), and the entropy of pi(. | x, y_<t).
-    Both (T,), with pi = softmax(logits / temperature). The tests compare `completion_logprobs` with
-    it; no script calls it, because the logits of all positions exist at once.
+    Both (T,), with pi = softmax(logits / temperature). Only tests call it: all logits are there.
     """
     ids = torch.tensor([prompt + completion], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]  # (T, V)
@@ -89,41 +85,6 @@ def rollout_logprobs(
     return all_reduce_sum(logprobs)
 
 
-def add_adapters(model: Any, rank: int, seed: int) -> None:
-    """LoRA (Hu et al. 2021, arXiv 2106.09685): the model is frozen, and W of each linear layer but
-    the output head becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first.
-    Rank 0 adds none, and all weights are trained.
-    """
-    if rank == 0:
-        return
-    model.requires_grad_(False)
-    torch.manual_seed(seed)  # of A
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules="all-linear",
-        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
-        base_model_name_or_path=model.name_or_path,
-    )
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as error:
-        raise ValueError(f"--lora-rank: no matrix of {type(model).__name__} is adapted") from error
-
-
-@contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
-    """The model as it was before training, for passes without gradient; one without adapters stays
-    as it is.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for layer in layers:
-        layer._disable_adapters = True  # peft's public switch freezes A and B too
-    yield
-    for layer in layers:
-        layer._disable_adapters = False
-
-
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
     """Of sequences[inds], the inds (b,) of this rank's micro-batches, longest first, b <= size.
     All ranks get equally many micro-batches; the last may be empty.
@@ -144,9 +105,9 @@ class OutputHead(NamedTuple):
     cap: float | None
 
 
-def head_logits(hidden: Tensor, logits_buffer: Tensor, head: OutputHead) -> Tensor:
-    """Logits (n, V) of n hidden states (n, d), in the first rows of the buffer."""
-    logits = logits_buffer[: len(hidden)]
+def head_logits(hidden: Tensor, buffer: Tensor, head: OutputHead) -> Tensor:
+    """Logits (n, V), float32, of n hidden states (n, d), in the first rows of the buffer."""
+    logits = buffer[: len(hidden)]
     if hidden.is_cuda and head.weight.dtype == torch.bfloat16:  # CUDA-only: the sums stay float32
         torch.mm(hidden.bfloat16(), head.weight.T, out_dtype=torch.float32, out=logits)
     else:
@@ -167,37 +128,30 @@ class ChunkedLogprobs(torch.autograd.Function):
         d H / d logit_j        = - p_j (log p_j + H) / temperature.
 
     With 150,000 tokens in the vocabulary the logits are the largest tensor of all: they exist for a
-    chunk of positions at a time. The backward pass computes them again, but for the chunk that the
-    forward pass did last, and puts their gradient in their place.
+    chunk of positions at a time. The backward pass computes them again.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, y: Tensor, temperature: float, entropy: bool, *head) -> tuple:
         """(N, 1) each for hidden states (N, d), tokens y (N, 1) and an `OutputHead`."""
         weight, bias, scale, cap = head
-        chunk_size = max(1, min(len(y), MAX_LOGITS // len(weight)))
-        ctx.chunks = [slice(start, start + chunk_size) for start in range(0, len(y), chunk_size)]
-        blocks = 32 if hidden.device.type == "cpu" else 1  # a CPU's cache holds one of 32
-        ctx.rows_per_block = max(1, MAX_LOGITS // blocks // len(weight))
-        ctx.logits_buffer = torch.empty(chunk_size, len(weight), device=hidden.device)
-        # The weight is cast once, not per chunk.
         cast_weight = weight.bfloat16() if use_bfloat16(hidden.device) else weight
-        cast_head = OutputHead(cast_weight, bias, scale, cap)
+        head = OutputHead(cast_weight, bias, scale, cap)
+        size = max(1, MAX_LOGITS // (4 if hidden.is_cpu else 1) // len(weight))
+        ctx.chunks = [slice(start, start + size) for start in range(0, len(y), size)]
+        ctx.buffer_shape = min(size, len(y)), len(weight)
+        buffer = torch.empty(ctx.buffer_shape, device=hidden.device)
         logprobs, log_sums, entropies = torch.zeros(3, len(y), 1, device=hidden.device)
-        for chunk in reversed(ctx.chunks):  # in place: logits, divided by temperature, log-probs
-            log_probs = head_logits(hidden[chunk], ctx.logits_buffer, cast_head)
-            for start in range(0, len(log_probs), ctx.rows_per_block):
-                block = slice(start, start + ctx.rows_per_block)
-                log_p = log_probs[block].div_(temperature)
-                torch.logsumexp(log_p, dim=1, keepdim=True, out=log_sums[chunk][block])
-                log_p.sub_(log_sums[chunk][block])
-                if entropy:  # the clamp makes 0 * -inf 0
-                    p_log_p = log_p.exp().mul_(log_p.clamp(min=-1e4))
-                    entropies[chunk][block] = -p_log_p.sum(dim=1, keepdim=True)
-            logprobs[chunk] = log_probs.gather(1, y[chunk])
+        for chunk in ctx.chunks:
+            log_p = head_logits(hidden[chunk], buffer, head).div_(temperature)
+            log_sums[chunk] = log_p.logsumexp(dim=1, keepdim=True)
+            log_p -= log_sums[chunk]
+            logprobs[chunk] = log_p.gather(1, y[chunk])
+            if entropy:  # the clamp makes 0 * -inf 0
+                p_log_p = log_p.exp().mul_(log_p.clamp_(min=-1e4))
+                entropies[chunk] = -p_log_p.sum(dim=1, keepdim=True)
         ctx.save_for_backward(hidden, y, log_sums, entropies, weight, bias)
         ctx.temperature, ctx.scale, ctx.cap = temperature, scale, cap
-        ctx.buffer_shape = ctx.logits_buffer.shape
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -208,45 +162,35 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, y, log_sums, entropies, weight, bias = ctx.saved_tensors
         cast_weight = weight.bfloat16() if use_bfloat16(hidden.device) else weight
         head = OutputHead(cast_weight, bias, ctx.scale, ctx.cap)
-        logits_buffer, ctx.logits_buffer = ctx.logits_buffer, None  # overwritten, so it serves once
-        first_is_in_buffer = logits_buffer is not None
-        if not first_is_in_buffer:
-            logits_buffer = torch.empty(ctx.buffer_shape, device=hidden.device)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sums)
-        grad_hidden = torch.empty_like(hidden)
-        trains_head = ctx.needs_input_grad[4]  # not under adapters
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        buffer = torch.empty(ctx.buffer_shape, device=hidden.device)
+        grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
+        if ctx.needs_input_grad[4]:  # not under adapters
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
         for chunk in ctx.chunks:
-            log_probs = logits_buffer[: len(y[chunk])]
-            if chunk.start > 0 or not first_is_in_buffer:
-                head_logits(hidden[chunk], logits_buffer, head)
-                log_probs.div_(ctx.temperature).sub_(log_sums[chunk])
             # With gradients g of log p(y) and g_H of H, that of logit_j / temperature is
             # g (1[j = y] - p_j) - g_H p_j (log p_j + H); `slope` is the rest of the chain rule.
-            for start in range(0, len(log_probs), ctx.rows_per_block):
-                block = slice(start, start + ctx.rows_per_block)
-                log_p, g = log_probs[block], grad_logprobs[chunk][block]
-                slope = head.scale / ctx.temperature
-                if head.cap:
-                    logits = (log_p + log_sums[chunk][block]) * ctx.temperature
-                    slope = slope * (1 - (logits / head.cap).square())
-                factor = -g
-                if grad_entropies is not None:
-                    log_p_plus_h = log_p.clamp(min=-1e4).add_(entropies[chunk][block])
-                    factor = log_p_plus_h.mul_(-grad_entropies[chunk][block]).add_(factor)
-                grad = log_p.exp().mul_(factor).scatter_add_(1, y[chunk][block], g)
-                torch.mul(grad, slope, out=log_p)  # in the place of the log-probs
-            grad_cast = log_probs.to(cast_weight.dtype)  # by now the gradient of W h + b
-            states = hidden[chunk].to(cast_weight.dtype)
-            grad_hidden[chunk] = (grad_cast @ cast_weight).to(hidden.dtype)
-            if trains_head and cast_weight.dtype == torch.float32:
+            logits = head_logits(hidden[chunk], buffer, head)
+            slope = ctx.scale / ctx.temperature
+            if ctx.cap:
+                slope = slope * (1 - (logits / ctx.cap).square())
+            log_p = logits.div_(ctx.temperature).sub_(log_sums[chunk])
+            g, factor = grad_logprobs[chunk], -grad_logprobs[chunk]
+            if grad_entropies is not None:
+                log_p_plus_h = log_p.clamp(min=-1e4).add_(entropies[chunk])
+                factor = log_p_plus_h.mul_(-grad_entropies[chunk]).add_(factor)
+            grad = log_p.exp_().mul_(factor).scatter_add_(1, y[chunk], g).mul_(slope)
+            grad_cast, states = grad.to(head.weight.dtype), hidden[chunk].to(head.weight.dtype)
+            grad_hidden[chunk] = (grad_cast @ head.weight).to(hidden.dtype)
+            if grad_weight is not None and head.weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_cast.T, states)  # no second tensor of the weight's size
-            elif trains_head:
+            elif grad_weight is not None:
                 grad_weight += grad_cast.T @ states
             if bias is not None:
-                grad_bias += log_probs.sum(dim=0)
+                grad_bias += grad.sum(dim=0)
         return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
 
 
@@ -265,17 +209,17 @@ def output_head(model: Any, token: Tensor) -> OutputHead:
         cap = cap or getattr(config, name, None)  # Gemma, xLSTM
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
-        # Not model(...): sharded, it would begin a forward pass within the one that is running.
         types = {weight.dtype for weight in model.parameters()}  # frozen ones may be bfloat16
         cast = torch.autocast(token.device.type, torch.bfloat16, enabled=len(types) > 1)
         with torch.no_grad(), cast:
+            # Not model(...): sharded, it would begin a forward pass within the one that is running.
             output = model.forward(input_ids=token, use_cache=False, output_hidden_states=True)
             expected, hidden = output.logits[0].float(), output.hidden_states[-1][0]
-            model.head_is_known = False
-            if hidden.shape[1:] == head.weight.shape[1:]:
-                logits = head_logits(hidden, torch.empty_like(expected), head)
-                tolerance = 1e-5 if types == {torch.float32} else 1e-2
-                model.head_is_known = bool((logits - expected).norm() <= tolerance * logits.norm())
+            tolerance = 1e-5 if types == {torch.float32} else 1e-2
+            model.head_is_known = hidden.shape[1:] == head.weight.shape[1:] and bool(
+                (head_logits(hidden, torch.empty_like(expected), head) - expected).norm()
+                <= tolerance * expected.norm()
+            )
     if not model.head_is_known:
         raise unknown
     return head

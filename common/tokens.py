@@ -23,9 +23,8 @@ def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Te
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Sorted ids that end a completion: the tokenizer's EOS, those of the generation config of
-    `source` (folder or hub name), and what the chat template writes after an assistant's turn: a
-    base model's EOS is often another one. A ValueError if there is none.
+    """Sorted ids that end a completion: the tokenizer's EOS, those of `source`'s generation config,
+    and what the chat template writes after an assistant's turn. A ValueError if there is none.
     """
     stop_ids = {tokenizer.eos_token_id}
     with suppress(OSError):  # many checkpoints have no generation config
@@ -47,18 +46,15 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     """The pieces of text of token ids; special tokens are shown. They join to the whole text (bytes
     that are no UTF-8 aside); the last token of a character that takes several has it.
     """
-    pieces, start, done = [], 0, 0  # a token's text depends on the one before it: its space
-    for end in range(1, len(ids) + 1):
-        before, text = tokenizer.decode(ids[start:done]), tokenizer.decode(ids[start:end])
-        if text.endswith("\ufffd") and end < len(ids):  # a part of a character
-            pieces.append("")
-        else:
-            pieces.append(text[len(before) :])
-            start, done = done, end
+    pieces = []
+    for end in range(len(ids)):
+        start = max(0, end - 8)  # a token's text depends on the one before it: its space
+        before, text = tokenizer.decode(ids[start:end]), tokenizer.decode(ids[start : end + 1])
+        pieces.append(text.rstrip("\ufffd")[len(before.rstrip("\ufffd")) :])
     return pieces
 
 
-def completion_rows(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> list[dict]:
+def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> dict[str, list]:
     """For rollouts.jsonl: of each pair (prompt, completion) of ids the texts, and with three digits
     its number in each column (B,), or its numbers per token in columns (B, T).
     """
@@ -69,7 +65,7 @@ def completion_rows(tokenizer: Any, sequences: list, columns: dict[str, Tensor])
             numbers = values[i, : len(ids)] if values.dim() == 2 else values[i]
             row[name] = numbers.double().round(decimals=3).tolist()
         rows.append(row)
-    return rows
+    return {"completions": rows}
 
 
 class UnusableRow(ValueError):
@@ -165,5 +161,4 @@ def report_rows(split: str, num_rows: int, dropped: Counter, longest: int) -> No
     if num_rows == 0:
         raise ValueError(f"--dataset: no row is left of {report}")
     if num_rows < dropped.total():
-        of_all = f"{num_rows} OF {num_rows + dropped.total()} ROWS"
-        warnings.warn(f"--dataset: ONLY {of_all} ARE LEFT of {report}", stacklevel=2)
+        warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)

@@ -162,8 +162,8 @@ def new_head(kind, seed):
     if kind == "reward model":
         args = rm_bradley_terry.Args(seed=seed)
         return rm_bradley_terry.load_classifier(args, tokenizer, [2], cpu).score
-    critic = ppo_rlhf.load_critic(ppo_rlhf.Args(critic_init=kind, seed=seed), tokenizer, 104, cpu)
-    return critic.score if kind == "sft" else critic
+    args = ppo_rlhf.Args(critic_init=kind, seed=seed)
+    return ppo_rlhf.load_critic(args, None, None, tokenizer, 104, cpu).head
 
 
 @pytest.mark.parametrize("kind", ["reward model", "sft", "policy"])

@@ -102,7 +102,7 @@ def test_every_assistant_turn_of_messages_is_a_completion():
 
 
 def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):
-    file = run(tmp_path, weight_decay=0.1) / "checkpoint_00000001.pt"
+    file = run(tmp_path, weight_decay=0.1) / "checkpoint.pt"
     _, moments = torch.load(file, weights_only=True)["policy"]
     (group,) = moments["param_groups"]
     assert group["betas"] == (0.9, 0.95)

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoTokenizer
 
 import rm_bradley_terry as rm
-from common.distributed import transformer_layers
+from common.model import transformer_layers
 from rm_bradley_terry import Args, load_classifier, pair_scores
 
 run = partial(algorithms.run, "rm_bradley_terry", epochs=0.5)  # two steps
@@ -38,7 +38,7 @@ def test_only_the_head_and_the_last_layers_move_and_have_moments(tmp_path, num_l
                 trained.add(name)
     moved = {name for name, p in start.named_parameters() if not torch.equal(p, end[name])}
     assert moved == trained
-    _, moments = torch.load(run_dir / "checkpoint_00000002.pt", weights_only=True)["model"]
+    _, moments = torch.load(run_dir / "checkpoint.pt", weights_only=True)["model"]
     assert moments["state"].keys() == trained
     count = sum(p.numel() for name, p in start.named_parameters() if name in trained)
     assert f"{count:,} of them trained" in capsys.readouterr().out

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import grpo
-from common.logprobs import adapters_off, add_adapters, completion_logprobs
+from common.logprobs import completion_logprobs
+from common.model import adapters_off, add_adapters
 
 trl = pytest.importorskip("trl", reason="pip install -e '.[bench]'")
 peft = pytest.importorskip("peft")

@@ -18,7 +18,7 @@ from scripts import SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
 from spies import spy_on
 
-import common.distributed
+import common.model
 import common.generation
 import common.logprobs
 from common.generation import SameTypeStaticCache, generate
@@ -46,7 +46,7 @@ def check(run_dir):
     assert all(math.isfinite(value) for row in rows for value in row.values())
     weights = load_file(run_dir / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    state = torch.load(run_dir / "checkpoint_00000002.pt", weights_only=True)
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     assert state["step"] == 2
     return rows
 
@@ -201,7 +201,7 @@ COPY_IN = ["Falcon", "GPTNeo"]
 def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
     """In bfloat16; in float32: `test_a_captured_step_stays_on_its_device`."""
     model = family_model(name)
-    for module in (common.distributed, common.generation, common.logprobs):
+    for module in (common.model, common.generation, common.logprobs):
         monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
     completions = complete_and_drop(model)
     assert graph, "no step was captured"

@@ -10,8 +10,7 @@ from scripts import SCRIPTS, short_flags
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from common.distributed import checkpoint_activations, transformer_layers
-from common.logprobs import add_adapters
+from common.model import add_adapters, checkpoint_activations, transformer_layers
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]

@@ -46,20 +46,19 @@ def test_a_keyword_that_is_no_flag(name, tmp_path):
     with pytest.raises(ValidationError, match=r"lr\n.*Unexpected keyword argument"):
         script.Args(lr=1e-4)
     (tmp_path / "args.json").write_text(json.dumps(vars(script.Args()) | {"lr": 1e-4}))
-    with pytest.raises(ValueError, match=f"--resume {tmp_path}: {name} has other flags"):
+    with pytest.raises(ValueError, match=r"lr\n.*Unexpected keyword argument"):
         script.parse_args(["--resume", str(tmp_path)])
 
 
 GDPO = dict(multi_objective_aggregation="normalize_then_sum")
 CONTRADICTIONS = [
     ("reinforce", dict(group_size=1), "--baseline leave_one_out needs a --group-size of"),
-    ("grpo", dict(group_size=1), "--group-size must be at least 2"),
+    ("grpo", dict(group_size=1), "should be greater than or equal to 2"),
     (
         "grpo",
         dict(importance_sampling_level="sequence", loss_norm="token"),
         "--importance-sampling-level sequence needs --loss-norm sequence",
     ),
-    ("grpo", dict(overlong_buffer=25), "--overlong-buffer: longer than --max-new-tokens"),
     ("grpo", GDPO | dict(kl_placement="reward"), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(overlong_buffer=4), "normalize_then_sum has no place for"),
@@ -72,7 +71,7 @@ CONTRADICTIONS = [
     (
         "ppo_rlhf",
         dict(reward_model=None, reward_fn=["tiny/reviews/gold.py:sentiment"]),
-        "and --critic-init sft, scratch or policy",
+        "and another --critic-init",
     ),
     ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),

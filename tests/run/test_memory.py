@@ -3,16 +3,15 @@
 How high the memory of a run rises is measured by docs/experiments/cost/memory.py.
 """
 
-import shutil
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from runs import keep_earlier_checkpoints, killed_earlier
 from safetensors.torch import load_file
 from scripts import SPECS, short_flags
 
-import common.distributed
+import common.model
 from common import logprobs
 
 TWO_STEPS = dict(train_split="train[:2]", eval_split="test[:2]", epochs=2.0, batch_size=2)
@@ -29,13 +28,15 @@ def run(name, output_dir, **flags):
 @pytest.fixture(scope="module", params=SPECS)
 def plain(request, tmp_path_factory):
     """A script's name, and the folder of its run."""
-    return request.param, run(request.param, tmp_path_factory.mktemp("plain"))
+    with pytest.MonkeyPatch.context() as patch:
+        keep_earlier_checkpoints(patch)
+        return request.param, run(request.param, tmp_path_factory.mktemp("plain"))
 
 
 def test_adam_keeps_two_moments_of_what_is_trained_alone(plain):
     """float32 weights, a gradient and two moments: 16 bytes for each parameter that is trained."""
     name, run_dir = plain
-    checkpoint = torch.load(run_dir / "checkpoint_00000002.pt", weights_only=True)
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     for trained in SPECS[name].models:
         weights, moments = checkpoint[trained]
         kept = [state[key] for state in moments["state"].values() for key in state if key != "step"]
@@ -48,8 +49,7 @@ def test_adam_keeps_two_moments_of_what_is_trained_alone(plain):
 
 def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(plain, tmp_path, monkeypatch):
     name, run_dir = plain
-    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    (copy / "checkpoint_00000002.pt").unlink()
+    copy = killed_earlier(run_dir, tmp_path / "run")
     script, loaded, kept = SPECS[name].module, [], []
     read, log = torch.load, script.log
 
@@ -71,13 +71,13 @@ def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(plain, tmp_path, monk
 
 def test_activation_checkpointing_trains_the_same_weights(plain, tmp_path, monkeypatch):
     name, plain_dir = plain
-    recomputed, checkpoint = [], common.distributed.checkpoint
+    recomputed, checkpoint = [], common.model.checkpoint
 
     def spy(*args, **kwargs):
         recomputed.append(1)
         return checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr(common.distributed, "checkpoint", spy)
+    monkeypatch.setattr(common.model, "checkpoint", spy)
     for on in (False, True):
         run_dir = run(name, tmp_path, activation_checkpointing=on)
         assert bool(recomputed) == on

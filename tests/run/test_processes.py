@@ -10,14 +10,13 @@ token's limit; here none does.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import contents, torchrun, words
+from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
 from safetensors.torch import load
 from scripts import SPECS
 
@@ -70,10 +69,12 @@ def one_process(tmp_path_factory):
     """The folder of each run in this process."""
     folder = tmp_path_factory.mktemp("one")
     scripts = {run: SPECS[run.split("-")[0]].module for run in RUNS}
-    return {
-        run: script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
-        for run, script in scripts.items()
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        keep_earlier_checkpoints(patch)
+        return {
+            run: script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
+            for run, script in scripts.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +82,10 @@ def two_processes(one_process, tmp_path_factory):
     """The same on two; there PPO is also resumed from one. To start processes takes the longest."""
     folder = tmp_path_factory.mktemp("two")
     commands = [command_of(run, **RUNS[run] | {"output_dir": folder / run}) for run in RUNS]
-    resumed = without_last_checkpoint(one_process["ppo_rlhf"], folder / "resumed")
+    resumed = killed_earlier(one_process["ppo_rlhf"], folder / "resumed")
     commands.append(command_of("ppo_rlhf", resume=resumed))
     run_on(2, commands, folder / "output")
     return {run: next((folder / run).iterdir()) for run in RUNS} | {"resumed": resumed}
-
-
-def without_last_checkpoint(run_dir, copy):
-    shutil.copytree(run_dir, copy)
-    _, last = sorted(copy.glob("checkpoint_*.pt"))
-    last.unlink()
-    return copy
 
 
 def compare(found, expected, where):
@@ -144,7 +138,7 @@ def test_of_four_processes_some_get_no_rows(one_process, tmp_path):
 
 def test_a_run_goes_on_with_another_number_of_processes(one_process, two_processes, tmp_path):
     compare_runs(two_processes["resumed"], one_process["ppo_rlhf"])
-    run_dir = without_last_checkpoint(two_processes["dpo"], tmp_path / "copy")
+    run_dir = killed_earlier(two_processes["dpo"], tmp_path / "copy")
     dpo = SPECS["dpo"].module
     dpo.main(dpo.parse_args(["--resume", str(run_dir)]))
     compare_runs(run_dir, one_process["dpo"])
@@ -158,8 +152,8 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
     statuses = torchrun(2, ["grpo.py", *words(flags)], tmp_path / "output")
     assert all(statuses)
     printed = "".join((tmp_path / f"output.{rank}").read_text() for rank in range(2))
-    assert printed.count("ValueError: reward rule of rule.py: 5 finite numbers expected") == 1
-    assert [*(tmp_path / "runs").iterdir()] == []
+    assert printed.count("rule.py: 5 finite numbers expected") == 1
+    assert [*tmp_path.glob("runs/*")] == []
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ SCRIPTS = sorted(Path(__file__).parents[2].glob("*.py"))
 COMMON = sorted(Path(__file__).parents[2].glob("common/*.py"))
 EACH = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 # What a script has for itself under a name that all share.
-OWN = {"Args", "main", "evaluate"}
+OWN = {"Args", "main", "evaluate", "rollout_metrics"}
 BANNER = "# --- the run: the same in every script; skip it on a first reading "
 
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-import common.distributed
 import common.generation
 import common.logprobs
+import common.model
 
 
 def take_gpu_types(patch, *modules):
     """What `use_bfloat16` says and `GRAPH_DEVICES` has on a GPU; steps are not captured."""
-    for module in (common.distributed, common.generation, common.logprobs, *modules):
+    for module in (common.generation, common.logprobs, common.model, *modules):
         if hasattr(module, "use_bfloat16"):
             patch.setattr(module, "use_bfloat16", lambda device: True)
     patch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))

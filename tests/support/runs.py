@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -110,7 +111,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
         elif path.suffix == ".pt":
             files[path.name] = torch.load(path, weights_only=True)
             del files[path.name]["logs"]  # the sizes of the logs
-        elif path.name not in ("args.json", "adapter_config.json"):  # which lists a set
+        elif path.suffix != ".earlier" and path.name not in ("args.json", "adapter_config.json"):
             files[path.name] = path.read_bytes()
     return files
 
@@ -122,6 +123,25 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def keep_earlier_checkpoints(patch: Any) -> None:
+    """Of each run from here on the last checkpoint but one stays, as checkpoint.earlier."""
+    replace = os.replace
+
+    def replace_and_keep(source: Path, target: Path) -> None:
+        if os.path.exists(target):
+            shutil.copy(target, Path(target).with_suffix(".earlier"))
+        replace(source, target)
+
+    patch.setattr(os, "replace", replace_and_keep)
+
+
+def killed_earlier(run_dir: Path, folder: Path) -> Path:
+    """A copy of a run as a kill would have left it before its last checkpoint, logs ahead."""
+    copy = Path(shutil.copytree(run_dir, folder))
+    shutil.copy(copy / "checkpoint.earlier", copy / "checkpoint.pt")
+    return copy
 
 
 def assert_same_run(run_dir: Path, other_dir: Path) -> None:

@@ -7,15 +7,18 @@ import json
 import runpy
 import sys
 
+import pytest
+from runs import keep_earlier_checkpoints
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import common.distributed
 import common.generation
+import common.model
+import common.ranks
 
 
 def watch():
-    shard, decode = common.distributed.shard, common.generation.decode
+    shard, decode = common.model.shard, common.generation.decode
 
     def checked_shard(model, device):
         whole = sum(weight.numel() for weight in model.parameters())
@@ -25,7 +28,7 @@ def watch():
         # A weight that cannot be divided evenly leaves the first processes one row more.
         most = sum(weight.shape[1:].numel() for weight in weights)
         own = sum(weight.to_local().numel() for weight in weights)
-        assert abs(own - whole / common.distributed.WORLD_SIZE) <= most
+        assert abs(own - whole / common.ranks.WORLD_SIZE) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
         heads = {name for name, _ in model.named_children()} & {"score", "value_head"}
         roots = {"model", *heads} if heads else {""}
@@ -39,14 +42,14 @@ def watch():
         assert not any(part._forward_pre_hooks or part._forward_hooks for part in units)
         return decode(model, *arguments)
 
-    common.distributed.shard, common.generation.decode = checked_shard, checked_decode
+    common.model.shard, common.generation.decode = checked_shard, checked_decode
 
 
 def run_in_turn(commands):
     """The processes join before the first run and part after the last."""
-    device, leave = common.distributed.join_processes(), common.distributed.leave_processes
-    common.distributed.join_processes = lambda: device
-    common.distributed.leave_processes = lambda: None
+    device, leave = common.ranks.join_processes(), common.ranks.leave_processes
+    common.ranks.join_processes = lambda: device
+    common.ranks.leave_processes = lambda: None
     for command in commands:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
@@ -55,4 +58,5 @@ def run_in_turn(commands):
 
 if __name__ == "__main__":
     watch()
+    keep_earlier_checkpoints(pytest.MonkeyPatch())
     run_in_turn([json.loads(command) for command in sys.argv[1:]])

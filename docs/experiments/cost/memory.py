@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from common.distributed import autocast
+from common.model import autocast
 from common.logprobs import completion_logprobs
 from docs.experiments.lib.measuring import (
     DEVICE,

@@ -1,0 +1,205 @@
+"""A model on its device: sharding, types, adapters, activation checkpointing, whole weights."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from common.ranks import RANK, WORLD_SIZE
+
+
+def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model, or a lone head, to the device; under torchrun FSDP shards it, layer by layer.
+    Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
+    """
+    if isinstance(model, PreTrainedModel):
+        # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
+        model.get_input_embeddings().padding_idx = None
+        set_types(model, device)
+    if WORLD_SIZE == 1:
+        return model.to(device)
+    layers = getattr(model, "_no_split_modules", None) or ()
+    # FSDP wants inner modules before those that contain them.
+    units = [module for module in reversed([*model.modules()]) if type(module).__name__ in layers]
+    heads = [module for module in model.children() if isinstance(module, torch.nn.Linear)]
+    units += [model.base_model, *heads] if hasattr(model, "score") else [model]
+    for unit in units:
+        receive_weights(unit, device)
+        # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
+        bfloat16 = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)
+        precision = MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
+        fully_shard(unit, mp_policy=precision, reshard_after_forward=True)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
+    return model.to(device)
+
+
+def receive_weights(unit: torch.nn.Module, device: torch.device) -> None:
+    """Rank 0 has read the weights; the others, with models on the meta device, receive them."""
+    received = {}  # by identity: a tied weight stays tied
+    for module in unit.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or isinstance(tensor, DTensor):  # a part that is sharded already
+                    continue
+                if tensor not in received:
+                    whole = torch.empty_like(tensor, device=device, requires_grad=False)
+                    if RANK == 0:
+                        whole.copy_(tensor.detach())
+                    torch.distributed.broadcast(whole, src=0)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        whole = torch.nn.Parameter(whole, tensor.requires_grad)
+                    received[tensor] = whole
+                tensors[name] = received[tensor]
+
+
+def set_types(model: PreTrainedModel, device: torch.device) -> None:
+    """float32 weights, whatever the checkpoint has. CUDA-only: bfloat16 for frozen matrices, which
+    autocast would cast before each product: the same bits in half the memory. Not for embeddings,
+    a head tied to them, or a head of scores.
+    """
+    matrices = set()
+    if use_bfloat16(device):
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear | Conv1D) and name != "score":
+                matrices.add(module.weight)
+        matrices -= {model.get_input_embeddings().weight}  # a head tied to it
+    for weight in model.parameters():
+        bfloat16 = weight in matrices and not weight.requires_grad
+        weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
+
+
+def use_bfloat16(device: torch.device) -> bool:
+    """CUDA-only: where matrix products are computed in bfloat16; weights stay float32. Not on cards
+    that only emulate it (T4, V100, RTX 20): emulated, it is slower than float32.
+    """
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 matrix products where `use_bfloat16`; log-softmax, losses and scores are float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
+
+
+def transformer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated layers, from the first to the last; a ValueError if none is known."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"the layers of {type(model).__name__} are not known")
+    return layers
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Keep only each layer's input for the backward pass, which computes the rest again (Chen et
+    al., arXiv 1604.06174). The switch of transformers works in training mode alone, with dropout.
+    """
+    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in transformer_layers(model):
+        layer.forward = partial(recomputed, layer.forward)
+
+
+def add_adapters(model: Any, rank: int, seed: int) -> None:
+    """LoRA (Hu et al., arXiv 2106.09685): W of each linear layer but the output head is frozen and
+    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Rank 0: none.
+    """
+    if rank == 0:
+        return
+    model.requires_grad_(False)
+    torch.manual_seed(seed)  # of A
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )
+    inject_adapter_in_model(config, model)
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model without its adapters, if it has any, for passes without gradient."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's public switch freezes A and B too
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
+
+
+def forward_method(function: Callable) -> Callable:
+    """Decorator: FSDP gathers a sharded model's weights around `function(model, ...)`, as it does
+    around `model(...)`. It may call another one's `__wrapped__` only: no gathering within another.
+    """
+    name = function.__name__
+
+    @wraps(function)
+    def gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, FSDPModule) and not hasattr(model, name):
+            setattr(model, name, partial(function, model))
+            register_fsdp_forward_method(model, name)
+        method = getattr(model, name, partial(function, model))
+        return method(*args, **kwargs)
+
+    return gathered
+
+
+@contextmanager
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """A sharded model with whole weights, gathered once, and without FSDP's hooks.
+    Ranks finish after different numbers of tokens, so none may wait for another between two tokens.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]
+    for unit in units:
+        unit.unshard()
+        unit._forward_pre_hooks, unit._forward_hooks = {}, {}
+    yield  # an error here ends the process
+    for unit, (pre_hooks, forward_hooks) in zip(units, hooks, strict=True):
+        unit._forward_pre_hooks, unit._forward_hooks = pre_hooks, forward_hooks
+        unit.reshard()
+
+
+# What a checkpoint has: whole tensors on rank 0, of what is trained alone.
+TRAINED = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
+
+
+def save_weights(model: PreTrainedModel, folder: Path) -> None:
+    """After training: whole weights, for `from_pretrained`. Adapters are merged into them, in
+    float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
+    """
+    if hasattr(model, "peft_config"):
+        trained, adapter = dcp.get_model_state_dict(model, options=TRAINED), {}  # all ranks
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and name in trained:
+                adapter["base_model.model." + name.replace(".default", "")] = trained[name]
+        if RANK == 0:
+            model.peft_config["default"].save_pretrained(folder / "adapter")
+            save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+        model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.merge()
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered, weights = dcp.get_model_state_dict(model, options=options), {}  # all ranks
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
+        if name in gathered and "lora_" not in name:
+            weights[name.replace(".base_layer", "")] = gathered[name]
+    if RANK == 0:
+        model.save_pretrained(folder, state_dict=weights)
