@@ -94,9 +94,7 @@ class Args:
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
-    missing_eos_penalty: NonNegativeFloat = (
-        0.0  # subtracted from the reward of a cut-off completion
-    )
+    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the reward if cut off
     # length penalty: from 0 to 1 over the last so many of --max-new-tokens (DAPO); 0: none
     overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
@@ -504,6 +502,7 @@ def rollout_metrics(
         "reward/mean": rewards.mean().item(),
         "reward/group_std": groups.std(dim=1).mean().item(),
         "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
+        "prompts/kept": (groups != groups[:, :1]).any(dim=1).sum().item(),
         "completions/length_mean": lengths.float().mean().item(),
         "completions/truncated_fraction": 1 - ended.float().mean().item(),
         "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
@@ -590,7 +589,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 
 @torch.no_grad()
-def model_rewards(model: Any, micro_batch_size: int, _: list, sequences: Sequences) -> Tensor:
+def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):

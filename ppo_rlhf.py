@@ -104,9 +104,7 @@ class Args:
     reward_weights: list[float] = field(default_factory=list)
     # reward function of eval/reward; default: gold on the default --dataset, else those of training
     eval_reward_fn: str | None = None
-    missing_eos_penalty: NonNegativeFloat = (
-        0.0  # subtracted from the reward of a cut-off completion
-    )
+    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the reward if cut off
     # --- PPO ---
     total_rollouts: PositiveInt = 30  # rollouts, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 128  # prompts per rollout, one completion each
@@ -661,7 +659,7 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int, device: torch.
 
 
 @torch.no_grad()
-def model_rewards(model: Any, micro_batch_size: int, _: list, sequences: Sequences) -> Tensor:
+def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):

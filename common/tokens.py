@@ -43,8 +43,8 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The pieces of text of token ids; special tokens are shown. They join to the whole text (bytes
-    that are no UTF-8 aside); the last token of a character that takes several has it.
+    """The pieces of text of token ids, special tokens shown. They join to the whole text (broken
+    UTF-8 aside); of a character that takes several tokens the last one has it.
     """
     pieces = []
     for end in range(len(ids)):

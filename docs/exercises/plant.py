@@ -58,9 +58,9 @@ EXERCISES = {
         bug=(
             Edit(
                 "ppo_rlhf.py",
-                "            shard(ref_model.requires_grad_(False), device)\n",
-                "            shard(ref_model.requires_grad_(False), device)\n"
-                "            ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
+                "        shard(ref_model.requires_grad_(False), device)\n",
+                "        shard(ref_model.requires_grad_(False), device)\n"
+                "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
             ),
         ),
         test="test_ppo_rlhf.py::"

@@ -554,9 +554,10 @@ def test_groups_of_equal_rewards_are_replaced_until_the_last_round(rounds, tmp_p
             if len(kept) == 4:
                 break
         assert [tuple(ids) for ids, _ in sequences] == [ids for ids in kept for _ in range(4)]
-        assert row["reward/zero_variance_groups"] == 1 - sum(map(teaches, kept)) / 4
+        assert row["prompts/kept"] == sum(map(teaches, kept))
+        assert row["reward/zero_variance_groups"] == 1 - row["prompts/kept"] / 4
     assert calls == [] and sum(row["prompts/sampled"] for row in rows[1:]) == len(order)
-    assert (rows[1]["reward/zero_variance_groups"] > 0) == (rounds < 20)
+    assert (rows[1]["prompts/kept"] < 4) == (rounds < 20)
     if rounds == 20:  # every completion has an advantage
         assert all((call["advantages"] != 0).all() for call in losses)
 
@@ -569,4 +570,4 @@ def test_rewards_of_weight_0_do_not_keep_a_group(tmp_path):
     rules = [f"{tmp_path}/rule.py:rule", f"{tmp_path}/same.py:same"]
     flags = dict(reward_fn=rules, reward_weights=[0.0, 1.0], max_sampling_rounds=2)
     _, row = metrics_of(run(tmp_path, **flags))
-    assert (row["prompts/sampled"], row["reward/zero_variance_groups"]) == (8, 1)
+    assert (row["prompts/sampled"], row["prompts/kept"]) == (8, 0)

@@ -162,7 +162,9 @@ def test_margins_come_from_their_column(tmp_path, column):
     assert [pair.margin for pair in pairs] == [0.5, -2, 3]
     pairs = load("rm_bradley_terry", tmp_path, rows, margin_column=None)
     assert all(pair.margin == 0 for pair in pairs)
-    with pytest.raises(ValueError, match="no column .*gaps.* in --dataset"):  # asked for, not there
+    with pytest.raises(
+        ValueError, match=r"no column .*gaps.* in --dataset"
+    ):  # asked for, not there
         load("rm_bradley_terry", tmp_path, rows, margin_column="gaps")
     rows[1][column] = math.nan
     with pytest.raises(ValueError, match=f"--margin-column {column}: nan is no finite number"):

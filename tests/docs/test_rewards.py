@@ -9,6 +9,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def passed(*completions, tests=TESTS):
     """Rewards of completions that shall define `add`, by way of grpo.py."""
     columns = {"function": "add", "tests": tests}
     prompts = [grpo.Prompt("write add", [], columns) for _ in completions]
-    return grpo.rule_rewards(programs.passes, prompts, [*completions]).tolist()
+    tokenizer = SimpleNamespace(batch_decode=lambda texts, **_: texts)  # nothing is decoded here
+    sequences = [([], completion) for completion in completions]
+    return grpo.rule_rewards(programs.passes, tokenizer, prompts, sequences).tolist()
 
 
 # --- the format ---------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def test_nothing_that_was_started_is_left(leaves):
 
 
 def test_a_row_without_tests_is_an_error():
-    with pytest.raises(RuntimeError, match="no tests for add"):
+    with pytest.raises(ValueError, match="no tests for add"):
         passed(RIGHT, tests="[]")
 
 

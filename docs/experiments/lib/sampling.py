@@ -41,7 +41,7 @@ def load_reward_model(source: str) -> Callable[[Sequences], Tensor]:
     """A function of sequences: their rewards (B,), centred as in grpo.py."""
     kind = AutoModelForSequenceClassification
     model = kind.from_pretrained(source, dtype=torch.float32).eval()
-    return lambda sequences: grpo.model_rewards(model, sequences, MICRO_BATCH_SIZE)
+    return lambda sequences: grpo.model_rewards(model, MICRO_BATCH_SIZE, [], sequences)
 
 
 def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> list[grpo.Prompt]:

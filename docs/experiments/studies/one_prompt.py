@@ -69,7 +69,8 @@ def measure() -> dict:
         "old": logprobs_of(policy, group),
     }
     with torch.no_grad():
-        values = ppo_rlhf.critic_values(critic, critic.score, group, torch.arange(len(group)))
+        critic = ppo_rlhf.Critic(critic, critic.score, trained=critic)
+        values = ppo_rlhf.critic_values(critic, group, torch.arange(len(group)))
     measured["values"] = unpadded(values, group)
     take_step(policy, ref, optimizer, group, rewards)  # `old` becomes `new`
     measured["new"] = logprobs_of(policy, group)
