@@ -15,7 +15,7 @@ from common.ranks import RANK, WORLD_SIZE, all_reduce_sum
 from common.tokens import pad_rows
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
-MAX_LOGITS = 2**26  # at one time on a GPU: 256 MiB in float32; a quarter of it on a CPU
+MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
 NOT_CAUSAL = ("xlnet", "cpmant")  # model types in which later tokens change earlier ones
 
 
@@ -137,7 +137,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         weight, bias, scale, cap = head
         cast_weight = weight.bfloat16() if use_bfloat16(hidden.device) else weight
         head = OutputHead(cast_weight, bias, scale, cap)
-        size = max(1, MAX_LOGITS // (4 if hidden.is_cpu else 1) // len(weight))
+        size = max(1, MAX_LOGITS // len(weight))
         ctx.chunks = [slice(start, start + size) for start in range(0, len(y), size)]
         ctx.buffer_shape = min(size, len(y)), len(weight)
         buffer = torch.empty(ctx.buffer_shape, device=hidden.device)

@@ -71,7 +71,7 @@ def assert_same_gradients(found, expected):
 
 def several_chunks(monkeypatch, positions=3):
     """Let only a few positions fit into a chunk; 13 are scored in `make_pairs()`."""
-    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 4 * (positions * VOCAB + 1))
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", positions * VOCAB + 1)
 
 
 class Record(TorchDispatchMode):
@@ -144,7 +144,7 @@ def test_every_family_gives_what_its_own_logits_give(name):
 @pytest.mark.parametrize("size", [2, 5])  # of a chunk
 def test_a_token_that_cannot_be_drawn_adds_nothing(size, low, monkeypatch):
     """The first one has a logit of -1e4 or -inf: against autograd in float64 without the token."""
-    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 4 * size * 7)
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", size * 7)
     to = dict(generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     exact = [torch.randn(shape, **to) for shape in ((5, 4), (7, 4), (7,))]
     exact[2][0] = low
