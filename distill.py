@@ -45,9 +45,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
+from common.model import TRAINED, add_adapters, checkpoint_activations, merge_adapters, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
-from common.tokens import UnusableRow, rollout_row, encode, find_stop_ids, report_rows
+from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, report_rows
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -69,6 +71,7 @@ class Args:
     eval_split: str = "test"  # held-out rows, a completion each; slices such as test[:500] work
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     chat: bool = False  # turn string prompts into a user's chat message
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- distillation ---
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
@@ -124,7 +127,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and models ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     of_teacher = AutoTokenizer.from_pretrained(args.teacher)
     if unknown := dict(tokenizer.get_vocab().items() - of_teacher.get_vocab().items()):
         raise ValueError(f"the tokenizer of {args.teacher} is not --model's: {[*unknown][:3]}")
@@ -241,6 +244,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

@@ -58,15 +58,15 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.functional import logsigmoid
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
+from common.model import save_weights, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -88,6 +88,7 @@ class Args:
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
     chat: bool = False  # turn strings into chat messages of a user and an assistant
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
     loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"  # sigmoid: DPO's own
@@ -185,7 +186,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
@@ -440,6 +441,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -471,7 +473,12 @@ def load_preference_pairs(
         try:
             prompt, chosen, rejected = to_pair(args, row)
             prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
-            _, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+            rejected_prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+            # Of what a chat template opens one answer alone with, both have it in the completion.
+            start = min(len(prompt_ids), len(rejected_prompt_ids))
+            chosen_ids = prompt_ids[start:] + chosen_ids
+            rejected_ids = rejected_prompt_ids[start:] + rejected_ids
+            prompt_ids = prompt_ids[:start]
             length = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
             longest = max(longest, length)
             if length > args.max_length:

@@ -59,11 +59,12 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.logprobs import rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
+from common.model import save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
-from common.tokens import UnusableRow, rollout_row, encode, find_stop_ids, pad_rows, report_rows
+from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, pad_rows, report_rows
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -86,6 +87,7 @@ class Args:
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     answer_column: str = "answer"  # column that reward functions receive as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
     # path/to/file.py:function, one or more; default: 1 if the last number is the answer, else 0
@@ -286,7 +288,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
     eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
@@ -609,6 +611,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

@@ -48,15 +48,15 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
+from common.model import save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -78,6 +78,7 @@ class Args:
     completion_column: str = "completion"  # column of the completion, a string or a chat message
     label_column: str = "label"  # column that is true or 1 for desirable completions, or false or 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
     beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
@@ -163,7 +164,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
@@ -389,6 +390,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

@@ -47,14 +47,15 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
+from common.model import save_weights, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
-from common.tokens import UnusableRow, rollout_row, encode, find_stop_ids, report_rows
+from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, report_rows
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -77,6 +78,7 @@ class Args:
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     answer_column: str = "answer"  # column that the reward function receives as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- REINFORCE ---
     # path/to/file.py:function; default: 1 if the last number is the answer, else 0
@@ -139,7 +141,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fn = load_reward_fn(args.reward_fn, tokenizer)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
@@ -294,6 +296,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

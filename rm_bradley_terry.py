@@ -46,14 +46,15 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from common.logprobs import hidden_states, micro_batches
-from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
-from common.model import transformer_layers
+from common.model import TRAINED, add_adapters, checkpoint_activations, merge_adapters, save_weights
+from common.model import shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, pad_rows, report_rows
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, pad_rows
+from common.tokens import report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -76,6 +77,7 @@ class Args:
     rejected_column: str = "rejected"  # column of the other completion
     margin_column: str | None = "margin"  # column of m, which is 0 without one; None: always 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     # --- training and evaluation ---
     train_layers: NonNegativeInt | None = None  # last layers trained, 0: the head alone; None: all
@@ -140,7 +142,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
@@ -277,6 +279,7 @@ def load_classifier(
     model, info = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_labels=1, device_map=where, output_loading_info=True
     )
+    merge_adapters(model)
     missing = {*info["missing_keys"]} - {"score.weight"}
     if missing:  # they would be random
         raise ValueError(f"{args.model} has no weights for {sorted(missing)}")
@@ -333,14 +336,16 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
         try:
             prompt, chosen, rejected = to_pair(args, row)
             prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
-            _, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
-            length = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
+            chosen_ids = prompt_ids + chosen_ids
+            prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+            rejected_ids = prompt_ids + rejected_ids
+            length = max(len(chosen_ids), len(rejected_ids))
             longest = max(longest, length)
             if length > args.max_length:
                 raise UnusableRow("longer than --max-length")
             if chosen_ids == rejected_ids:
                 raise UnusableRow("with chosen equal to rejected")
-            pairs.append(Comparison(prompt_ids + chosen_ids, prompt_ids + rejected_ids, margin))
+            pairs.append(Comparison(chosen_ids, rejected_ids, margin))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
     report_rows(split, len(pairs), dropped, longest)

@@ -43,14 +43,15 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
+from common.model import TRAINED, add_adapters, checkpoint_activations, merge_adapters, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, report_rows
+from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -71,6 +72,7 @@ class Args:
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     completion_column: str = "completion"  # column; without it `messages` or `text` is read
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
     # --- optimisation and evaluation ---
@@ -111,7 +113,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_data = load_demonstrations(args, args.train_split, tokenizer, stop_ids)
     eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
@@ -239,6 +241,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -120,14 +122,39 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
         return
     model.requires_grad_(False)
     torch.manual_seed(seed)  # of A
+    experts = []  # their matrices are one tensor, without a layer of their own
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.Conv1d):
+            own = module.named_parameters(path, recurse=False)
+            experts += [name for name, weight in own if weight.dim() == 3]
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
+        target_parameters=experts,
         task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
     inject_adapter_in_model(config, model)
+
+
+def merge_adapters(model: Any) -> None:
+    """If a checkpoint is an adapter, transformers loads it and the model that it belongs to. From
+    here on the two are one model.
+    """
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return
+    model.float()  # in bfloat16 the sum would lose small changes
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+        if isinstance(layer, BaseTunerLayer) and "base_layer" not in name:  # not one in another
+            model.set_submodule(name, layer.get_base_layer())
+        if isinstance(layer, ModulesToSaveWrapper):  # a head that was trained
+            model.set_submodule(name, layer.modules_to_save["default"])
+    del model.peft_config
+    model._hf_peft_config_loaded, model.name_or_path = False, ""
+    model.requires_grad_(True)
 
 
 @contextmanager

@@ -1,14 +1,27 @@
 """Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
 
+import json
 import warnings
 from collections import Counter
 from contextlib import suppress
+from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+
+def load_tokenizer(source: str, chat_template_kwargs: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    values = json.loads(chat_template_kwargs)
+    if unknown := [name for name in values if name not in str(tokenizer.chat_template)]:
+        raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
+    return tokenizer
 
 
 def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
@@ -94,6 +107,8 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
             name, role = tokenizer.name_or_path, message["role"]
             if role not in ("assistant", "tool") and message["content"].strip() not in rendered:
                 raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
+        if text[-1]["role"] == "assistant" and answer(messages[-1]["content"]) not in rendered:
+            raise UnusableRow("whose completion the chat template leaves out")
         ids = tokenizer(rendered, add_special_tokens=False).input_ids
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
@@ -112,6 +127,11 @@ def content(message: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
+def answer(text: str) -> str:
+    """What follows an assistant's thoughts, if there are any."""
+    return text.rpartition("</think>")[2].strip()
+
+
 def refuse_empty(text: Any) -> None:
     """An `UnusableRow` if a string, or the last of some chat messages, says nothing."""
     last_turn = content(text[-1]) if text and isinstance(text, list) else text
@@ -121,10 +141,11 @@ def refuse_empty(text: Any) -> None:
 
 def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) -> tuple[list, list]:
     """Token ids of a prompt and of its completion, which ends with its first stop id. The two are
-    tokenised as one text and cut after the prompt, whose tokens must be the same as without the
-    completion: that is how the model meets them when it samples. An `UnusableRow` if they are not,
-    if one of the two is empty or left out, or if the completion is several messages. A string
-    beside messages is a message too; without a prompt (None) the first token takes its place.
+    tokenised as one text and cut where it departs from the prompt as the model meets it when it
+    samples: at its end, or in what a chat template opens an answer with, such as a thought; then a
+    warning. An `UnusableRow` if they depart earlier, if one of the two is empty or left out, or if
+    the completion is several messages. A string beside messages is a message too; without a prompt
+    (None) the first token takes its place.
     """
     refuse_empty(completion)
     if isinstance(prompt, str) and isinstance(completion, list):
@@ -139,16 +160,18 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
     else:
         prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
         ids = encode(tokenizer, prompt + completion)
-    if ids[: len(prompt_ids)] != prompt_ids:
-        raise UnusableRow(
-            "whose prompt's last token is another one once the completion follows (a space between "
-            "the two belongs to the completion's start)"
-        )
+    start = len(commonprefix([prompt_ids, ids]))  # it takes any sequences
+    if start < len(prompt_ids):
+        turns = prompt_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
+        if start < len(commonprefix([prompt_ids, turns])):
+            raise UnusableRow("whose prompt's last token changes with the completion: a space?")
+        sampled, trained = tokenizer.decode(prompt_ids[start:]), tokenizer.decode(ids[start:])
+        trained = trained.partition(answer(content(completion[0])))[0]
+        difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
+        warnings.warn(f"--chat-template-kwargs: other tokens: {difference}", stacklevel=2)
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    completion_ids = [*ids[len(prompt_ids) :], eos]
+    prompt_ids, completion_ids = prompt_ids[:start], [*ids[start:], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)
-    if end == 0 and isinstance(completion, list):  # no token of what the message says
-        raise UnusableRow("whose completion the chat template leaves out")
     return prompt_ids, completion_ids[: end + 1]
 
 

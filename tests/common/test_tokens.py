@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from os.path import commonprefix
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
-from common.tokens import UnusableRow, rollout_row, encode, encode_pair
-from common.tokens import find_stop_ids, pad_rows, report_rows, token_texts
+from common.tokens import UnusableRow, encode, encode_pair, find_stop_ids, load_tokenizer
+from common.tokens import pad_rows, report_rows, rollout_row, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -154,19 +155,66 @@ def test_an_appended_eos_is_taken_off(appending, tokenizer):
     assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
 
 
-def test_a_completion_that_changes_its_prompts_tokens_is_refused(tokenizer):
-    tokenizer.chat_template += "{% if add_generation_prompt %}#{% endif %}"
-    prompt = [message("user", "5+6")]
-    assert encode_pair(tokenizer, prompt, [message("assistant", "#11")], [2])
-    with pytest.raises(UnusableRow, match="prompt's last token is another one"):
-        encode_pair(tokenizer, prompt, [message("assistant", "11")], [2])
+def test_a_completion_that_changes_the_tokens_of_a_prompts_message_is_refused(tokenizer):
+    """Here the template writes the user's turn otherwise once it is answered."""
+    tokenizer.chat_template = CHAT.replace("}}={%", "}}{{ '=' if loop.last else '+=' }}{%")
+    with pytest.raises(UnusableRow, match="prompt's last token changes"):
+        encode_pair(tokenizer, [message("user", "5+6")], [message("assistant", "11")], [2])
 
 
-def test_a_template_may_leave_out_an_assistants_thoughts(tokenizer):
-    """As those of reasoning models do: only what others say must stand in the text."""
-    tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
-    ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#3")])
+# What a prompt ends in for sampling, and what stands before a rendered answer; `,` opens a thought,
+# `+` closes it.
+OPENINGS = {
+    "closed in both": (",+", ",+"),  # Qwen3 with enable_thinking false
+    "open, then closed": (",", ",+"),  # Qwen3.5, Qwen3.6
+    "open, then closed in another token": (",,", ",+"),  # Nemotron 3
+    "open, and not rendered": (",", ""),  # DeepSeek-V3, R1
+}
+
+
+@pytest.mark.parametrize("form", OPENINGS)
+def test_templates_that_open_a_thought_keep_every_row(form, tokenizer):
+    asked, rendered = OPENINGS[form]
+    reply = "{{ m['content'] }}<eos>"
+    tokenizer.chat_template = CHAT.replace(reply, rendered + reply)
+    tokenizer.chat_template += f"{{% if add_generation_prompt %}}{asked}{{% endif %}}"
+    turns = [message("user", "5+6")]
+    shared = commonprefix([asked, rendered])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # once for each text
+        for reply in ("11", "12"):
+            prompt_ids, ids = encode_pair(tokenizer, turns, [message("assistant", reply)], [2])
+            assert tokenizer.decode(prompt_ids) == f"5+6={shared}"
+            assert tokenizer.decode(ids) == f"{rendered[len(shared) :]}{reply}<eos>"
+    expected = (
+        f"is sampled after {asked[len(shared) :]!r}, trained after {rendered[len(shared) :]!r}"
+    )
+    assert [expected in str(warning.message) for warning in caught] == [True] * (shared != asked)
+
+
+def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
+    last = "m['content'].split('</think>')[-1]"
+    tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
+    ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#</think>3")])
     assert tokenizer.decode(ids) == "1+2=3<eos>"
+    tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
+    with pytest.raises(UnusableRow, match="whose completion the chat template leaves out"):
+        encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#3")])
+
+
+def test_values_for_the_chat_template(tmp_path, tokenizer):
+    tokenizer.chat_template += "{% if add_generation_prompt and think %},{% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    turns = [message("user", "5+6")]
+    for values, text in (
+        ("{}", "5+6="),
+        ('{"think": true}', "5+6=,"),
+        ('{"think": false}', "5+6="),
+    ):
+        loaded = load_tokenizer(str(tmp_path), values)
+        assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
+    with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \['thinking'\]"):
+        load_tokenizer(str(tmp_path), '{"thinking": true}')
 
 
 def test_a_completion_ends_with_the_eos_and_without_one_with_the_first_stop_id(tokenizer):

@@ -11,10 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 POLICY = "tiny/reviews/policy"
 EOS = 2
 # Why a row whose completion goes on with its prompt's last word is dropped.
-MERGED = (
-    "whose prompt's last token is another one once the completion follows (a space between the two "
-    "belongs to the completion's start)"
-)
+MERGED = "whose prompt's last token changes with the completion: a space?"
 # Nothing is learned, but all is computed: 1e-30 is lost in the rounding of every weight.
 STILL = dict(learning_rate=1e-30)
 
