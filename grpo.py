@@ -59,8 +59,8 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.logprobs import rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
-from common.model import save_weights, shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, pad_rows, report_rows
@@ -264,12 +264,15 @@ def grpo_loss(
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    is_low = (ratio < 1 - clip_low) & (advantages < 0)
+    is_high = (ratio > 1 + clip_high) & (advantages > 0)
     if loss_type == "cispo":  # the clipped ratio is a constant weight: no token loses its gradient
         objective = clipped_ratio.detach() * advantages * logprobs
+        is_low, is_high = ratio < 1 - clip_low, ratio > 1 + clip_high  # whatever A is
     sums = {
         "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
-        "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
-        "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
+        "policy/clip_fraction_low": is_low.sum(),
+        "policy/clip_fraction_high": is_high.sum(),
     }
     if ref_logprobs is not None:
         sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1 of KL(pi_old || pi_ref)
@@ -344,7 +347,7 @@ def main(args: Args) -> Path:
         rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
-        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
+        mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T)
         rollout_time = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. In the first
@@ -376,7 +379,7 @@ def main(args: Args) -> Path:
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         factor = lr_factor(args, step, args.total_rollouts)
         optimizer.param_groups[0]["lr"] = args.learning_rate * factor
-        weights = torch.zeros(mask.shape, device=device)  # (B, T), filled minibatch by minibatch
+        weights = torch.zeros(mask.shape)  # (B, T), filled minibatch by minibatch
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
@@ -395,7 +398,7 @@ def main(args: Args) -> Path:
                         logprobs.detach() if old_logprobs is None else old_logprobs[idx],
                         None if ref_logprobs is None else ref_logprobs[idx],
                         advantages[idx],
-                        weights[idx],
+                        weights[inds].to(device, non_blocking=True),
                         clip_low=args.clip_coef,
                         clip_high=args.clip_coef_high or args.clip_coef,
                         beta=0.0 if kl_in_reward else args.beta,
@@ -412,7 +415,7 @@ def main(args: Args) -> Path:
                 optimizer.zero_grad()
 
         # 5. Log, evaluate, save.
-        metrics = rollout_metrics(args, rewards, lengths, ended, sums, grad_norms)
+        metrics = rollout_metrics(args, all_rewards, lengths, ended, sums, grad_norms)
         metrics["prompts/sampled"] = num_prompts
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
@@ -463,15 +466,24 @@ def roll_out(
         each_reward = [fn(round_prompts, round_sequences) for fn in reward_fns.values()]
         round_rewards = torch.stack(each_reward)  # (K, missing x G)
         num_prompts += missing
-        groups = (torch.tensor(args.reward_weights) @ round_rewards).view(missing, args.group_size)
-        differ = (groups != groups[:, :1]).any(dim=1)  # (missing,)
         is_last_round = sampling_round == args.max_sampling_rounds
-        keep = (differ | is_last_round).repeat_interleave(args.group_size)
+        keep = groups_that_teach(args, round_rewards) | is_last_round
+        keep = keep.repeat_interleave(args.group_size)
         sequences += [round_sequences[i] for i in keep.nonzero()]
         rewards.append(round_rewards[:, keep])
         if len(sequences) == args.prompts_per_rollout * args.group_size:
             break
     return sequences, torch.cat(rewards, dim=1), num_prompts
+
+
+def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
+    """Which groups have advantages other than 0, of rewards (K, n x G): bool (n,). Without
+    --missing-eos-penalty, --overlong-buffer and a KL in the reward, which are subtracted later.
+    """
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        rewards = torch.stack([group_advantages(reward, args.group_size) for reward in rewards])
+    groups = (torch.tensor(args.reward_weights) @ rewards).view(-1, args.group_size)
+    return (groups != groups[:, :1]).any(dim=1)
 
 
 def sample_completions(
@@ -492,19 +504,20 @@ def sample_completions(
 
 
 def rollout_metrics(
-    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
+    args: Args, all_rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
 ) -> dict[str, float]:
     """Means over a rollout's B completions, and over what its optimiser steps were trained on."""
     sums = sums_over_ranks(sums)
     trained = ended if args.mask_truncated else torch.ones_like(ended)
     num_completions = max(trained.sum().item() * args.update_epochs, 1)
     num_tokens = max(lengths[trained].sum().item() * args.update_epochs, 1)
-    groups = rewards.view(-1, args.group_size)
+    rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
+    teach = groups_that_teach(args, all_rewards)
     metrics = {
         "reward/mean": rewards.mean().item(),
-        "reward/group_std": groups.std(dim=1).mean().item(),
-        "reward/zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
-        "prompts/kept": (groups != groups[:, :1]).any(dim=1).sum().item(),
+        "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),
+        "reward/zero_variance_groups": 1 - teach.float().mean().item(),
+        "prompts/kept": teach.sum().item(),
         "completions/length_mean": lengths.float().mean().item(),
         "completions/truncated_fraction": 1 - ended.float().mean().item(),
         "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
@@ -579,6 +592,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         prompt_texts = [prompt.text for prompt in prompts]
         rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
@@ -611,7 +625,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

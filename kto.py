@@ -52,8 +52,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
-from common.model import save_weights, shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
@@ -374,6 +374,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         prompt_texts = [prompt.text for prompt in prompts]
         rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
@@ -390,7 +391,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

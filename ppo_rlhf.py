@@ -19,9 +19,11 @@ A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arX
         - ent_coef mean_t H(pi_t).
 
 pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
-over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. Deviations from
-the paper: no pretraining gradients; whitened advantages and clipped values, as in the code that
-InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion counts as ended.
+over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. With
+--kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, and r_t no KL.
+Deviations from the paper: no pretraining gradients; whitened advantages and clipped values, as in
+the code that InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion
+counts as ended; a linear decay and AdamW's beta2 of 0.999, no constant rate and 0.95.
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
@@ -70,8 +72,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.logprobs import rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, merge_adapters
-from common.model import save_weights, shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, pad_rows, report_rows
@@ -574,7 +576,6 @@ def load_critic(
     critic, info = kind.from_pretrained(
         args.model, config=config, device_map=where, output_loading_info=True
     )
-    merge_adapters(critic)
     missing = set(info["missing_keys"]) - {"score.weight"}
     if missing:
         raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
@@ -635,6 +636,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         prompt_texts = [prompt.text for prompt in prompts]
         rewards = function(prompts=prompt_texts, completions=texts, **columns)
         rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
@@ -682,7 +684,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    merge_adapters(model)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

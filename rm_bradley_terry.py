@@ -49,8 +49,8 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from common.logprobs import hidden_states, micro_batches
-from common.model import TRAINED, add_adapters, checkpoint_activations, merge_adapters, save_weights
-from common.model import shard, transformer_layers
+from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
+from common.model import transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
 from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, pad_rows
@@ -279,7 +279,6 @@ def load_classifier(
     model, info = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_labels=1, device_map=where, output_loading_info=True
     )
-    merge_adapters(model)
     missing = {*info["missing_keys"]} - {"score.weight"}
     if missing:  # they would be random
         raise ValueError(f"{args.model} has no weights for {sorted(missing)}")

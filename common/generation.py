@@ -245,10 +245,14 @@ class GraphDecoder(Decoder):
 
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Record the kernels of `step` without running them; returns what replays them."""
-    graph = torch.cuda.CUDAGraph()
-    # CUDA calls of other threads, such as NCCL's, must not invalidate the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # CUDA calls of other threads, such as NCCL's, must not invalidate the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = step()
+    except RuntimeError:
+        torch.cuda.set_stream(stream)  # torch stays on the capture's if that is invalidated
+        raise
 
     def replay() -> Tensor:
         graph.replay()

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -29,6 +27,9 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
     if isinstance(model, PreTrainedModel):
+        if getattr(model, "_hf_peft_config_loaded", False):
+            base = model.name_or_path
+            raise ValueError(f"--model: adapters of {base} alone; merge them first (docs/lora.md)")
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
         set_types(model, device)
@@ -136,25 +137,6 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
         base_model_name_or_path=model.name_or_path,
     )
     inject_adapter_in_model(config, model)
-
-
-def merge_adapters(model: Any) -> None:
-    """If a checkpoint is an adapter, transformers loads it and the model that it belongs to. From
-    here on the two are one model.
-    """
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return
-    model.float()  # in bfloat16 the sum would lose small changes
-    for name, layer in [*model.named_modules()]:
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-        if isinstance(layer, BaseTunerLayer) and "base_layer" not in name:  # not one in another
-            model.set_submodule(name, layer.get_base_layer())
-        if isinstance(layer, ModulesToSaveWrapper):  # a head that was trained
-            model.set_submodule(name, layer.modules_to_save["default"])
-    del model.peft_config
-    model._hf_peft_config_loaded, model.name_or_path = False, ""
-    model.requires_grad_(True)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ def join_processes() -> torch.device:
     logging.disable_progress_bar()  # of loading weights, on every rank
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # An H100's first choice, which compiles for every length that it meets.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()
     if RANK > 0:  # rank 0 alone prints and writes

@@ -16,11 +16,14 @@ SHOWN = re.compile(r"\d(,\d){4}#\d", re.ASCII)
 
 
 def think(prompts: list, completions: list[str], **columns: list) -> list[float]:
-    """1 for `<think>...</think> <answer>...</answer>` with each tag once, else 0."""
+    """1 for `<think>...</think> <answer>...</answer>` with each tag once, else 0. The first tag may
+    be missing: many chat templates end the prompt with it.
+    """
     rewards = []
     for completion in completions:
-        has_form = THOUGHT.fullmatch(completion) is not None
-        num_tags = len(TAG.findall(completion))
+        text = completion if "<think>" in completion else "<think>" + completion
+        has_form = THOUGHT.fullmatch(text) is not None
+        num_tags = len(TAG.findall(text))
         rewards.append(1.0 if has_form and num_tags == 4 else 0.0)
     return rewards
 

@@ -217,7 +217,7 @@ def test_every_evaluation_draws_the_same_numbers(name, tmp_path):
 
 
 REWARDS = """
-def rate(prompts, completions, answer, note):
+def rate(prompts, completions, answer, note, **columns):
     assert [prompt.split()[-1] for prompt in prompts] == note
     assert not any("<" in completion for completion in completions)  # no special tokens
     return [a + len(completion) / 1000 for a, completion in zip(answer, completions)]

@@ -108,6 +108,26 @@ def test_gdpo_equals_plain_loops():
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_groups_that_teach_have_advantages():
+    """In the first all weighted sums are 1, in the second GDPO's advantages cancel out."""
+    first, second = torch.tensor([[1.0, 0, 0, 1, 1, 0, 0, 0], [0, 0.5, 0.5, 0, 0, 0.5, 0, 0]])
+    cancel = torch.tensor([[0.0, 1, 0, 1], [1.0, 0, 1, 0]])
+    flags = dict(reward_fn=["a.py:a", "b.py:b"], reward_weights=[1.0, 2.0], group_size=4)
+    gdpo = flags | dict(multi_objective_aggregation="normalize_then_sum")
+    rewards = torch.stack([first, second])
+    for more, rows, expected in (
+        (flags, rewards, [False, True]),
+        (gdpo, rewards, [True, True]),
+        (gdpo | dict(reward_weights=[1.0, 1.0]), cancel, [False]),
+        (gdpo | dict(reward_weights=[0.0, 1.0]), cancel, [True]),
+    ):
+        args = Args(**more)
+        assert grpo.groups_that_teach(args, rows).tolist() == expected
+        if more is not flags:
+            found = gdpo_advantages(rows, torch.tensor(args.reward_weights), 4).view(-1, 4)
+            assert (found != 0).any(dim=1).tolist() == expected
+
+
 # --- one ratio for a completion: GSPO ------------------------------------------------------------
 
 
@@ -171,8 +191,13 @@ def test_cispo_weighs_the_gradient_of_log_pi_by_the_clipped_ratio(ratio, advanta
     old = torch.tensor([[-2.0]])
     logprobs = (old + math.log(ratio)).requires_grad_()
     arguments = (None, torch.tensor([advantage]), torch.ones(1, 1), 0.2, 0.28, 0.0)
-    loss, _ = grpo_loss(logprobs, old, *arguments, loss_type="cispo")
+    loss, sums = grpo_loss(logprobs, old, *arguments, loss_type="cispo")
     assert -loss.item() == pytest.approx(weight * advantage * (-2 + math.log(ratio)))
+    # It clips on both sides, whatever the sign of the advantage.
+    assert (sums["policy/clip_fraction_low"], sums["policy/clip_fraction_high"]) == (
+        weight == 0.8,
+        weight == 1.28,
+    )
     (-loss).backward()
     assert logprobs.grad.item() == pytest.approx(weight * advantage)
 
@@ -316,7 +341,8 @@ def test_token_weights_by_hand():
 # --- the reward ---------------------------------------------------------------------------------
 BREVITY = """
 def brevity(prompts, completions, **columns):
-    assert all(prompt.endswith("=") for prompt in prompts) and set(columns) == {"answer"}
+    assert all(prompt.endswith("=") for prompt in prompts)
+    assert set(columns) == {"answer", "completion_ids"}
     return [-len(completion) for completion in completions]
 """
 

@@ -64,15 +64,19 @@ def test_adapters_are_w_plus_two_b_a(architecture, tmp_path):
     assert len(adapter) == 2 * len(products)
 
 
-def test_experts_are_merged_too(tmp_path):
-    """transformers has those of a layer in one tensor, which peft adapts."""
-    model = family_model("Mixtral")
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Qwen2Moe"])
+def test_experts_are_adapted_and_merged_too(family, tmp_path):
+    """transformers has those of a layer in one tensor."""
+    model = family_model(family)
+    experts = [name for name, p in model.named_parameters() if p.dim() == 3]
     add_adapters(model, 3, seed=1)
+    adapted = [name for name, _ in model.named_parameters() if ".experts." in name]
+    assert len([name for name in adapted if "lora_A" in name]) == len(experts) >= 4
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.3)
     expected, _ = plain_logprobs(model, *SEQUENCES[0])
-    start, _ = plain_logprobs(family_model("Mixtral"), *SEQUENCES[0])
+    start, _ = plain_logprobs(family_model(family), *SEQUENCES[0])
     assert (expected - start).abs().max() > 0.01
     save_weights(model, tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -260,6 +264,17 @@ def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
 
 
 # --- refused --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_folder_of_adapters_alone(rank, run):
+    """transformers would load the model that it belongs to, and train that one."""
+    name, run_dir = run
+    model = load(name, run_dir / "adapter")
+    base = SPECS[name].module.Args.model
+    with pytest.raises(ValueError, match=f"--model: adapters of {base} alone; merge them first"):
+        add_adapters(model, rank, seed=1)
+        shard(model, CPU)
+
+
 def test_a_model_without_a_matrix_to_adapt():
     with pytest.raises(ValueError, match="target"):
         add_adapters(tiny_model("llama", num_hidden_layers=0), 4, seed=1)

@@ -192,7 +192,7 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     expected = {
         "objective/kl": kl.mean().item(),
         "reward/mean": rewards.mean().item(),
-        "reward/std": rewards.std().item(),
+        "reward/std": rewards.std(correction=0).item(),
         "policy/grad_norm": sum(g.square().sum() for g in gradients).sqrt().item(),
         "completions/length_mean": sum(map(len, completions)) / 16,
         "completions/truncated_fraction": sum(cut_off) / 16,
@@ -216,3 +216,9 @@ def test_groups_of_one_have_no_baseline_and_beta_0_loads_no_reference(tmp_path, 
     loaded = spy_on(monkeypatch, "load_model")
     assert run(tmp_path, group_size=1, baseline="none", beta=0.0).is_dir()
     assert len(loaded) == 1
+
+
+def test_a_rollout_of_one_completion_logs_numbers(tmp_path):
+    flags = dict(prompts_per_rollout=1, group_size=1, baseline="none")
+    _, row = metrics_of(run(tmp_path, **flags))
+    assert row["reward/std"] == 0 and all(math.isfinite(number) for number in row.values())

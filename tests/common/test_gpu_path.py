@@ -237,6 +237,29 @@ def test_a_captured_step_stays_on_its_device(name, graph):
     assert graph, "no step was captured"
 
 
+def test_after_a_capture_that_fails_its_stream_is_left(monkeypatch):
+    """`torch.cuda.graph` stays on it where the capture was invalidated."""
+    streams = ["the run's"]
+
+    class Graph:
+        def __init__(self, *_, **options):
+            pass
+
+        def __enter__(self):
+            streams.append("the capture's")
+
+        def __exit__(self, *error):
+            raise RuntimeError("the capture was invalidated")
+
+    for name, stand_in in dict(
+        CUDAGraph=object, graph=Graph, current_stream=lambda: streams[-1], set_stream=streams.append
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        common.generation.capture(lambda: None)
+    assert streams == ["the run's", "the capture's", "the run's"]
+
+
 # --- 2. devices -----------------------------------------------------------------------------------
 
 

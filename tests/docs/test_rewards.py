@@ -42,11 +42,11 @@ def test_thoughts_then_an_answer():
         "\n<think>2\nand 2</think>\n\n<answer>4</answer>\n": 1,
         "<answer>4</answer>": 0,
         "<think></think><answer>4</answer>": 0,  # no thought
-        "so: <think>2 and 2</think><answer>4</answer>": 0,
+        "2 and 2</think><answer>4</answer>": 1,  # the template has opened it
         "<think>2 and 2</think><answer>4</answer> I am sure": 0,
         "<think>2</think><think>2</think><answer>4</answer>": 0,
     }
-    assert formats.think([""] * 7, [*texts]) == [*texts.values()]
+    assert formats.think([""] * len(texts), [*texts]) == [*texts.values()]
 
 
 def test_shown_working():

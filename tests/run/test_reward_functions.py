@@ -71,9 +71,10 @@ def call(tokenizer):
     return call
 
 
-def test_a_function_gets_prompts_completions_and_columns(call):
-    def rule(prompts, completions, answer):
+def test_a_function_gets_prompts_completions_and_columns(call, tokenizer):
+    def rule(prompts, completions, answer, completion_ids):
         assert (prompts, completions, answer) == (["1+2=", "0+3="], TEXTS, ["3", "3"])
+        assert [tokenizer.decode(ids) for ids in completion_ids] == TEXTS
         return [1.3, -2]
 
     assert torch.equal(call(rule), torch.tensor([1.3, -2.0]))

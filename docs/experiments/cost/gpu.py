@@ -1,7 +1,7 @@
 """What to run on a GPU: each script for a few steps, with its default model and data.
 
 It says which scripts pass, and whether they decode with a CUDA graph. How fast a model of yours
-decodes and trains stands in its run's metrics: time/rollout_seconds, time/tokens_per_second.
+decodes and trains stands in its run's metrics: time/rollout_seconds, time/update_seconds.
 """
 
 import subprocess
