@@ -44,5 +44,5 @@ def test_gpt2_has_no_pad_and_no_bos():
     prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
-    with pytest.raises(sft.UnusableRow, match="prompt's last token is another one"):
+    with pytest.raises(sft.UnusableRow, match="prompt's last token changes with the completion"):
         sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"
