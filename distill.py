@@ -41,7 +41,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -127,7 +127,7 @@ def main(args: Args) -> Path:
 
     # --- data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
-    of_teacher = AutoTokenizer.from_pretrained(args.teacher)
+    of_teacher = load_tokenizer(args.teacher)
     if unknown := dict(tokenizer.get_vocab().items() - of_teacher.get_vocab().items()):
         raise ValueError(f"the tokenizer of {args.teacher} is not --model's: {[*unknown][:3]}")
     stop_ids = {*find_stop_ids(args.model, tokenizer)}

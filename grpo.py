@@ -53,7 +53,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import GenerationConfig
 
 from common.generation import generate
@@ -309,7 +309,7 @@ def main(args: Args) -> Path:
         shard(ref_model.requires_grad_(False), device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
-        vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+        vocabulary = load_tokenizer(args.reward_model).get_vocab()
         if not tokenizer.get_vocab().items() <= vocabulary.items():
             raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)

@@ -67,7 +67,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
@@ -652,7 +652,7 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int, device: torch.
     """A frozen classifier with one label, and under adapters the critic: its adapters, which are
     off while the model scores, and its head.
     """
-    vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+    vocabulary = load_tokenizer(args.reward_model).get_vocab()
     if not tokenizer.get_vocab().items() <= vocabulary.items():
         raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
     kind = AutoModelForSequenceClassification

@@ -27,9 +27,6 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
     if isinstance(model, PreTrainedModel):
-        if getattr(model, "_hf_peft_config_loaded", False):
-            base = model.name_or_path
-            raise ValueError(f"--model: adapters of {base} alone; merge them first (docs/lora.md)")
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
         set_types(model, device)

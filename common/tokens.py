@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 
-def load_tokenizer(source: str, chat_template_kwargs: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
+    if find_adapter_config_file(source):  # transformers would go on with the model below it
+        raise ValueError(f"--model: {source} holds adapters alone, merge them first (docs/lora.md)")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
     if unknown := [name for name in values if name not in str(tokenizer.chat_template)]:

@@ -264,15 +264,15 @@ def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
 
 
 # --- refused --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_folder_of_adapters_alone(rank, run):
+def test_a_folder_of_adapters_alone(run):
     """transformers would load the model that it belongs to, and train that one."""
     name, run_dir = run
-    model = load(name, run_dir / "adapter")
-    base = SPECS[name].module.Args.model
-    with pytest.raises(ValueError, match=f"--model: adapters of {base} alone; merge them first"):
-        add_adapters(model, rank, seed=1)
-        shard(model, CPU)
+    script, folder = SPECS[name].module, run_dir / "adapter"
+    for flag in ("model", "reward_model", "teacher"):
+        if hasattr(script.Args, flag):
+            args = script.Args(**SPECS[name].short_flags | {flag: str(folder)})
+            with pytest.raises(ValueError, match=f"{folder} holds adapters alone, merge them fir"):
+                script.main(args)
 
 
 def test_a_model_without_a_matrix_to_adapt():
