@@ -8,13 +8,14 @@ are made from them alone, so that headings and looks can be changed without new 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from docs.experiments.lib import drawing
 from docs.experiments.lib.drawing import Lines
 from docs.experiments.lib.metrics import Metric
-from docs.experiments.lib.runs import Run, for_each_seed, runs_of
+from docs.experiments.lib.runs import SEEDS, Run, for_each_seed, runs_of
 from docs.experiments.lib.tables import rounded, spread
 
 RESULTS = Path("docs/results")
@@ -43,6 +44,7 @@ class Experiment:
 
     name: str
     commands: dict[str, str] = field(default_factory=dict)  # by label
+    seeds: tuple[int, ...] = SEEDS  # of its commands
     tables: dict[str, Table] = field(default_factory=dict)  # by their name on the page
     figures: dict[str, Lines] = field(default_factory=dict)  # by NAME or NAME_...
     metrics: dict[str, list[Metric]] = field(default_factory=dict)  # other ones to keep, by label
@@ -62,7 +64,8 @@ class Experiment:
         if self.measure_all:
             return {"numbers": self.measure_all()}
         commands = {label: self.commands.get(label, "") for label in labels or self.commands}
-        runs = self.find_runs(commands) if self.find_runs else runs_by_label(commands)
+        find_runs = self.find_runs or partial(runs_by_label, seeds=self.seeds)
+        runs = find_runs(commands)
         numbers = for_each_seed(self.measure_seed) if self.measure_seed and not labels else {}
         for label, metric in self.kept_metrics():
             if label in runs and metric.of_run:
@@ -129,9 +132,9 @@ def saved_numbers(name: str, label: str, metric: str) -> list:
     return saved_results(name)["numbers"][label][metric]
 
 
-def runs_by_label(commands: dict[str, str]) -> dict[str, list[Run]]:
+def runs_by_label(commands: dict[str, str], seeds: tuple[int, ...] = SEEDS) -> dict[str, list[Run]]:
     """By label, the runs of its command."""
-    runs = runs_of(commands.values()) if commands else {}
+    runs = runs_of(commands.values(), seeds=seeds) if commands else {}
     return {label: runs[command] for label, command in commands.items()}
 
 

@@ -139,19 +139,21 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     return Run(folder)
 
 
-def runs_of(commands: Iterable[str], root: Path = Path()) -> dict[str, list[Run]]:
+def runs_of(
+    commands: Iterable[str], root: Path = Path(), seeds: tuple[int, ...] = SEEDS
+) -> dict[str, list[Run]]:
     """By command, its runs: one for each seed. Commands of one key are run once."""
     commands = [*dict.fromkeys(commands)]
     needed_first = [other for command in commands for other in MODEL_OF.findall(command)]
     for stage in (needed_first, commands):
         with ThreadPoolExecutor(JOBS) as pool:
             futures, keys = {}, {}
-            for command, seed in product(stage, SEEDS):
+            for command, seed in product(stage, seeds):
                 keys[command, seed] = key = key_of(command, seed, root)
                 if key not in futures:
                     futures[key] = pool.submit(run_of, command, seed, root)
     runs = {key: future.result() for key, future in futures.items()}
-    return {command: [runs[keys[command, seed]] for seed in SEEDS] for command in commands}
+    return {command: [runs[keys[command, seed]] for seed in seeds] for command in commands}
 
 
 def train(script: Any, **flags: Any) -> Run:
