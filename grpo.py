@@ -351,7 +351,8 @@ def main(args: Args) -> Path:
         rollout_time = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. In the first
-        # epoch's micro-batches: same padding, same rounding, so the first ratio is exactly 1.
+        # epoch's micro-batches: same padding, same rounding, so the first ratio is exactly 1 (but
+        # for --mask-truncated, whose micro-batches are others).
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
         batches = []

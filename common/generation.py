@@ -187,6 +187,8 @@ def can_pad_left(model: torch.nn.Module) -> bool:
             if difference <= tolerance:
                 return left_padded
             failure = f"its cache changes probabilities by {difference:.1%}"
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception as error:  # a cache of another form fails in its own way
             failure = repr(error)
         warnings.warn(f"generate: tried {left_padded=}, which fails: {failure}", stacklevel=2)

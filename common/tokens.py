@@ -1,6 +1,7 @@
 """Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
 
 import json
+import re
 import warnings
 from collections import Counter
 from contextlib import suppress
@@ -18,10 +19,11 @@ from transformers.utils.peft_utils import find_adapter_config_file
 def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
     if find_adapter_config_file(source):  # transformers would go on with the model below it
-        raise ValueError(f"--model: {source} holds adapters alone, merge them first (docs/lora.md)")
+        raise ValueError(f"{source} holds adapters alone: merge them first (docs/lora.md)")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
-    if unknown := [name for name in values if name not in str(tokenizer.chat_template)]:
+    words = re.findall(r"\w+", str(tokenizer.chat_template))
+    if unknown := values.keys() - {*words}:
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return tokenizer
@@ -113,6 +115,8 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         if text[-1]["role"] == "assistant" and answer(messages[-1]["content"]) not in rendered:
             raise UnusableRow("whose completion the chat template leaves out")
         ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    if not ids:
+        raise UnusableRow("with an empty prompt or completion")
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
@@ -163,18 +167,25 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
     else:
         prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
         ids = encode(tokenizer, prompt + completion)
+    if isinstance(completion, list) and completion[0]["role"] != "assistant":
+        raise UnusableRow("whose completion is not an assistant's turn")
     start = len(commonprefix([prompt_ids, ids]))  # it takes any sequences
     if start < len(prompt_ids):
         turns = prompt_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
         if start < len(commonprefix([prompt_ids, turns])):
             raise UnusableRow("whose prompt's last token changes with the completion: a space?")
         sampled, trained = tokenizer.decode(prompt_ids[start:]), tokenizer.decode(ids[start:])
-        trained = trained.partition(answer(content(completion[0])))[0]
+        said = answer(content(completion[0]))
+        if not said or said not in trained:
+            raise UnusableRow("whose answer begins as the chat template's opening of a thought")
+        trained = trained.partition(said)[0]
         difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
         warnings.warn(f"--chat-template-kwargs: other tokens: {difference}", stacklevel=2)
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     prompt_ids, completion_ids = prompt_ids[:start], [*ids[start:], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)
+    if end == 0 and isinstance(completion, list):  # no token of what the message says
+        raise UnusableRow("whose completion the chat template leaves out")
     return prompt_ids, completion_ids[: end + 1]
 
 

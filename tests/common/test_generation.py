@@ -155,7 +155,7 @@ def test_a_cache_of_the_models_own_is_not_padded():
 
 
 @pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
-def test_a_failing_cache_is_named_with_its_error(error, monkeypatch):
+def test_a_failing_cache_is_named_with_its_error_and_too_little_memory_is_none(error, monkeypatch):
     model = tiny_model("llama")
     forward = model.forward
 
@@ -165,7 +165,7 @@ def test_a_failing_cache_is_named_with_its_error(error, monkeypatch):
         return forward(use_cache=use_cache, **inputs)
 
     monkeypatch.setattr(model, "forward", fails_with_a_cache)
-    with pytest.raises(ValueError, match=f"{error.__name__}.*2 GiB"):
+    with pytest.raises(ValueError if error is KeyError else error, match="2 GiB"):
         sample(model, FAMILY_ROWS)
     assert not hasattr(model, "can_pad_left")
 

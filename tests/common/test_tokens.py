@@ -192,6 +192,15 @@ def test_templates_that_open_a_thought_keep_every_row(form, tokenizer):
     assert [expected in str(warning.message) for warning in caught] == [True] * (shared != asked)
 
 
+@pytest.mark.parametrize("reply", [",,1", "1,#</think>"])
+def test_an_answer_that_begins_as_the_opening_does_or_is_empty(reply, tokenizer):
+    """The place where the two depart would lie within the answer, or there is none."""
+    tokenizer.chat_template = CHAT.replace("m['content'] }}<", "m['content'].split('>')[-1] }}<")
+    tokenizer.chat_template += "{% if add_generation_prompt %},+{% endif %}"
+    with pytest.raises(UnusableRow, match="whose answer begins as the chat template's opening"):
+        encode_pair(tokenizer, [message("user", "5+6")], [message("assistant", reply)], [2])
+
+
 def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
     last = "m['content'].split('</think>')[-1]"
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
@@ -213,8 +222,8 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
     ):
         loaded = load_tokenizer(str(tmp_path), values)
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
-    with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \['thinking'\]"):
-        load_tokenizer(str(tmp_path), '{"thinking": true}')
+    with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
+        load_tokenizer(str(tmp_path), '{"thin": true}')
 
 
 def test_a_completion_ends_with_the_eos_and_without_one_with_the_first_stop_id(tokenizer):
@@ -252,6 +261,7 @@ def test_an_empty_prompt_or_completion_makes_a_row_unusable(prompt, completion, 
     ("template", "completion", "error"),
     [
         (CHAT, [message("assistant", "#"), message("assistant", "11")], "several messages"),
+        (CHAT, [message("user", "11")], "is not an assistant's turn"),
         # What is left would be EOS alone: training would teach to answer nothing.
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}",

@@ -1,10 +1,9 @@
 """docs/real.md: SmolLM2-135M-Instruct, which docs/real/unpack.py has put into runs/."""
 
-from typing import Any
-
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.metrics import Metric, at, average, last
+from docs.experiments.lib.metrics import Metric, at, first, last
 from docs.experiments.lib.runs import Run
+from docs.experiments.lib.tables import spread
 
 MODEL = "--model runs/SmolLM2-135M-Instruct"
 ON_POLICY = "--chat --beta 0 --num-minibatches 1 --micro-batch-size 8 --prompts-per-rollout 8"
@@ -26,4 +25,66 @@ COMMANDS = {
     "GRPO after SFT": f"grpo.py --model {{{SFT}}} {ON_SUMS}",
     "GRPO without SFT": f"grpo.py {MODEL} {ON_SUMS}",
 }
-EXPERIMENTS = ()
+
+
+def conversation(run: Run) -> list[dict]:
+    """Of the first held-out prompts, the completions before and after."""
+    last_step = run.samples()[-1]["step"]
+    found = []
+    for step in (0, last_step):
+        for sample in run.samples(step)[:3]:
+            kept = {name: sample[name] for name in ("step", "completion", "reward")}
+            found.append(kept | {"prompt": sample["prompt"][-1]["content"]})
+    return found
+
+
+def minutes(run: Run) -> float:
+    """Of the rollouts: sampling, scoring and the update."""
+    seconds = run.values("time/rollout_seconds").sum() + run.values("time/update_seconds").sum()
+    return seconds / 60
+
+
+ROLLOUTS = {"tone": (0, 2, 4, 6, 8, 10), "sums": (0, 4, 8, 12, 16)}
+ON_POLICY_METRICS = [
+    Metric("minutes", minutes),
+    last("policy/entropy"),
+    last("eval/length_mean"),
+    last("completions/truncated_fraction"),
+]
+METRICS = {
+    "tone": [
+        *(at("eval/reward", step) for step in ROLLOUTS["tone"]),
+        Metric("conversation", conversation),
+        *ON_POLICY_METRICS,
+    ],
+    "SFT": [first("eval/loss"), last("eval/loss")],
+}
+for label in ("GRPO after SFT", "GRPO without SFT"):
+    METRICS[label] = [at("eval/accuracy", step) for step in ROLLOUTS["sums"]]
+    METRICS[label] += [at("eval/pass_at_4", step) for step in (0, 16)] + ON_POLICY_METRICS
+
+
+def tables(results: dict) -> dict[str, dict]:
+    numbers = results["numbers"]
+    rows = []
+    for label in ("GRPO without SFT", "GRPO after SFT"):
+        found = numbers[label]
+        accuracies = [spread(found[f"eval/accuracy at {step}"], 2) for step in ROLLOUTS["sums"]]
+        passes = [spread(found[f"eval/pass_at_4 at {step}"], 2) for step in (0, 16)]
+        rows.append([label, *accuracies, " → ".join(passes), spread(found["minutes"], 0)])
+    tone = [spread(numbers["tone"][f"eval/reward at {step}"], 2) for step in ROLLOUTS["tone"]]
+    texts = []
+    shown = numbers["tone"]["conversation"][0]
+    for before, after in zip(shown[: len(shown) // 2], shown[len(shown) // 2 :], strict=True):
+        for name, sample in (("before", before), ("after", after)):
+            text = " ".join(sample["completion"].split())
+            texts.append([f'*{sample["prompt"]}* {name}, {sample["reward"]:.2f}: "{text}"'])
+    steps = [f"{step} rollouts" for step in ROLLOUTS["sums"]]
+    return {
+        "real sums": {"columns": ["", *steps, "pass@4", "minutes"], "rows": rows},
+        "real tone": {"columns": [f"{n} rollouts" for n in ROLLOUTS["tone"]], "rows": [tone]},
+        "real texts": {"rows": texts},
+    }
+
+
+EXPERIMENTS = (Experiment("real", COMMANDS, seeds=(1,), metrics=METRICS, more_tables=tables),)
