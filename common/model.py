@@ -120,11 +120,8 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
         return
     model.requires_grad_(False)
     torch.manual_seed(seed)  # of A
-    experts = []  # their matrices are one tensor, without a layer of their own
-    for path, module in model.named_modules():
-        if not isinstance(module, torch.nn.Conv1d):
-            own = module.named_parameters(path, recurse=False)
-            experts += [name for name, weight in own if weight.dim() == 3]
+    stacked = [name for name, weight in model.named_parameters() if weight.dim() == 3]
+    experts = [name for name in stacked if not name.endswith("weight")]  # no convolutions
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,

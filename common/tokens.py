@@ -115,8 +115,6 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         if text[-1]["role"] == "assistant" and answer(messages[-1]["content"]) not in rendered:
             raise UnusableRow("whose completion the chat template leaves out")
         ids = tokenizer(rendered, add_special_tokens=False).input_ids
-    if not ids:
-        raise UnusableRow("with an empty prompt or completion")
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
