@@ -38,12 +38,22 @@ def conversation(run: Run) -> list[dict]:
     return found
 
 
+def answers(run: Run) -> list[str]:
+    """To the sum that README shows, before and after."""
+    found = []
+    for step in (0, run.samples()[-1]["step"]):
+        shown = [s for s in run.samples(step) if s["prompt"][-1]["content"] == README_SUM]
+        found.append(" ".join(shown[0]["completion"].split()))
+    return found
+
+
 def minutes(run: Run) -> float:
     """Of the rollouts: sampling, scoring and the update."""
     seconds = run.values("time/rollout_seconds").sum() + run.values("time/update_seconds").sum()
     return seconds / 60
 
 
+README_SUM = "What is 61 + 67?"
 ROLLOUTS = {"tone": (0, 2, 4, 6, 8, 10), "sums": (0, 4, 8, 12, 16)}
 ON_POLICY_METRICS = [
     Metric("minutes", minutes),
@@ -62,6 +72,7 @@ METRICS = {
 for label in ("GRPO after SFT", "GRPO without SFT"):
     METRICS[label] = [at("eval/accuracy", step) for step in ROLLOUTS["sums"]]
     METRICS[label] += [at("eval/pass_at_4", step) for step in (0, 16)] + ON_POLICY_METRICS
+    METRICS[label] += [Metric("answers", answers)]
 
 
 def tables(results: dict) -> dict[str, dict]:
@@ -79,11 +90,22 @@ def tables(results: dict) -> dict[str, dict]:
         for name, sample in (("before", before), ("after", after)):
             text = " ".join(sample["completion"].split())
             texts.append([f'*{sample["prompt"]}* {name}, {sample["reward"]:.2f}: "{text}"'])
+    untrained, trained = numbers["GRPO without SFT"], numbers["GRPO after SFT"]
+    readme = []
+    for name, found, step in (
+        ("before", untrained, 0),
+        ("after `sft.py` on 64 sums", trained, 0),
+        ("after 16 rollouts of `grpo.py`", trained, 16),
+    ):
+        text = found["answers"][0][step > 0]
+        accuracy = spread(found[f"eval/accuracy at {step}"], 2)
+        readme.append([f'{name} (right: {accuracy}): "{text}"'])
     steps = [f"{step} rollouts" for step in ROLLOUTS["sums"]]
     return {
         "real sums": {"columns": ["", *steps, "pass@4", "minutes"], "rows": rows},
         "real tone": {"columns": [f"{n} rollouts" for n in ROLLOUTS["tone"]], "rows": [tone]},
         "real texts": {"rows": texts},
+        "real readme": {"rows": readme},
     }
 
 
