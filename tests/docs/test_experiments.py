@@ -40,7 +40,8 @@ def test_what_an_experiment_declares_is_in_its_results(name):
             *results.get("numbers", {}).values(),
             *results.get("curves", {}).values(),
         ):
-            assert {len(of_seeds) for of_seeds in of_metrics.values()} == {len(runs.SEEDS)}
+            seeds = experiment.seeds or runs.SEEDS
+            assert {len(of_seeds) for of_seeds in of_metrics.values()} == {len(seeds)}
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if EXPERIMENTS[name].commands])

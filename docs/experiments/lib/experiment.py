@@ -15,7 +15,7 @@ from typing import Any
 from docs.experiments.lib import drawing
 from docs.experiments.lib.drawing import Lines
 from docs.experiments.lib.metrics import Metric
-from docs.experiments.lib.runs import SEEDS, Run, for_each_seed, runs_of
+from docs.experiments.lib.runs import Run, for_each_seed, runs_of
 from docs.experiments.lib.tables import rounded, spread
 
 RESULTS = Path("docs/results")
@@ -44,7 +44,6 @@ class Experiment:
 
     name: str
     commands: dict[str, str] = field(default_factory=dict)  # by label
-    seeds: tuple[int, ...] = SEEDS  # of its commands
     tables: dict[str, Table] = field(default_factory=dict)  # by their name on the page
     figures: dict[str, Lines] = field(default_factory=dict)  # by NAME or NAME_...
     metrics: dict[str, list[Metric]] = field(default_factory=dict)  # other ones to keep, by label
@@ -55,6 +54,7 @@ class Experiment:
     # Tables and axes, by name, of what docs/results/NAME.json holds.
     more_tables: Callable[[dict], dict[str, dict]] | None = None
     draw: Callable[[dict], dict[str, Any]] | None = None
+    seeds: tuple[int, ...] | None = None  # of its commands; None: five
 
     def keeps_results(self) -> bool:
         return bool(self.commands or self.measure_seed or self.measure_all or self.find_runs)
@@ -132,7 +132,9 @@ def saved_numbers(name: str, label: str, metric: str) -> list:
     return saved_results(name)["numbers"][label][metric]
 
 
-def runs_by_label(commands: dict[str, str], seeds: tuple[int, ...] = SEEDS) -> dict[str, list[Run]]:
+def runs_by_label(
+    commands: dict[str, str], seeds: tuple[int, ...] | None = None
+) -> dict[str, list[Run]]:
     """By label, the runs of its command."""
     runs = runs_of(commands.values(), seeds=seeds) if commands else {}
     return {label: runs[command] for label, command in commands.items()}

@@ -140,9 +140,10 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
 
 
 def runs_of(
-    commands: Iterable[str], root: Path = Path(), seeds: tuple[int, ...] = SEEDS
+    commands: Iterable[str], root: Path = Path(), seeds: tuple[int, ...] | None = None
 ) -> dict[str, list[Run]]:
     """By command, its runs: one for each seed. Commands of one key are run once."""
+    seeds = seeds or SEEDS
     commands = [*dict.fromkeys(commands)]
     needed_first = [other for command in commands for other in MODEL_OF.findall(command)]
     for stage in (needed_first, commands):

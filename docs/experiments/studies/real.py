@@ -53,7 +53,7 @@ def minutes(run: Run) -> float:
     return seconds / 60
 
 
-README_SUM = "What is 61 + 67?"
+README_SUM = "What is 55 + 92?"  # one that it learns
 ROLLOUTS = {"tone": (0, 2, 4, 6, 8, 10), "sums": (0, 4, 8, 12, 16)}
 ON_POLICY_METRICS = [
     Metric("minutes", minutes),
