@@ -444,7 +444,7 @@ def main(args: Args) -> Path:
 
 
 def shuffled(rows: list, seed: int, skip: int) -> Iterator:
-    """All rows in a random order, then in another, without end; without the first `skip`."""
+    """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
     orders = (torch.randperm(len(rows), generator=rng) for _ in count())
     return islice((rows[i] for order in orders for i in order), skip, None)

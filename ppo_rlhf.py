@@ -23,7 +23,7 @@ over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R
 --kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, and r_t no KL.
 Deviations from the paper: no pretraining gradients; whitened advantages and clipped values, as in
 the code that InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion
-counts as ended; a linear decay and AdamW's beta2 of 0.999, no constant rate and 0.95.
+counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.95].
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
@@ -466,7 +466,7 @@ def main(args: Args) -> Path:
 
 
 def shuffled(rows: list, seed: int, skip: int) -> Iterator:
-    """All rows in a random order, then in another, without end; without the first `skip`."""
+    """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
     orders = (torch.randperm(len(rows), generator=rng) for _ in count())
     return islice((rows[i] for order in orders for i in order), skip, None)

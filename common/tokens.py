@@ -19,7 +19,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
     if find_adapter_config_file(source):  # transformers would go on with the model below it
-        raise ValueError(f"{source} holds adapters alone: merge them first (docs/lora.md)")
+        flags = "--model, --reward-model, --teacher"
+        raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
     words = re.findall(r"\w+", str(tokenizer.chat_template))
@@ -178,7 +179,7 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
             raise UnusableRow("whose answer begins as the chat template's opening of a thought")
         trained = trained.partition(said)[0]
         difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
-        warnings.warn(f"--chat-template-kwargs: other tokens: {difference}", stacklevel=2)
+        warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     prompt_ids, completion_ids = prompt_ids[:start], [*ids[start:], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)

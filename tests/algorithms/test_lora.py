@@ -271,7 +271,7 @@ def test_a_folder_of_adapters_alone(run):
     for flag in ("model", "reward_model", "teacher"):
         if hasattr(script.Args, flag):
             args = script.Args(**SPECS[name].short_flags | {flag: str(folder)})
-            with pytest.raises(ValueError, match=f"{folder} holds adapters alone: merge them fir"):
+            with pytest.raises(ValueError, match=f"merge the adapters in {folder} first"):
                 script.main(args)
 
 
