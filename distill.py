@@ -150,7 +150,7 @@ def main(args: Args) -> Path:
     def sample(prompts: list[StudentPrompt], rng: Generator) -> Sequences:
         """A completion for each prompt: pairs (prompt, completion) of token ids."""
         prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids = generate(
+        completion_ids, _ = generate(
             policy,
             prompt_ids,
             max_new_tokens=args.max_new_tokens,

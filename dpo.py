@@ -371,7 +371,7 @@ def evaluate(
 
     prompts = [pair.prompt for pair in pairs]
     prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids = generate(
+    completion_ids, _ = generate(
         policy,
         prompt_ids,
         max_new_tokens=args.max_new_tokens,

@@ -11,7 +11,9 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
-Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes.
+Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. Where a policy
+pi_sampler other than pi_old has sampled, --importance-cap C multiplies the loss of o_i by the
+constant min(prod_t pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -51,6 +53,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -58,7 +61,7 @@ from transformers import GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
-from common.logprobs import rollout_logprobs
+from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
@@ -125,6 +128,8 @@ class Args:
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     # leave cut-off completions out of the loss (DAPO) and its means: the others then weigh more
     mask_truncated: bool = False
+    # cap C of a completion's weight, where another program samples (usual: 2); 0: no weights
+    importance_cap: NonNegativeFloat = 0.0
     # a ratio for each token (GRPO), or one for the whole completion (GSPO)
     importance_sampling_level: Literal["token", "sequence"] = "token"
     # advantages of the summed rewards, or of each reward before they are summed (GDPO)
@@ -342,7 +347,9 @@ def main(args: Args) -> Path:
         # 1. Roll out and score: G completions per prompt, from the policy as it is now.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        sequences, all_rewards, num_prompts = roll_out(args, sample, reward_fns, next_prompts, rng)
+        sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
+            args, sample, reward_fns, next_prompts, rng
+        )
         state["prompts_read"] += num_prompts
         rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
@@ -358,7 +365,7 @@ def main(args: Args) -> Path:
         batches = []
         for minibatch in epochs[0]:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs = ref_logprobs = None
+        old_logprobs, ref_logprobs = torch.zeros_like(sampler_logprobs), None
         if needs_old_logprobs:
             old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
         if ref_model is not None:
@@ -394,12 +401,18 @@ def main(args: Args) -> Path:
                         policy, sequences, inds, args.temperature, entropy=True
                     )
                     idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
+                    if not needs_old_logprobs:
+                        old_logprobs[idx] = logprobs.detach()
+                    step_weights = weights[inds].to(device, non_blocking=True)
+                    if args.importance_cap > 0:
+                        log_ratio = (old_logprobs - sampler_logprobs)[idx].sum(dim=1, keepdim=True)
+                        step_weights *= log_ratio.exp().clamp(max=args.importance_cap)
                     loss, loss_sums = grpo_loss(
                         logprobs,
-                        logprobs.detach() if old_logprobs is None else old_logprobs[idx],
+                        old_logprobs[idx],
                         None if ref_logprobs is None else ref_logprobs[idx],
                         advantages[idx],
-                        weights[inds].to(device, non_blocking=True),
+                        step_weights,
                         clip_low=args.clip_coef,
                         clip_high=args.clip_coef_high or args.clip_coef,
                         beta=0.0 if kl_in_reward else args.beta,
@@ -417,6 +430,10 @@ def main(args: Args) -> Path:
 
         # 5. Log, evaluate, save.
         metrics = rollout_metrics(args, all_rewards, lengths, ended, sums, grad_norms)
+        if not needs_old_logprobs:
+            all_reduce_sum(old_logprobs)
+        is_trained = (weights > 0).to(device)
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, is_trained)
         metrics["prompts/sampled"] = num_prompts
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
@@ -426,7 +443,7 @@ def main(args: Args) -> Path:
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_logprobs is not None and old_logprobs is not None:
+            if ref_logprobs is not None and needs_old_logprobs:
                 columns["log_ratio"] = old_logprobs - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
@@ -452,18 +469,18 @@ def shuffled(rows: list, seed: int, skip: int) -> Iterator:
 
 def roll_out(
     args: Args, sample: Callable, reward_fns: dict, prompts: Iterator[Prompt], rng: Generator
-) -> tuple[Sequences, Tensor, int]:
-    """G completions for each of --prompts-per-rollout prompts, with rewards (K, B), and the number
-    of prompts taken.
+) -> tuple[Sequences, Tensor, Tensor, int]:
+    """G completions for each of --prompts-per-rollout prompts, with the log-probs (B, T) with which
+    they were sampled, rewards (K, B), and the number of prompts taken.
 
     Completions with equal rewards teach nothing. In all rounds but the last, the next prompts take
     the places of such groups (dynamic sampling, DAPO).
     """
-    sequences, rewards, num_prompts = [], [], 0
+    sequences, logprobs, rewards, num_prompts = [], [], [], 0
     for sampling_round in range(1, args.max_sampling_rounds + 1):
         missing = args.prompts_per_rollout - len(sequences) // args.group_size
         round_prompts = [p for p in islice(prompts, missing) for _ in range(args.group_size)]
-        round_sequences = sample(round_prompts, args.temperature, rng)
+        round_sequences, round_logprobs = sample(round_prompts, args.temperature, rng)
         each_reward = [fn(round_prompts, round_sequences) for fn in reward_fns.values()]
         round_rewards = torch.stack(each_reward)  # (K, missing x G)
         num_prompts += missing
@@ -471,10 +488,13 @@ def roll_out(
         keep = groups_that_teach(args, round_rewards) | is_last_round
         keep = keep.repeat_interleave(args.group_size)
         sequences += [round_sequences[i] for i in keep.nonzero()]
+        logprobs += [*round_logprobs[keep]]  # (T,) each, of the round's longest completion
         rewards.append(round_rewards[:, keep])
         if len(sequences) == args.prompts_per_rollout * args.group_size:
             break
-    return sequences, torch.cat(rewards, dim=1), num_prompts
+    longest = max(len(ids) for _, ids in sequences)
+    logprobs = pad_sequence(logprobs, batch_first=True)[:, :longest]
+    return sequences, logprobs, torch.cat(rewards, dim=1), num_prompts
 
 
 def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
@@ -489,10 +509,12 @@ def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
 
 def sample_completions(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> Sequences:
-    """A completion for each prompt: pairs (prompt, completion) of token ids."""
+) -> tuple[Sequences, Tensor]:
+    """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
+    (B, T) with which they were sampled.
+    """
     prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids = generate(
+    completion_ids, sampler_logprobs = generate(
         policy,
         prompt_ids,
         max_new_tokens=args.max_new_tokens,
@@ -501,7 +523,7 @@ def sample_completions(
         rng=rng,
         batch_size=args.generation_batch_size,
     )
-    return list(zip(prompt_ids, completion_ids, strict=True))
+    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
 def rollout_metrics(
@@ -552,7 +574,7 @@ def evaluate(
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
     n = args.eval_samples
     prompts = [prompt for prompt in prompts for _ in range(n)]
-    sequences = sample(prompts, args.eval_temperature, rng)
+    sequences, _ = sample(prompts, args.eval_temperature, rng)
     if eval_fn is not None:
         rewards = eval_fn(prompts, sequences).tolist()
     else:

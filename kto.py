@@ -323,7 +323,7 @@ def evaluate(
     held_out = kto_metrics(args, logratios, z0, labels)
     prompts = [row.prompt for row in rows]
     prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids = generate(
+    completion_ids, _ = generate(
         policy,
         prompt_ids,
         max_new_tokens=args.max_new_tokens,

@@ -71,7 +71,7 @@ from transformers import GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
-from common.logprobs import rollout_logprobs
+from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
@@ -348,7 +348,7 @@ def main(args: Args) -> Path:
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompts = [*islice(next_prompts, args.prompts_per_rollout)]
-        sequences = sample(prompts, args.temperature, rng)  # B of each
+        sequences, sampler_logprobs = sample(prompts, args.temperature, rng)  # B of each
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
@@ -432,6 +432,7 @@ def main(args: Args) -> Path:
         # 6. Log, adapt beta, evaluate, save.
         num_steps = len(policy_grad_norms)
         metrics = rollout_metrics(rewards, lengths, ended, sums, trained_tokens, num_steps)
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
         metrics["policy/grad_norm"] = np.mean(policy_grad_norms)
         metrics["value/grad_norm"] = np.mean(critic_grad_norms)
         metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
@@ -474,10 +475,12 @@ def shuffled(rows: list, seed: int, skip: int) -> Iterator:
 
 def sample_completions(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> Sequences:
-    """A completion for each prompt: pairs (prompt, completion) of token ids."""
+) -> tuple[Sequences, Tensor]:
+    """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
+    (B, T) with which they were sampled.
+    """
     prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids = generate(
+    completion_ids, sampler_logprobs = generate(
         policy,
         prompt_ids,
         max_new_tokens=args.max_new_tokens,
@@ -486,7 +489,7 @@ def sample_completions(
         rng=rng,
         batch_size=args.generation_batch_size,
     )
-    return list(zip(prompt_ids, completion_ids, strict=True))
+    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
 def rollout_metrics(
@@ -525,7 +528,7 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
-    sequences = sample(prompts, args.eval_temperature, rng)
+    sequences, _ = sample(prompts, args.eval_temperature, rng)
     if eval_fn is not None:
         rewards = eval_fn(prompts, sequences).tolist()
     else:

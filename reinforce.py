@@ -51,9 +51,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import shard
-from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
+from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
+from common.ranks import leave_processes
 from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, report_rows
 from common.tokens import rollout_row
 
@@ -161,10 +163,11 @@ def main(args: Args) -> Path:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[Prompt], rng: Generator) -> Sequences:
-        """A completion for each prompt: pairs (prompt, completion) of token ids."""
+    def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, Tensor]:
+        """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
+        (B, T) with which they were sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids = generate(
+        completion_ids, sampler_logprobs = generate(
             policy,
             prompt_ids,
             max_new_tokens=args.max_new_tokens,
@@ -173,7 +176,7 @@ def main(args: Args) -> Path:
             rng=rng,
             batch_size=args.generation_batch_size,
         )
-        return list(zip(prompt_ids, completion_ids, strict=True))
+        return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
     evaluate_policy = partial(evaluate, args, sample, reward_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
@@ -192,7 +195,7 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences = sample(prompts, rng)  # B, as many as prompts
+        sequences, sampler_logprobs = sample(prompts, rng)  # B, as many as prompts
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Returns: rewards, minus beta times the log-ratio to the reference.
@@ -208,22 +211,27 @@ def main(args: Args) -> Path:
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        old_logprobs = torch.zeros_like(sampler_logprobs)  # of the same policy: a check
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
             loss = policy_gradient_loss(logprobs, advantages[idx], num_completions=len(sequences))
             loss.backward()
+            old_logprobs[idx] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
         optimizer.zero_grad()
 
         # 4. Log, evaluate, save.
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
-        metrics = {
+        lengths = torch.tensor([len(completion) for _, completion in sequences], device=device)
+        mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
+        all_reduce_sum(old_logprobs)
+        metrics = sampling_metrics(old_logprobs, sampler_logprobs, mask) | {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
             "policy/grad_norm": grad_norm,
-            "completions/length_mean": np.mean([len(completion) for _, completion in sequences]),
+            "completions/length_mean": lengths.float().mean().item(),
             "completions/truncated_fraction": np.mean(truncated),
         }
         columns = {"reward": rewards, "advantage": advantages, "truncated": torch.tensor(truncated)}
@@ -251,7 +259,7 @@ def evaluate(
     args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list[Prompt]
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    sequences = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
+    sequences, _ = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
     rewards = reward_fn(prompts, sequences).tolist()
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):

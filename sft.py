@@ -209,7 +209,7 @@ def evaluate(
     num_tokens = sum(len(completion) for _, completion in sequences)
     batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
     logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    completions = generate(
+    completions, _ = generate(
         policy,
         [row.prompt_ids for row in data[: args.eval_samples]],
         max_new_tokens=args.max_new_tokens,

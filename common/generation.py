@@ -6,8 +6,7 @@ checkpoint's generation config says. `logprobs.py` has that distribution's log-p
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,25 +15,27 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from common.logprobs import OutputHead, head_logits
+from common.logprobs import backbone, head_logits, output_head
 from common.model import autocast, unsharded, use_bfloat16
-from common.ranks import RANK, WORLD_SIZE, all_gather
+from common.ranks import RANK, WORLD_SIZE, all_gather, all_reduce_sum
 from common.tokens import pad_rows
 
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
 
 
-def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (B,) from softmax(logits (B, V) / temperature), by inversion: the first token whose
-    cumulative probability exceeds its number in uniform (B,), float64 in [0, 1).
+    cumulative probability exceeds its number in uniform (B,), float64 in [0, 1). And their
+    log-probs (B,) under that distribution.
     """
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        return logits.argmax(dim=-1), torch.zeros(len(logits), device=logits.device)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    return tokens.squeeze(1).clamp(max=logits.shape[-1] - 1)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B, 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1)
 
 
 @torch.no_grad()
@@ -47,8 +48,9 @@ def generate(
     stop_ids: list[int],
     rng: torch.Generator,
     batch_size: int | None = None,
-) -> list[list[int]]:
-    """Sample a completion (token ids) for each prompt (token ids), `batch_size` at a time.
+) -> tuple[list[list[int]], Tensor]:
+    """Sample a completion (token ids) for each prompt (token ids), `batch_size` at a time. Returns
+    them with the log-probs (B, T) with which their tokens were drawn, 0 after the end.
 
     Sampling stops at the first token in `stop_ids` (a list that may be empty), which is kept, or
     after `max_new_tokens`. Temperature 0 is greedy. A ValueError if the causal model's logits
@@ -60,7 +62,8 @@ def generate(
     uniform = uniform.to(model.device)
     start, end = len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE
     groups, completions = defaultdict(list), {}
-    with unsharded(model), autocast(model.device), float32_head(model):
+    logprobs = torch.zeros(uniform.shape, device=model.device)  # (B, max_new_tokens)
+    with unsharded(model), autocast(model.device):
         if end > start and not hasattr(model, "can_pad_left"):
             model.can_pad_left = can_pad_left(model)
         for i in range(start, end):  # which can share a batch: all, or those of one length
@@ -68,23 +71,29 @@ def generate(
         for group in groups.values():
             for batch in torch.tensor(group).split(batch_size or len(group)):
                 batch_prompts = [prompts[i] for i in batch]
-                decoded = decode(model, batch_prompts, uniform[batch], temperature, stop_ids)
+                decoded, logprobs[batch] = decode(
+                    model, batch_prompts, uniform[batch], temperature, stop_ids
+                )
                 completions.update(zip(batch.tolist(), decoded, strict=True))
-    return all_gather([completions[i] for i in range(start, end)])
+    completions = all_gather([completions[i] for i in range(start, end)])
+    longest = max(map(len, completions), default=0)
+    return completions, all_reduce_sum(logprobs)[:, :longest]
 
 
-def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> list:
+def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> tuple:
     """`generate` on one rank, with its random numbers (B, max_new_tokens)."""
     decoder = make_decoder(model, prompts, uniform.shape[1], model.can_pad_left)
     logits = decoder.prompt_logits()  # (B, V)
     stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
     sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
+    logprobs = torch.zeros(uniform.shape, device=model.device)
     rows = torch.arange(len(prompts), device=model.device)  # of `sampled`, of the batch's sequences
     ended = torch.zeros_like(rows, dtype=torch.bool)
     interval = 1 if model.device.type == "cpu" else 8  # tokens: reading `ended` stalls a GPU
     for t in range(uniform.shape[1]):
-        tokens = sample_tokens(logits, temperature, uniform[rows, t])
+        tokens, token_logprobs = sample_tokens(logits, temperature, uniform[rows, t])
         sampled[rows, t] = tokens.masked_fill(ended, -1)
+        logprobs[rows, t] = token_logprobs
         ended |= torch.isin(tokens, stop)
         if (t + 1) % interval == 0:
             running = (~ended).nonzero().squeeze(1)
@@ -95,7 +104,8 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
                 decoder.select(running)
         if t + 1 < uniform.shape[1]:
             logits = decoder.next_logits(tokens)
-    return [[token for token in row if token >= 0] for row in sampled.tolist()]
+    completions = [[token for token in row if token >= 0] for row in sampled.tolist()]
+    return completions, logprobs * (sampled >= 0)
 
 
 def make_decoder(model: Any, prompts: list, max_new_tokens: int, left_padded: bool) -> "Decoder":
@@ -117,8 +127,10 @@ class Decoder:
     """
 
     def __init__(self, model: Any, prompts: list, left_padded: bool):
-        self.model, self.left_padded = model, left_padded
-        self.cache = None
+        self.left_padded, self.cache = left_padded, None
+        self.backbone, self.head = backbone(model), output_head(model)
+        if use_bfloat16(model.device):
+            self.head = self.head._replace(weight=self.head.weight.bfloat16())
         ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
         self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
         if left_padded:
@@ -148,10 +160,13 @@ class Decoder:
         inputs = {"input_ids": self.tokens, "cache": self.cache}
         if self.left_padded:  # without padding the model counts positions itself
             inputs |= {"attention_mask": self.mask, "position_ids": self.positions}
-        output = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        output = self.backbone(**inputs, use_cache=True)
         self.positions += 1  # in place, so that a graph does it too
         self.cache = output.cache
-        return output.logits[:, -1]
+        hidden = output.last_hidden_state[:, -1]  # (B, d)
+        # The head of logprobs.py: what is sampled from is what is trained.
+        buffer = torch.empty(len(hidden), len(self.head.weight), device=hidden.device)
+        return head_logits(hidden, buffer, self.head)
 
     def can_drop(self, num_ended: int) -> bool:
         """Whether `num_ended` of the sequences should be dropped now."""
@@ -196,26 +211,6 @@ def can_pad_left(model: torch.nn.Module) -> bool:
 
 
 # --- CUDA-only: skip it on a first reading -----------------------------------------------------
-@contextmanager
-def float32_head(model: torch.nn.Module) -> Iterator[None]:
-    """Logits in float32, as in `logprobs.py`: what is sampled from is what is trained. In bfloat16
-    those between 16 and 32 are multiples of 0.125.
-    """
-    module = model.get_output_embeddings()
-    if not use_bfloat16(model.device) or not isinstance(module, torch.nn.Linear):
-        yield
-        return
-    head = OutputHead(module.weight.bfloat16(), module.bias, 1.0, None)  # the model scales and caps
-
-    def last_logits(hidden: Tensor) -> Tensor:
-        buffer = torch.empty(len(hidden), len(head.weight), device=hidden.device)
-        return head_logits(hidden[:, -1], buffer, head)[:, None]
-
-    module.forward = last_logits
-    yield  # an error here ends the process
-    del module.forward
-
-
 class GraphDecoder(Decoder):
     """A CUDA graph launches all kernels of a step: one by one, launching takes longer than running.
     It reads the memory that it was captured with: sizes are fixed, tokens change in place.
@@ -247,14 +242,13 @@ class GraphDecoder(Decoder):
 
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Record the kernels of `step` without running them; returns what replays them."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),  # back to it if the capture fails
         # CUDA calls of other threads, such as NCCL's, must not invalidate the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = step()
-    except RuntimeError:
-        torch.cuda.set_stream(stream)  # torch stays on the capture's if that is invalidated
-        raise
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        output = step()
 
     def replay() -> Tensor:
         graph.replay()

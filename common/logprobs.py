@@ -1,9 +1,10 @@
-"""Log-probs, in nats: `plain_logprobs` is the definition, the rest makes it fast and small.
+"""Log-probs log pi(y_t | x, y_<t), in nats, without all logits at once.
 
 A sequence is a pair (prompt, completion) of token ids. What is computed from B of them is (B, T):
 column t belongs to token t of the completion, and is 0 after its end.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,18 +17,7 @@ from common.tokens import pad_rows
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
 MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
-NOT_CAUSAL = ("xlnet", "cpmant")  # model types in which later tokens change earlier ones
-
-
-def plain_logprobs(model: Any, prompt: list, completion: list, temperature: float = 1.0) -> tuple:
-    """The definition, for one sequence: log pi(y_t | x, y_<t), and the entropy of pi(. | x, y_<t).
-    Both (T,), with pi = softmax(logits / temperature). Only tests call it: all logits are there.
-    """
-    ids = torch.tensor([prompt + completion], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]  # (T, V)
-    log_p = (logits.float() / temperature).log_softmax(dim=-1)
-    logprobs = log_p.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-    return logprobs, -(log_p.exp() * log_p).sum(dim=-1)
+MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone was seen to make 0.0004
 
 
 @forward_method
@@ -51,7 +41,7 @@ def completion_logprobs(
     row, before, t, tokens = places.to(model.device, non_blocking=True)
     ids = ids.to(model.device, non_blocking=True)
     hidden = hidden_states.__wrapped__(model, ids)  # (b, L, d)
-    head = output_head(model, ids[:1, :1])
+    head = output_head(model)
     hidden = hidden[row, before]  # (N, d): that at t - 1 predicts token t
     values = ChunkedLogprobs.apply(hidden, tokens[:, None], temperature, entropy, *head)
     empty = torch.zeros(len(inds), width, device=ids.device)
@@ -64,10 +54,13 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
     """The last hidden states (b, L, d) of token ids (b, L), from which a head computes values. Rows
     are padded on the right, which needs no attention mask: attention only looks back.
     """
-    # Llama 4 and Mllama are their own base model.
-    backbone = model.get_decoder().model if model.base_model is model else model.base_model
     with autocast(ids.device):
-        return backbone(input_ids=ids, use_cache=False).last_hidden_state
+        return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def backbone(model: Any) -> torch.nn.Module:
+    """All but the head. Llama 4 and Mllama are their own base model."""
+    return model.get_decoder().model if model.base_model is model else model.base_model
 
 
 @torch.no_grad()
@@ -83,6 +76,18 @@ def rollout_logprobs(
         idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
         logprobs[idx] = completion_logprobs(model, sequences, inds, temperature)
     return all_reduce_sum(logprobs)
+
+
+def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the policy that sampled is from pi_old, which should be the same: over the tokens of
+    the mask (B, T) the mean of k3, an estimate of KL(pi_sampler || pi_old), and the largest ratio
+    pi_old / pi_sampler. A warning if these are two policies.
+    """
+    log_ratio = mask * (logprobs - sampler_logprobs).double()
+    kl = ((log_ratio.expm1() - log_ratio).sum() / mask.sum().clamp(min=1)).item()
+    if kl > MAX_SAMPLING_KL:
+        warnings.warn("policy/sampling_kl: what samples is not what is trained", stacklevel=2)
+    return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": log_ratio.exp().max().item()}
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
@@ -194,13 +199,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
 
 
-def output_head(model: Any, token: Tensor) -> OutputHead:
-    """The model's output head, tried once on one token (1, 1). A ValueError if the model computes
+def output_head(model: Any) -> OutputHead:
+    """The model's output head, tried once on two tokens. A ValueError if the model computes
     its logits in a way that `OutputHead` cannot express.
     """
     module, config = model.get_output_embeddings(), model.config.get_text_config()
     unknown = ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")
-    if not isinstance(module, torch.nn.Linear) or config.model_type in NOT_CAUSAL:
+    if not isinstance(module, torch.nn.Linear):
         raise unknown
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -210,11 +215,12 @@ def output_head(model: Any, token: Tensor) -> OutputHead:
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
         types = {weight.dtype for weight in model.parameters()}  # frozen ones may be bfloat16
-        cast = torch.autocast(token.device.type, torch.bfloat16, enabled=len(types) > 1)
+        cast = torch.autocast(model.device.type, torch.bfloat16, enabled=len(types) > 1)
         with torch.no_grad(), cast:
             # Not model(...): sharded, it would begin a forward pass within the one that is running.
-            output = model.forward(input_ids=token, use_cache=False, output_hidden_states=True)
-            expected, hidden = output.logits[0].float(), output.hidden_states[-1][0]
+            inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
+            expected = model.forward(**inputs).logits[0].float()
+            hidden = backbone(model).forward(**inputs).last_hidden_state[0]
             tolerance = 1e-5 if types == {torch.float32} else 1e-2
             model.head_is_known = hidden.shape[1:] == head.weight.shape[1:] and bool(
                 (head_logits(hidden, torch.empty_like(expected), head) - expected).norm()

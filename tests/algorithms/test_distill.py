@@ -125,7 +125,7 @@ def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch
 
     for step, (weights, gradient, clipped_to) in enumerate(steps, start=1):
         set_weights(policy, weights)
-        (_, prompts, *_), completions = sampled[step]  # the first is an evaluation
+        (_, prompts, *_), (completions, _) = sampled[step]  # the first is an evaluation
         advantages, kl = [], 0.0
         for pair in zip(prompts, completions, strict=True):
             logprobs, rewards = token_rewards(*pair)
@@ -143,7 +143,7 @@ def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch
         assert rows[step]["completions/truncated_fraction"] == pytest.approx(cut_off)
 
     # The evaluation, after the last step.
-    policy, ((_, prompts, *_), completions) = plain_model(run_dir), sampled[-1]
+    policy, ((_, prompts, *_), (completions, _)) = plain_model(run_dir), sampled[-1]
     pairs = zip(prompts, completions, read(run_dir / "samples.jsonl")[-4:], strict=True)
     totals = []
     for prompt, completion, sample in pairs:

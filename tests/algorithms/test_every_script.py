@@ -25,8 +25,8 @@ EACH = pytest.mark.parametrize("name", SPECS)
 # --- flags --------------------------------------------------------------------------------------
 MAY_BE_ZERO = set(
     "seed log_rollouts_every lora_rank train_layers warmup_ratio weight_decay center_coef gamma "
-    "missing_eos_penalty overlong_buffer gae_lambda vf_coef ent_coef label_smoothing nll_coef "
-    "eval_temperature discount".split()
+    "missing_eos_penalty overlong_buffer importance_cap gae_lambda vf_coef ent_coef "
+    "label_smoothing nll_coef eval_temperature discount".split()
 )
 ALSO_ZERO = {"sft": "temperature", "reinforce": "beta", "ppo_rlhf": "beta", "grpo": "beta"}
 EDGES = [  # the last number that is allowed, and one that is not
@@ -273,7 +273,7 @@ def test_without_a_reward_function_there_is_no_reward(name, names, tmp_path):
 def test_a_line_of_rollouts_shows_the_first_group(name, tmp_path, monkeypatch):
     sampled = spy_on(SPECS[name].module, monkeypatch, "generate")
     run_dir = run(name, tmp_path, max_new_tokens=9, prompts_per_rollout=8)
-    (_, prompts, *_), completions = sampled[1]  # after the first evaluation
+    (_, prompts, *_), (completions, _) = sampled[1]  # after the first evaluation
     (line,) = read(run_dir / "rollouts.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(run_dir)
     shown = [(row["prompt"], "".join(row["tokens"])) for row in line["completions"]]

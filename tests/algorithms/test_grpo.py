@@ -12,6 +12,7 @@ import pytest
 import spies
 import torch
 from algorithms import assert_same_gradient, set_weights
+from plain import plain_logprobs
 from models import tiny_classifier
 from reviews import EOS, plain_model
 from spies import watch_steps
@@ -19,7 +20,6 @@ from transformers import AutoTokenizer
 
 import common.logprobs
 import grpo
-from common.logprobs import plain_logprobs
 from grpo import (
     Args,
     gdpo_advantages,
@@ -217,7 +217,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
 
     def sample(prompts, temperature, rng):
         assert [prompt.text for prompt in prompts] == [*"00000111112222233333"]
-        return [(prompt.ids, [7]) for prompt in prompts]
+        return [(prompt.ids, [7]) for prompt in prompts], None
 
     def evaluate(**flags):
         rules = {"rule": lambda *_: torch.tensor(outcomes).flatten().float()}
@@ -424,7 +424,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
     args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
-    (arguments, completions), steps = sampled[2], steps[4:]  # after an evaluation and a rollout
+    (arguments, (completions, _)), steps = sampled[2], steps[4:]  # after a rollout
     sequences = [*zip(arguments[1], completions, strict=True)]
     lengths = torch.tensor([*map(len, completions)])
     cut_off = torch.tensor([completion[-1] != EOS for completion in completions])
@@ -519,7 +519,7 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
 
     # All old log-probs, by a plain forward pass of the untouched policy.
     policy, expected = plain_model(POLICY), []
-    _, (arguments, sampled), *_ = rollouts  # evaluation, rollout, evaluation
+    _, (arguments, (sampled, _)), *_ = rollouts  # evaluation, rollout, evaluation
     with torch.no_grad():
         for prompt, completion in zip(arguments[1], sampled, strict=True):
             expected += plain_logprobs(policy, prompt, completion, 0.6)[0].tolist()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_types import take_gpu_types
+from plain import plain_logprobs
 from models import family_model, tiny_model
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
-from common.logprobs import completion_logprobs, plain_logprobs
+from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters, save_weights, shard
 
 EACH = pytest.mark.parametrize("name", SPECS)

@@ -10,6 +10,7 @@ import pytest
 import spies
 import torch
 from algorithms import assert_same_gradient, set_weights
+from plain import plain_logprobs
 from models import tiny_classifier
 from reviews import EOS, plain_model
 from spies import watch_steps
@@ -18,7 +19,6 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 import common.logprobs
 import ppo_rlhf
-from common.logprobs import plain_logprobs
 from ppo_rlhf import (
     Args,
     Critic,
@@ -476,7 +476,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     assert abs(score_mean) > 0.01  # the test needs one that shows
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
     rollout, steps = sampled[2], steps[8:]  # after an evaluation and a rollout
-    sequences = [*zip(rollout["prompts"], rollout["result"], strict=True)]
+    sequences = [*zip(rollout["prompts"], rollout["result"][0], strict=True)]
 
     def go_to(step):
         """The models as they were before it."""

@@ -142,10 +142,11 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
             if len(prompts_now) != 12:  # an evaluation
                 return original(model, prompts_now, **options)
             made = original(model, sorted(prompts_now), **options)
-            made = prompts.setdefault("made", dict(enumerate(made)))
+            made, logprobs = prompts.setdefault("made", made)
             # Each prompt's completions, whatever the order in which a script draws prompts.
             order = sorted(range(12), key=lambda i: (prompts_now[i], i))
-            return [made[order.index(i)] for i in range(12)]
+            rows = [order.index(i) for i in range(12)]
+            return [made[row] for row in rows], logprobs[rows]
 
         return generate
 
@@ -175,7 +176,7 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     flags = dict(beta=0.5, baseline="batch_mean", max_new_tokens=11, micro_batch_size=5)
     row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
     policy, reference = plain_model(Args.model), plain_model(Args.model)
-    (arguments, completions), (_, rewards) = sampled[2], judged[2]  # after the first evaluation
+    (arguments, (completions, _)), (_, rewards) = sampled[2], judged[2]  # after an evaluation
     sequences = [*zip(arguments[1], completions, strict=True)]
     weights, gradient, _ = steps[1]
     set_weights(policy, weights)

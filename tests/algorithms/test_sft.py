@@ -75,7 +75,7 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
     held_out = read("tiny/arithmetic/sft/test.jsonl")[:20]
     expected = plain_loss(load_model(run_dir), tokenizer, held_out, train_on_prompt)
     assert last["eval/loss"] == pytest.approx(expected, rel=1e-4)
-    _, completions = sampled[-1]
+    _, (completions, _) = sampled[-1]
     cut_off = sum(completion[-1] != 2 for completion in completions)
     assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
     assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)

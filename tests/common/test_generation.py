@@ -6,10 +6,11 @@ import weakref
 
 import pytest
 import torch
+from plain import plain_logprobs
 from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow
-from models import tiny_config, tiny_model
+from models import tiny_model
 from spies import spy_on
-from transformers import LlamaForCausalLM, LogitsProcessor
+from transformers import LlamaModel, LogitsProcessor
 
 import common.generation
 from common.generation import generate, make_decoder, sample_tokens
@@ -29,7 +30,7 @@ def ragged_rows(lengths=(7, 2, 5, 1), seed=3):
 
 def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), rng=None, **options):
     options |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
-    return generate(model, rows, stop_ids=list(stop_ids), rng=rng or seeded(0), **options)
+    return generate(model, rows, stop_ids=list(stop_ids), rng=rng or seeded(0), **options)[0]
 
 
 def cut(tokens, stop_ids):
@@ -58,7 +59,7 @@ def cache_kind(request, monkeypatch):
     return kind
 
 
-class CountingModel(LlamaForCausalLM):
+class CountingBackbone(LlamaModel):
     """After token n comes n + 1, always, so that completions can be worked out by hand.
 
     After the last token of the vocabulary comes 0.
@@ -67,14 +68,20 @@ class CountingModel(LlamaForCausalLM):
     def forward(self, input_ids, **inputs):
         self.batch_sizes.append(len(input_ids))
         output = super().forward(input_ids, **inputs)
-        output.logits = 100.0 * torch.nn.functional.one_hot((input_ids[:, -1:] + 1) % VOCAB, VOCAB)
+        next_tokens = (input_ids + 1) % VOCAB
+        output.last_hidden_state = 100.0 * torch.nn.functional.one_hot(next_tokens, VOCAB)
         return output
 
 
 @pytest.fixture
 def counting():
-    model = CountingModel(tiny_config("llama")).eval()
-    model.batch_sizes = []
+    """Its hidden states are its logits."""
+    model = tiny_model(
+        "llama", tie_word_embeddings=False, hidden_size=VOCAB, head_dim=8, num_attention_heads=2
+    )
+    model.model.__class__ = CountingBackbone
+    torch.nn.init.eye_(model.lm_head.weight)
+    model.batch_sizes = model.model.batch_sizes = []
     sample(model, [[1]], 1)  # the trial of its cache
     model.batch_sizes.clear()
     return model
@@ -110,7 +117,7 @@ class DrawnBySampleTokens(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         column = self.uniform[:, input_ids.shape[1] - self.start]
-        tokens = sample_tokens(scores, self.temperature, column)
+        tokens, _ = sample_tokens(scores, self.temperature, column)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
@@ -157,14 +164,14 @@ def test_a_cache_of_the_models_own_is_not_padded():
 @pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
 def test_a_failing_cache_is_named_with_its_error_and_too_little_memory_is_none(error, monkeypatch):
     model = tiny_model("llama")
-    forward = model.forward
+    forward = model.model.forward
 
     def fails_with_a_cache(use_cache, **inputs):
         if use_cache:
             raise error("2 GiB")
         return forward(use_cache=use_cache, **inputs)
 
-    monkeypatch.setattr(model, "forward", fails_with_a_cache)
+    monkeypatch.setattr(model.model, "forward", fails_with_a_cache)
     with pytest.raises(ValueError if error is KeyError else error, match="2 GiB"):
         sample(model, FAMILY_ROWS)
     assert not hasattr(model, "can_pad_left")
@@ -181,6 +188,23 @@ def test_a_model_that_no_cache_serves_is_refused_by_name(name):
 # --- the distribution ---------------------------------------------------------------------------
 
 
+@both_caches
+def test_log_probs_are_those_of_the_distribution_that_is_drawn_from(cache_kind):
+    """By a plain forward pass over the whole sequence; 0 after its end; of a greedy choice 0."""
+    model, rows = tiny_model("llama", initializer_range=0.3), ragged_rows((3, 9, 1, 5, 4, 2))
+    stop_ids = [a_stop_id(sample(model, rows, 8, temperature=0.7))]
+    options = dict(max_new_tokens=8, stop_ids=stop_ids, batch_size=4)
+    made, logprobs = generate(model, rows, temperature=0.7, rng=seeded(0), **options)
+    assert logprobs.shape == (6, max(map(len, made))) and logprobs.dtype == torch.float32
+    assert len({*map(len, made)}) > 1
+    for row, tokens, found in zip(rows, made, logprobs, strict=True):
+        expected, _ = plain_logprobs(model, row, tokens, 0.7)
+        torch.testing.assert_close(found[: len(tokens)], expected, rtol=1e-6, atol=3e-6)
+        assert (found[len(tokens) :] == 0).all()
+    _, of_greedy = generate(model, rows, temperature=0, rng=seeded(0), **options)
+    assert (of_greedy == 0).all()
+
+
 def test_zero_probability_tokens_are_never_drawn():
     rows, vocab = 2000, 60
     logits = 3 * torch.randn(rows, vocab, generator=seeded(0))
@@ -190,10 +214,10 @@ def test_zero_probability_tokens_are_never_drawn():
     logits[forbidden] = -torch.inf
     random = torch.rand(rows, dtype=torch.float64, generator=seeded(2))
     for uniform in (random, torch.zeros_like(random), torch.full_like(random, LAST_UNIFORM)):
-        tokens = sample_tokens(logits, 0.7, uniform)
+        tokens, _ = sample_tokens(logits, 0.7, uniform)
         assert not forbidden.gather(1, tokens[:, None]).any()
     # On a GPU an id beyond the vocabulary would end the process without a word of the cause.
-    tokens = sample_tokens(torch.full((rows, vocab), torch.nan), 1.0, random)
+    tokens, _ = sample_tokens(torch.full((rows, vocab), torch.nan), 1.0, random)
     assert (tokens < vocab).all() and (tokens >= 0).all()
 
 
@@ -201,7 +225,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
     """A softmax in bfloat16 would move the borders between tokens by a part in 256."""
     logits = torch.tensor([0.0, 1.0, -0.5, 0.25]).bfloat16()  # without rounding
     uniform = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    found = sample_tokens(logits.expand(20_000, -1), 1.0, uniform)
+    found, _ = sample_tokens(logits.expand(20_000, -1), 1.0, uniform)
     probabilities = torch.softmax(logits.double(), dim=0)
     assert torch.allclose(found.bincount() / 20_000, probabilities.float(), atol=1.1 / 20_000)
 
@@ -214,7 +238,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
     mass = rare * 1e-9 / (1 + rare * 1e-9)
     middle = torch.arange(75_000, 75_100)
     uniform = 1 - mass * (1 - middle.double() / rare)  # one number for each of 100 neighbours
-    tokens = sample_tokens(logits.expand(100, -1), 1.0, uniform)
+    tokens, _ = sample_tokens(logits.expand(100, -1), 1.0, uniform)
     assert (tokens - middle).abs().max() < 750  # the float32 softmax is off by this much
     assert len(set(tokens.tolist())) > 90
 
@@ -326,11 +350,12 @@ def test_equal_prompts_next_to_each_other_are_read_once(counting):
 def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
     model = tiny_model("llama")
     sample(model, [[1]], 1)  # the trial of its cache
-    calls = spy_on(model, monkeypatch, "forward")
+    calls = spy_on(model.model, monkeypatch, "forward")
+    heads = spy_on(common.generation, monkeypatch, "head_logits")
     sample(model, ragged_rows(), 3)
     assert [ids.shape for (ids, *_), _ in calls] == [(4, 7), (4, 1), (4, 1)]
     # Logits of the last token only, of prompts too.
-    assert {output.logits.shape for _, output in calls} == {(4, 1, VOCAB)}
+    assert [logits.shape for _, logits in heads] == 3 * [(4, VOCAB)]
 
 
 @pytest.mark.parametrize("cache_kind", ["static"], indirect=True)

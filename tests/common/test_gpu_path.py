@@ -6,6 +6,7 @@ the types. (2) A device made of CPU memory (`simulated_gpu.py`): that tensors me
 
 import json
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -165,7 +166,7 @@ def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, 
 def complete_until(stop_ids, model, rows, max_new_tokens=40):
     """`generate` with the same random numbers at each call."""
     options = dict(max_new_tokens=max_new_tokens, temperature=1.0, stop_ids=stop_ids)
-    return generate(model, rows, **options, rng=torch.Generator().manual_seed(0))
+    return generate(model, rows, **options, rng=torch.Generator().manual_seed(0))[0]
 
 
 @pytest.fixture
@@ -251,13 +252,22 @@ def test_after_a_capture_that_fails_its_stream_is_left(monkeypatch):
         def __exit__(self, *error):
             raise RuntimeError("the capture was invalidated")
 
+    @contextmanager
+    def stream(new):
+        before = streams[-1]
+        streams.append(new)
+        try:
+            yield
+        finally:
+            streams.append(before)
+
     for name, stand_in in dict(
-        CUDAGraph=object, graph=Graph, current_stream=lambda: streams[-1], set_stream=streams.append
+        CUDAGraph=object, graph=Graph, current_stream=lambda: streams[-1], stream=stream
     ).items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     with pytest.raises(RuntimeError, match="invalidated"):
         common.generation.capture(lambda: None)
-    assert streams == ["the run's", "the capture's", "the run's"]
+    assert streams == ["the run's", "the run's", "the capture's", "the run's"]
 
 
 # --- 2. devices -----------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_a_token_is_waited_for_once_in_eight(model, monkeypatch):
     monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("sim",))
     monkeypatch.setattr(common.generation, "capture", capture)
     launches, waits = per_token(model)
-    assert launches <= 13  # the copy of a token into the graph's memory, and the sampling
+    assert launches <= 16  # the copy of a token into the graph's memory, and the sampling
     assert waits <= 1 / 8
 
 

@@ -109,7 +109,7 @@ def gradients(model):
 def samples(model):
     rng = torch.Generator().manual_seed(0)
     options = dict(max_new_tokens=6, temperature=1.0, stop_ids=[], rng=rng)
-    return generate(model, [[1, 2, 3], [4, 5]], **options)
+    return generate(model, [[1, 2, 3], [4, 5]], **options)[0]
 
 
 # A plain decoder, two kinds of attention, dropout within a layer, experts, recurrent layers.

@@ -96,6 +96,16 @@ _ATTENTION = {
     "Cohere2": _WINDOW,
     "Gemma2": _WINDOW,
     "Gemma3": _WINDOW,
+    "Gemma3n": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=None,
+        intermediate_size=64,
+    ),
     "GptOss": _WINDOW,
     "DeepseekV2": _DEEPSEEK,
     "DeepseekV3": _DEEPSEEK,
@@ -136,7 +146,7 @@ _APART = {
 }
 FREE = [*_ATTENTION, *_RECURRENT]
 # Whose cache `generate` makes static on a GPU: no sliding windows, no states.
-_WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 GptOss"
+_WINDOWS = "Exaone4 Mistral Cohere2 Gemma2 Gemma3 Gemma3n GptOss"
 STATIC = [n for n in _ATTENTION if n not in _WINDOWS.split()]
 APART = [*_APART]
 # One of each kind of positions, cache and head; the other families are `slow`.
@@ -150,16 +160,6 @@ REFUSED = ["OpenAIGPTLMHeadModel", "RecurrentGemma", "Rwkv"]  # but their log-pr
 _SETTINGS = _ATTENTION | _RECURRENT | _APART
 _SETTINGS |= {
     "BertLMHeadModel": {"is_decoder": True},
-    "Gemma3n": dict(
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB,
-        laurel_rank=4,
-        altup_num_inputs=2,
-        activation_sparsity_pattern=None,
-        intermediate_size=64,
-    ),
     "RecurrentGemma": {"num_hidden_layers": 3},
 }
 

@@ -56,7 +56,7 @@ def sample(
 
     The same as in a script's evaluation, if the generator has its --seed.
     """
-    completion_ids = generate(
+    completion_ids, _ = generate(
         policy.model,
         prompt_ids,
         max_new_tokens=max_new_tokens,

@@ -1,0 +1,124 @@
+"""The sampler's own log-probs: that the policy that samples is the one that is trained, what is
+logged where it is not, and the weights of --importance-cap.
+"""
+
+import math
+
+import pytest
+import torch
+from algorithms import assert_same_gradient, run, set_weights
+from plain import plain_logprobs
+from reviews import EOS, plain_model
+from runs import metrics_of
+from scripts import SPECS
+from spies import spy_on, watch_steps
+
+ROLLOUTS = ["grpo", "ppo_rlhf", "reinforce"]
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_on_a_cpu_the_policy_that_samples_is_the_one_that_trains(name, tmp_path):
+    first, second = metrics_of(run(name, tmp_path, total_rollouts=2))[1:]
+    for row in (first, second):
+        assert 0 <= row["policy/sampling_kl"] < 1e-10
+        assert row["policy/sampling_ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.fixture
+def other_sampler(monkeypatch):
+    """Rollouts, not evaluations, are drawn at twice the temperature. What was drawn."""
+
+    def put_in(name):
+        module = SPECS[name].module
+        original = module.generate
+
+        def generate(model, prompts, *, temperature, **options):
+            temperature *= 1 if len(prompts) == 4 else 2  # an evaluation has four
+            return original(model, prompts, temperature=temperature, **options)
+
+        monkeypatch.setattr(module, "generate", generate)
+        return spy_on(module, monkeypatch, "generate")
+
+    return put_in
+
+
+def log_ratios(sampled, model):
+    """log(pi_old / pi_sampler) of the tokens of each completion."""
+    (arguments, (completions, logprobs)) = sampled
+    ratios = []
+    for prompt, completion, found in zip(arguments[1], completions, logprobs, strict=True):
+        expected, _ = plain_logprobs(model, prompt, completion, 2.0)
+        torch.testing.assert_close(found[: len(completion)], expected, atol=1e-5, rtol=1e-5)
+        with torch.no_grad():
+            ratios.append(plain_logprobs(model, prompt, completion)[0] - expected)
+    return ratios
+
+
+@pytest.mark.parametrize(
+    "name, flags",
+    [
+        ("grpo", dict(num_minibatches=2)),
+        ("grpo", dict(micro_batch_size=3)),  # one step: pi_old is pi_theta
+        ("grpo", dict(mask_truncated=True, max_new_tokens=8)),
+        ("ppo_rlhf", dict(prompts_per_rollout=9)),
+        ("reinforce", dict(micro_batch_size=3)),
+    ],
+)
+def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_path):
+    sampled, model = other_sampler(name), plain_model(SPECS[name].module.Args.model)
+    with pytest.warns(UserWarning, match="policy/sampling_kl: what samples is not what is trained"):
+        row = metrics_of(run(name, tmp_path, **flags))[1]
+    ratios = log_ratios(sampled[1], model)
+    if "mask_truncated" in flags:
+        ends = [completion[-1] == EOS for completion in sampled[1][1][0]]
+        assert 0 < sum(ends) < len(ends)
+        ratios = [ratio for ratio, ended in zip(ratios, ends, strict=True) if ended]
+    log_ratio = torch.cat(ratios).double()
+    k3 = [math.exp(x) - 1 - x for x in log_ratio.tolist()]
+    assert row["policy/sampling_kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)
+    assert row["policy/sampling_ratio_max"] == pytest.approx(log_ratio.exp().max().item(), rel=1e-4)
+
+
+def test_the_gradient_with_a_cap_is_trls_sequence_truncate(other_sampler, tmp_path, monkeypatch):
+    """By the definition of vllm_importance_sampling_correction: a completion's loss times
+    min(exp(sum_t (log pi_old - log pi_sampler)), cap)."""
+    steps, sampled = watch_steps(monkeypatch), other_sampler("grpo")
+    judged = spy_on(SPECS["grpo"].module, monkeypatch, "rule_rewards")
+    flags = dict(beta=0.0, group_size=8, micro_batch_size=5, importance_cap=0.6)
+    with pytest.warns(UserWarning, match="policy/sampling_kl"):
+        run("grpo", tmp_path, **flags)
+    (weights, gradient, _), (_, rewards) = steps[0], judged[1]
+    policy = plain_model(SPECS["grpo"].module.Args.model)
+    set_weights(policy, weights)
+    ratios = torch.stack([ratio.sum().exp() for ratio in log_ratios(sampled[1], policy)])
+    assert (ratios < 0.6).any() and (ratios > 0.6).any()
+    groups = rewards.view(-1, 8)
+    std = groups.std(dim=1, keepdim=True)
+    advantages = ((groups - groups.mean(dim=1, keepdim=True)) / (std + 1e-4)).flatten()
+    (arguments, (completions, _)) = sampled[1]
+    policy.zero_grad()
+    for i, (prompt, completion) in enumerate(zip(arguments[1], completions, strict=True)):
+        logprobs, _ = plain_logprobs(policy, prompt, completion)
+        weight = min(ratios[i].item(), 0.6) * advantages[i].item() / len(completions)
+        (-weight * logprobs.mean()).backward()
+    assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
+
+
+def test_rounds_of_sampling_keep_each_completions_log_probs(tmp_path, monkeypatch):
+    """Of rounds whose longest completions differ in length."""
+    grpo = SPECS["grpo"].module
+    lengths = iter([(3, 2, 1, 1), (5, 4)])
+
+    def sample(prompts, temperature, rng):
+        longest = next(lengths)
+        sequences = [([1], [2] * n) for n in longest]
+        rows = [[-float(n)] * n + [0.0] * (max(longest) - n) for n in longest]
+        return sequences, torch.tensor(rows)
+
+    args = grpo.Args(group_size=2, prompts_per_rollout=2, max_sampling_rounds=2)
+    rules = {"rule": lambda prompts, sequences: torch.tensor([float(len(o)) for _, o in sequences])}
+    sequences, logprobs, *_ = grpo.roll_out(args, sample, rules, iter(range(9)), None)
+    assert [len(completion) for _, completion in sequences] == [3, 2, 5, 4]
+    for (_, completion), found in zip(sequences, logprobs, strict=True):
+        n = len(completion)
+        assert found.tolist() == [-float(n)] * n + [0.0] * (5 - n)
