@@ -127,11 +127,9 @@ def main(args: Args) -> Path:
 
     # --- data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
-    of_teacher = load_tokenizer(args.teacher)
-    if unknown := dict(tokenizer.get_vocab().items() - of_teacher.get_vocab().items()):
-        raise ValueError(f"the tokenizer of {args.teacher} is not --model's: {[*unknown][:3]}")
     stop_ids = {*find_stop_ids(args.model, tokenizer)}
-    stop_ids |= {*find_stop_ids(args.teacher, of_teacher)}  # the student learns to end as it does
+    # The student learns to end as its teacher does.
+    stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
     positions = args.max_prompt_length + args.max_new_tokens
@@ -245,6 +243,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

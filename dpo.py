@@ -79,6 +79,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
+    reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -91,9 +92,10 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
-    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"  # sigmoid: DPO's own
+    # sigmoid: DPO's own; sigmoid_norm: with log-ratios per token (OLMo 2, Tulu 3)
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "simpo", "orpo"] = "sigmoid"
     # coefficient of the KL to the reference (simpo: scale of the rewards; orpo: lambda); default,
-    # tuned on tiny/: 0.3 (sigmoid), 1 (ipo), 5 (simpo, orpo)
+    # tuned on tiny/: 0.3 (sigmoid), 1 (ipo), 5 (sigmoid_norm, simpo, orpo)
     beta: PositiveFloat | None = None
     gamma: NonNegativeFloat = 0.5  # target margin of simpo, not divided by beta (paper: 0.3 to 1.6)
     # eps of --loss sigmoid, the probability that a label is wrong (conservative DPO)
@@ -120,11 +122,11 @@ class Args:
 
     def __post_init__(self):
         if self.beta is None:
-            self.beta = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5.0, "orpo": 5.0}[self.loss]
+            self.beta = {"sigmoid": 0.3, "ipo": 1.0}.get(self.loss, 5.0)
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/preferences":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
-        if self.label_smoothing > 0 and self.loss != "sigmoid":
-            raise ValueError("--label-smoothing belongs to --loss sigmoid")
+        if self.label_smoothing > 0 and self.loss not in ("sigmoid", "sigmoid_norm"):
+            raise ValueError("--label-smoothing belongs to --loss sigmoid and sigmoid_norm")
 
 
 class Prompt(NamedTuple):
@@ -144,8 +146,8 @@ def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
     """- (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h) (B,) (DPO, equation 7; cDPO).
 
     h is the difference of the log-ratios (B, 2) log(pi(y|x) / pi_ref(y|x)) of chosen and rejected,
-    sums over tokens, in nats. The derivative by h, beta (sigmoid(beta h) - (1 - eps)), is 0 where
-    the policy is as certain as the label.
+    sums over tokens, in nats, or means per token (sigmoid_norm: arXiv 2411.15124). The derivative
+    by h, beta (sigmoid(beta h) - (1 - eps)), is 0 where the policy is as certain as the label.
     """
     margin = beta * (logratios[:, 0] - logratios[:, 1])  # beta h
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
@@ -198,10 +200,11 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    has_reference = args.loss in ("sigmoid", "ipo")
+    has_reference = args.loss in ("sigmoid", "sigmoid_norm", "ipo")
     ref_model = policy if has_reference else None  # its adapters are off where it is the reference
-    if has_reference and args.lora_rank == 0:
-        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    if has_reference and (args.reference or args.lora_rank == 0):
+        source = args.reference or args.model
+        ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
@@ -298,6 +301,9 @@ def pair_losses(
     """
     if args.loss == "sigmoid":
         scores = logprobs - ref_logprobs  # log-ratios, sums over tokens
+        losses = dpo_loss(scores, args.beta, args.label_smoothing)
+    elif args.loss == "sigmoid_norm":
+        scores = (logprobs - ref_logprobs) / lengths  # log-ratios, means per token
         losses = dpo_loss(scores, args.beta, args.label_smoothing)
     elif args.loss == "ipo":
         scores = (logprobs - ref_logprobs) / lengths  # log-ratios, means per token
@@ -444,6 +450,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

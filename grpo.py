@@ -82,6 +82,7 @@ class Args:
     # --- model and data ---
     # folder or hub name of the policy, the reference and their tokenizer
     model: str = "tiny/arithmetic/policy"
+    reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -136,6 +137,7 @@ class Args:
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
+    ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus, per token like the loss
     # --- optimisation and evaluation ---
     # completions per forward pass of training: sets memory and speed, not the result
     micro_batch_size: PositiveInt = 64
@@ -309,14 +311,12 @@ def main(args: Args) -> Path:
     if args.activation_checkpointing:
         checkpoint_activations(policy)
     ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
-    if args.beta > 0 and args.lora_rank == 0:
-        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+        source = args.reference or args.model
+        ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     if args.reward_model:
         kind = AutoModelForSequenceClassification
-        vocabulary = load_tokenizer(args.reward_model).get_vocab()
-        if not tokenizer.get_vocab().items() <= vocabulary.items():
-            raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
         shard(reward_model.requires_grad_(False), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
@@ -420,6 +420,8 @@ def main(args: Args) -> Path:
                         loss_type=args.loss,
                         unbiased_kl=args.kl_placement == "unbiased",
                     )
+                    if args.ent_coef > 0:
+                        loss = loss - args.ent_coef * (step_weights * entropy).sum()
                     loss.backward()
                     loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
                     for name, value in loss_sums.items():
@@ -650,6 +652,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -91,6 +91,7 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
+    reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/reviews/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -111,7 +112,8 @@ class Args:
     missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the reward if cut off
     # --- PPO ---
     total_rollouts: PositiveInt = 30  # rollouts, each followed by its optimiser steps
-    prompts_per_rollout: PositiveInt = 128  # prompts per rollout, one completion each
+    prompts_per_rollout: PositiveInt = 128  # prompts per rollout
+    group_size: PositiveInt = 1  # completions per prompt
     max_new_tokens: PositiveInt = 40  # longest completion in tokens
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     update_epochs: PositiveInt = 2  # passes over a rollout's completions
@@ -125,6 +127,7 @@ class Args:
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     target_kl: PositiveFloat | None = None  # no further pass if policy/approx_kl is above this
     # where the critic starts; sft: --model with a new head; policy: a head on the policy itself
+    critic_warmup_rollouts: NonNegativeInt = 0  # the critic's first ones, before the policy moves
     critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
     beta: NonNegativeFloat = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL in rewards (k1) or loss (rho k2)
@@ -308,8 +311,9 @@ def main(args: Args) -> Path:
     add_adapters(policy, args.lora_rank, args.seed)
     shard(policy, device)
     ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
-    if args.beta > 0 and args.lora_rank == 0:
-        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+        source = args.reference or args.model
+        ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     reward_model = None
     if args.reward_model:
@@ -347,7 +351,8 @@ def main(args: Args) -> Path:
         # 1. Roll out: a completion per prompt, from the policy as it is now.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        prompts = [*islice(next_prompts, args.prompts_per_rollout)]
+        round_prompts = islice(next_prompts, args.prompts_per_rollout)
+        prompts = [prompt for prompt in round_prompts for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(prompts, args.temperature, rng)  # B of each
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
@@ -420,7 +425,8 @@ def main(args: Args) -> Path:
                     approx_kl += loss_sums["policy/approx_kl"].detach()
                 policy_grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
                 critic_grad_norms.append(clip_grad_norm(critic.trained, args.max_grad_norm))
-                policy_optimizer.step()
+                if step >= args.critic_warmup_rollouts:  # VC-PPO, arXiv 2503.01491
+                    policy_optimizer.step()
                 critic_optimizer.step()
                 policy_optimizer.zero_grad()
                 critic_optimizer.zero_grad()
@@ -655,9 +661,6 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int, device: torch.
     """A frozen classifier with one label, and under adapters the critic: its adapters, which are
     off while the model scores, and its head.
     """
-    vocabulary = load_tokenizer(args.reward_model).get_vocab()
-    if not tokenizer.get_vocab().items() <= vocabulary.items():
-        raise ValueError(f"the tokenizer of {args.reward_model} is not that of --model")
     kind = AutoModelForSequenceClassification
     model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
     if args.lora_rank > 0 and args.critic_init == "reward_model":
@@ -689,6 +692,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -72,6 +72,7 @@ class Args:
     # --- model and data ---
     # folder or hub name of the policy, the reference and their tokenizer
     model: str = "tiny/arithmetic/policy"
+    reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -155,8 +156,9 @@ def main(args: Args) -> Path:
     if args.activation_checkpointing:
         checkpoint_activations(policy)
     ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
-    if args.beta > 0 and args.lora_rank == 0:
-        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+        source = args.reference or args.model
+        ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
@@ -307,6 +309,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -164,6 +164,6 @@ def test_what_ends_the_teachers_completions_ends_the_students(tmp_path, monkeypa
 
 
 def test_a_teacher_with_another_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer of tiny/reviews/policy is not --model's"):
+    with pytest.raises(ValueError, match="tokenizer of tiny/reviews/policy is not that of --model"):
         run(tmp_path, teacher="tiny/reviews/policy")
     assert [*tmp_path.iterdir()] == []

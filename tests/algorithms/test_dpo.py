@@ -29,6 +29,7 @@ run = partial(algorithms.run, "dpo", **SMALL)
 spy_on = partial(spies.spy_on, dpo)
 # Each loss with all that belongs to it.
 REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
+REFERENCED += [dict(loss="sigmoid_norm", label_smoothing=0.1)]
 REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
 FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
 WHOLE = REFERENCED + FREE
@@ -44,7 +45,7 @@ def plain_pair(args, policy, reference, row):
     sides = [ids(row[side] + " <eos>") for side in ("chosen", "rejected")]
     logprobs = [sum(plain_logprobs(policy, prompt, side)) for side in sides]
     refs = [0, 0]
-    if args.loss in ("sigmoid", "ipo"):
+    if args.loss in ("sigmoid", "sigmoid_norm", "ipo"):
         with torch.no_grad():
             refs = [sum(plain_logprobs(reference, prompt, side)) for side in sides]
     scales = [1 if args.loss == "sigmoid" else len(side) for side in sides]

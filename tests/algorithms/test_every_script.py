@@ -8,7 +8,8 @@ import pytest
 import torch
 from algorithms import assert_same_gradient, run
 from pydantic import ValidationError
-from reviews import dataset
+from plain import plain_logprobs
+from reviews import dataset, plain_model
 from runs import metrics_of, read
 from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from spies import spy_by_name, spy_on, watch_steps
@@ -26,6 +27,7 @@ EACH = pytest.mark.parametrize("name", SPECS)
 MAY_BE_ZERO = set(
     "seed log_rollouts_every lora_rank train_layers warmup_ratio weight_decay center_coef gamma "
     "missing_eos_penalty overlong_buffer importance_cap gae_lambda vf_coef ent_coef "
+    "critic_warmup_rollouts "
     "label_smoothing nll_coef eval_temperature discount".split()
 )
 ALSO_ZERO = {"sft": "temperature", "reinforce": "beta", "ppo_rlhf": "beta", "grpo": "beta"}
@@ -176,6 +178,39 @@ def test_a_new_head_is_drawn_with_variance_one_over_d_plus_one(kind, monkeypatch
     torch.randn(3)  # the state of the generator does not matter
     assert torch.equal(new_head(kind, seed=1).weight, head.weight)
     assert not torch.allclose(new_head(kind, seed=2).weight, head.weight)
+
+
+# --- the reference ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("name", with_flag("reference"))
+def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, monkeypatch):
+    """k1 before anything is trained: by plain forward passes over what was sampled."""
+    script = SPECS[name].module
+    policy, reference = plain_model(script.Args.model), plain_model(script.Args.model)
+    torch.manual_seed(1)
+    for weight in reference.parameters():
+        weight.data += 0.01 * torch.randn_like(weight)
+    reference.save_pretrained(tmp_path / "reference")
+    AutoTokenizer.from_pretrained(script.Args.model).save_pretrained(tmp_path / "reference")
+    sampled = spy_on(script, monkeypatch, "generate")
+    flags = dict(reference=str(tmp_path / "reference"), lora_rank=lora_rank)
+    if name == "reinforce":
+        flags["beta"] = 0.1
+    rows = metrics_of(run(name, tmp_path / "runs", **flags))
+    is_rollout = name in WITH_ROLLOUTS
+    arguments, (completions, _) = sampled[int(is_rollout)]  # the first is an evaluation
+    with torch.no_grad():
+        k1 = [
+            sum(plain_logprobs(policy, prompt, completion)[0])
+            - sum(plain_logprobs(reference, prompt, completion)[0])
+            for prompt, completion in zip(arguments[1], completions, strict=True)
+        ]
+    logged = rows[1]["objective/kl"] if is_rollout else rows[0]["eval/kl"]
+    expected = torch.stack(k1).mean().item()
+    assert abs(expected) > 0.01
+    assert logged == pytest.approx(expected, rel=1e-3)
 
 
 # --- what is sampled ----------------------------------------------------------------------------

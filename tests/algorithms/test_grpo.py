@@ -405,7 +405,8 @@ def test_a_model_rewards_a_run(tmp_path):
 # Each with all that belongs to it.
 WHOLE = [
     dict(missing_eos_penalty=3.0, overlong_buffer=8, scale_rewards="none", loss_norm="token")
-    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05),
+    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05)
+    | dict(ent_coef=0.3),
     dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
     dict(kl_placement="unbiased", importance_sampling_level="sequence")
     | dict(multi_objective_aggregation="normalize_then_sum"),
@@ -472,6 +473,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
                 args.loss,
                 args.kl_placement == "unbiased",
             )
+            loss = loss - args.ent_coef * (row_weights[: lengths[i]] * entropy).sum()
             loss.backward()
             losses[-1] += loss.item()
             sums["policy/entropy"] += entropy.sum().item() / num_tokens

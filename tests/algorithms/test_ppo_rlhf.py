@@ -38,8 +38,9 @@ from runs import metrics_of
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
 # so that a default may be tuned.
 SMALL = dict(train_split="train", prompts_per_rollout=16, micro_batch_size=16, max_new_tokens=20)
-SMALL |= dict(num_minibatches=2, update_epochs=2, beta=0.1, max_grad_norm=0.5, vf_coef=0.5)
+SMALL |= dict(num_minibatches=2, update_epochs=2, beta=0.1, max_grad_norm=0.5, group_size=1)
 SMALL |= dict(learning_rate=5e-4, critic_learning_rate=1e-3, clip_coef=0.2, vf_clip_coef=0.2)
+SMALL |= dict(vf_coef=0.5)
 ONE_STEP = dict(num_minibatches=1, update_epochs=1)
 RULE = "tiny/reviews/gold.py:sentiment"
 ONLY_A_RULE = dict(reward_model=None, reward_fn=[RULE], critic_init="sft")
@@ -423,6 +424,23 @@ def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
     assert steps(target_kl=1.01 * first) == 2
 
 
+def test_in_its_warm_up_the_critic_learns_alone(tmp_path, monkeypatch):
+    steps = watch_steps(monkeypatch)
+    flags = dict(total_rollouts=3, critic_warmup_rollouts=2, update_epochs=1, num_minibatches=1)
+    run(tmp_path, **flags)
+    policies, critics = steps[::2], steps[1::2]
+
+    def moved(models):
+        before, after = (torch.cat([w.flatten() for w in step[0]]) for step in models)
+        return not torch.equal(before, after)
+
+    assert [moved(policies[i : i + 2]) for i in (0, 1)] == [False, False]
+    assert [moved(critics[i : i + 2]) for i in (0, 1)] == [True, True]
+    start, end = plain_model(), plain_model(next(tmp_path.iterdir()))
+    pairs = zip(start.parameters(), end.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)  # the third rollout moves it
+
+
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_kl_target_adapts_beta_between_rollouts(placement, tmp_path, monkeypatch):
     name = {"reward": "shaped_rewards", "loss": "policy_loss"}[placement]
@@ -454,7 +472,8 @@ WHOLE = [
     dict(gamma=0.9, gae_lambda=0.8, temperature=0.6, vf_coef=1.5)
     | dict(missing_eos_penalty=3.0, max_new_tokens=15),
     dict(kl_placement="loss", whiten_advantages=False, vf_clip_coef=None, ent_coef=0.3)
-    | dict(reward_fn=[RULE], reward_weights=[2.0, 0.5], critic_init="sft"),
+    | dict(reward_fn=[RULE], reward_weights=[2.0, 0.5], critic_init="sft")
+    | dict(group_size=2, prompts_per_rollout=8),
     dict(beta=0.0, critic_init="policy"),
 ]
 

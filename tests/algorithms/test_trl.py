@@ -72,18 +72,19 @@ def settings(tmp_path):
 LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def test_dpo(tmp_path):
+@pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.3), ("sigmoid_norm", 5.0)])
+def test_dpo(loss, beta, tmp_path):
     rows = first_rows("preferences", ["prompt", "chosen", "rejected"])
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     trainer = trl.DPOTrainer(
         model=load_policy(),
-        args=trl.DPOConfig(beta=0.3, **settings(tmp_path)),
+        args=trl.DPOConfig(beta=beta, loss_type=loss, **settings(tmp_path)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(**LORA),
     )
     policy = with_same_adapters(trainer.model)
-    args = dpo.Args(train_split="train[:4]")
+    args = dpo.Args(train_split="train[:4]", loss=loss)
     pairs = dpo.load_preference_pairs(args, "train[:4]", tokenizer, [tokenizer.eos_token_id])
     sequences, lengths = dpo.to_sequences(pairs, policy.device)
     inds = torch.arange(len(pairs))

@@ -21,7 +21,7 @@ class Completions(BaseHTTPRequestHandler):
 
     model, rng, bodies = plain_model(grpo.Args.model), torch.Generator().manual_seed(1), []
 
-    def do_POST(self):  # noqa: N802
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
         options = dict(max_new_tokens=body["max_tokens"], temperature=body["temperature"])

@@ -88,6 +88,15 @@ def test_a_reward_model_with_another_tokenizer(name, tmp_path):
     fails(name, tmp_path, ValueError, "reward_model is not that of --model", **flags)
 
 
+@pytest.mark.parametrize("name", with_flag("reference"))
+def test_a_reference_with_another_tokenizer(name, tmp_path):
+    """The one of the other task than the script's own."""
+    is_reviews = "reviews" in SPECS[name].module.Args.model
+    other = "tiny/arithmetic/policy" if is_reviews else "tiny/reviews/policy"
+    flags = dict(reference=other) | ({"beta": 0.1} if name == "reinforce" else {})
+    fails(name, tmp_path, ValueError, "policy is not that of --model", **flags)
+
+
 def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
     tokenizer.add_tokens([f"word{i}" for i in range(50)])
     folder = save(tmp_path / "model", tokenizer)
