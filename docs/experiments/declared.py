@@ -200,6 +200,8 @@ EXPERIMENTS = (
             "--gae-lambda 1",
             "--num-minibatches 1",
             "--ent-coef 0.01",
+            "--critic-warmup-rollouts 3",
+            "--group-size 4 --prompts-per-rollout 32",
         ),
         {
             "ppo_rlhf": Table(
@@ -245,6 +247,7 @@ EXPERIMENTS = (
         "simpo_and_orpo",
         variants(
             "dpo.py",
+            "--loss sigmoid_norm --beta 5",
             "--loss simpo --beta 5 --gamma 0.5",
             "--loss simpo --beta 5 --gamma 0.5 --nll-coef 0.2",
             "--loss orpo --beta 5",

@@ -50,6 +50,7 @@ def test_the_gradients_of_the_terms():
     rho = p / NEAR
     cases = {  # the term, and the policy that sampled its tokens
         "k1": (terms["k1"], FAR),
+        "-log π, an entropy bonus": (-logprobs, FAR),
         "k2": (terms["k2"], FAR),
         "k3": (terms["k3"], FAR),
         "rho k2, tokens of π_old": (k2_kl(logprobs, NEAR.log(), REF.log()), NEAR),
