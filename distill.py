@@ -6,6 +6,9 @@ probable the teacher T finds it, and every token has an advantage of its own:
     r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t),    A_t = sum_{s >= t} discount^(s - t) r_s,
     gradient = E[ sum_t A_t grad log pi(y_t | x, y_<t) ],    y ~ pi(. | x).
 
+With --teacher-prompt-column the teacher reads more than x, such as a solution. Then it may be the
+student itself as it was at the start (arXiv 2601.18734, 2601.19897, 2601.20802).
+
 --discount 1: the gradient of -KL(pi || T) over completions. 0, the default: the sum over positions
 of the gradient of -KL(pi || T) of the next token with the prefix held fixed. Less noise, no credit
 for prefixes at which the teacher agrees. r_t depends on pi too: that gradient has mean 0.
@@ -45,7 +48,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, report_rows
 from common.tokens import rollout_row
@@ -62,13 +66,16 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- models and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the student and its tokenizer
-    teacher: str = "tiny/arithmetic/teacher"  # folder or hub name; it knows the student's tokens
+    # folder or hub name of the teacher, which knows the student's tokens; default: tiny/'s, with
+    # --teacher-prompt-column --model as it is at the start
+    teacher: str | None = None
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows, a completion each; slices such as test[:500] work
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
+    teacher_prompt_column: str | None = None  # column of what the teacher reads in its place
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
@@ -88,17 +95,27 @@ class Args:
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
 
+    def __post_init__(self):
+        if self.teacher is None and self.teacher_prompt_column is None:
+            self.teacher = "tiny/arithmetic/teacher"
+
 
 class StudentPrompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
     ids: list[int]  # its token ids
+    teacher_ids: list[int]  # those of what the teacher reads
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def token_rewards(policy: Any, teacher: Any, sequences: Sequences, batches: list) -> Tensor:
-    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion."""
+def token_rewards(
+    policy: Any, teacher: Any, sequences: Sequences, teacher_sequences: Sequences, batches: list
+) -> Tensor:
+    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion. The
+    teacher reads the same completions, after prompts x of its own.
+    """
     policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    teacher_logprobs = rollout_logprobs(teacher, sequences, batches, temperature=1.0)
+    with adapters_off(policy):  # which is the teacher, if there is no other
+        teacher_logprobs = rollout_logprobs(teacher, teacher_sequences, batches, temperature=1.0)
     return teacher_logprobs - policy_logprobs
 
 
@@ -128,8 +145,8 @@ def main(args: Args) -> Path:
     # --- data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = {*find_stop_ids(args.model, tokenizer)}
-    # The student learns to end as its teacher does.
-    stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
+    if args.teacher:  # the student learns to end as its teacher does
+        stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
     positions = args.max_prompt_length + args.max_new_tokens
@@ -138,15 +155,18 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    teacher = load_model(AutoModelForCausalLM, args.teacher, tokenizer, positions)
-    shard(teacher.requires_grad_(False), device)
+    teacher = policy  # without its adapters
+    if args.teacher or args.lora_rank == 0:
+        teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
+        shard(teacher.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[StudentPrompt], rng: Generator) -> Sequences:
-        """A completion for each prompt: pairs (prompt, completion) of token ids."""
+    def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences]:
+        """A completion for each prompt: pairs (prompt, completion) of token ids, with the student's
+        prompts and with the teacher's."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids, _ = generate(
             policy,
@@ -157,7 +177,9 @@ def main(args: Args) -> Path:
             rng=rng,
             batch_size=args.generation_batch_size,
         )
-        return list(zip(prompt_ids, completion_ids, strict=True))
+        sequences = list(zip(prompt_ids, completion_ids, strict=True))
+        teacher_ids = [prompt.teacher_ids for prompt in prompts]
+        return sequences, list(zip(teacher_ids, completion_ids, strict=True))
 
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode())}
@@ -173,11 +195,11 @@ def main(args: Args) -> Path:
         # 1. Roll out: a completion per prompt, from the student as it is now.
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
-        sequences = sample([train_prompts[i] for i in prompt_inds], rng)  # B
+        sequences, teacher_sequences = sample([train_prompts[i] for i in prompt_inds], rng)  # B
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Rewards: how much more probable than the student the teacher finds each token.
-        rewards = token_rewards(policy, teacher, sequences, batches)  # (B, T)
+        rewards = token_rewards(policy, teacher, sequences, teacher_sequences, batches)  # (B, T)
         advantages = discounted_sums(rewards, args.discount)  # (B, T)
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
@@ -223,9 +245,11 @@ def evaluate(
     args: Args, sample: Callable, policy: Any, teacher: Any, tokenizer: Any, prompts: list
 ) -> tuple[dict, list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    sequences = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
+    # The same numbers each time.
+    sequences, teacher_sequences = sample(prompts, Generator().manual_seed(args.seed))
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
-    rewards = token_rewards(policy, teacher, sequences, batches).sum(dim=1).tolist()  # (B,)
+    rewards = token_rewards(policy, teacher, sequences, teacher_sequences, batches)  # (B, T)
+    rewards = rewards.sum(dim=1).tolist()  # (B,)
     completion_ids = [completion for _, completion in sequences]
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     samples = []
@@ -267,16 +291,18 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 def load_student_prompts(args: Args, split: str, tokenizer: Any) -> list[StudentPrompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     prompts, dropped, longest = [], Counter(), 0
-    for row in load_rows(args, split, {args.prompt_column}):
-        text = row[args.prompt_column]
-        if args.chat and isinstance(text, str):
-            text = [{"role": "user", "content": text}]
+    columns = [args.prompt_column, args.teacher_prompt_column or args.prompt_column]
+    for row in load_rows(args, split, {*columns}):
+        texts = [row[column] for column in columns]
+        if args.chat:
+            texts = [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in texts]
         try:
-            ids = encode(tokenizer, text, add_generation_prompt=True)
-            longest = max(longest, len(ids))
-            if len(ids) > args.max_prompt_length:
+            both = [encode(tokenizer, text, add_generation_prompt=True) for text in texts]
+            length = max(map(len, both))
+            longest = max(longest, length)
+            if length > args.max_prompt_length:
                 raise UnusableRow("longer than --max-prompt-length")
-            prompts.append(StudentPrompt(text, ids))
+            prompts.append(StudentPrompt(texts[0], *both))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
     report_rows(split, len(prompts), dropped, longest)

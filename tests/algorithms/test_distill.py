@@ -13,7 +13,7 @@ from algorithms import set_weights
 from reviews import plain_logprobs, plain_model
 from runs import metrics_of, read
 from spies import watch_steps
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 import distill
 from distill import Args, discounted_sums, distillation_loss
@@ -76,6 +76,24 @@ def test_discount_1_is_the_gradient_of_the_kl_over_completions():
     torch.testing.assert_close(expected_estimate(1.0), exact)
 
 
+def test_discount_1_with_a_hint_is_the_gradient_of_the_kl_to_ones_start_that_reads_it():
+    """The hint is another token before the first: pi_0(. | hint) is a row of the same table."""
+    logits, policy = table(1)
+    start = policy.detach()
+    hinted = [start.roll(1, dims=0), start, start]  # row 0 is that of token 2
+    kl, mean = 0.0, torch.zeros_like(logits)
+    for y in COMPLETIONS:
+        log_pi, log_hinted = token_logprobs(3 * [policy], y), token_logprobs(hinted, y)
+        kl = kl + log_pi.sum().exp() * (log_pi.sum() - log_hinted.sum())
+        advantages = discounted_sums((log_hinted - log_pi).detach()[None], 1.0)
+        loss = distillation_loss(log_pi[None], advantages, num_completions=1)
+        (gradient,) = torch.autograd.grad(-loss, logits, retain_graph=True)
+        mean += log_pi.sum().exp().detach() * gradient
+    (exact,) = torch.autograd.grad(-kl, logits)
+    assert exact.abs().max() > 0.1  # it pulls although policy and start are one
+    torch.testing.assert_close(mean, exact)
+
+
 def test_discount_0_is_that_of_the_next_tokens_kl_with_the_prefix_held_fixed():
     logits, policy = table(1)
     kl = 0.0
@@ -110,17 +128,27 @@ def test_the_example_on_the_page():
 
 
 # --- a run ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("discount", [0.0, 0.5])
-def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch):
+def hints_by_prompt():
+    """The token ids of each prompt's answer, as a hint, by those of the prompt."""
+    encode = AutoTokenizer.from_pretrained(Args.model)
+    rows = read("tiny/arithmetic/prompts/train.jsonl") + read("tiny/arithmetic/prompts/test.jsonl")
+    return {tuple(encode(row["prompt"]).input_ids): encode(row["answer"]).input_ids for row in rows}
+
+
+@pytest.mark.parametrize(("discount", "hint"), [(0.0, False), (0.5, False), (0.0, True)])
+def test_each_step_is_that_of_plain_transformers(discount, hint, tmp_path, monkeypatch):
     """In micro-batches of 4 and 2, without a rest of the step before; the teacher never moves."""
     sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
-    run_dir = run(tmp_path, total_rollouts=2, discount=discount, max_grad_norm=3.0)
-    policy, teacher = plain_model(Args.model), plain_model(Args.teacher)
+    flags = dict(teacher_prompt_column="answer") if hint else {}
+    run_dir = run(tmp_path, total_rollouts=2, discount=discount, max_grad_norm=3.0, **flags)
+    policy, teacher = plain_model(Args.model), plain_model(Args.model if hint else Args().teacher)
     rows, rollouts = metrics_of(run_dir), read(run_dir / "rollouts.jsonl")
+    hints = hints_by_prompt()
 
     def token_rewards(prompt, completion):
         logprobs = torch.stack(plain_logprobs(policy, prompt, completion))
-        of_teacher = torch.stack(plain_logprobs(teacher, prompt, completion))
+        of_teacher = hints[tuple(prompt)] if hint else prompt
+        of_teacher = torch.stack(plain_logprobs(teacher, of_teacher, completion))
         return logprobs, (of_teacher - logprobs).detach()
 
     for step, (weights, gradient, clipped_to) in enumerate(steps, start=1):
@@ -153,8 +181,23 @@ def test_each_step_is_that_of_plain_transformers(discount, tmp_path, monkeypatch
     assert rows[-1]["eval/kl"] == pytest.approx(-sum(totals) / 4, rel=1e-4)
 
 
+def test_with_adapters_the_policy_without_them_reads_the_hint(tmp_path, monkeypatch):
+    """One model is loaded; the last evaluation is of the run's model, merged, and of the start."""
+    loaded, sampled = spy_on(monkeypatch, "load_model"), spy_on(monkeypatch, "generate")
+    flags = dict(teacher_prompt_column="answer", lora_rank=2, learning_rate=1e-2)
+    run_dir = run(tmp_path, total_rollouts=3, **flags)
+    assert len(loaded) == 1
+    policy, teacher, hints = plain_model(run_dir), plain_model(Args.model), hints_by_prompt()
+    ((_, prompts, *_), (completions, _)), kl = sampled[-1], 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        kl += sum(plain_logprobs(policy, prompt, completion)).item() / 4
+        kl -= sum(plain_logprobs(teacher, hints[tuple(prompt)], completion)).item() / 4
+    last = metrics_of(run_dir)[-1]
+    assert last["eval/kl"] == pytest.approx(kl, rel=1e-3) and kl > 0.1
+
+
 def test_what_ends_the_teachers_completions_ends_the_students(tmp_path, monkeypatch):
-    shutil.copytree(Args.teacher, tmp_path / "teacher")
+    shutil.copytree(Args().teacher, tmp_path / "teacher")
     config = json.dumps({"eos_token_id": [2, 7]})
     (tmp_path / "teacher/generation_config.json").write_text(config)
     calls = spies.spy_by_name(distill, monkeypatch, "generate")

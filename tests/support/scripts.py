@@ -95,7 +95,7 @@ SPECS = {
         kind="rollouts",
         loader="load_student_prompts",
         models=("policy",),
-        short_flags=SHORT_ROLLOUTS | dict(discount=0.5),
+        short_flags=SHORT_ROLLOUTS | dict(discount=0.5, teacher_prompt_column="answer"),
         advantages="discounted_sums",
     ),
 }

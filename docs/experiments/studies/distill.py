@@ -54,7 +54,7 @@ def completed(policy: sampling.Policy, split: str, seed: int) -> tuple[list[dict
 
 def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     """The teacher; SFT on its completion of each training prompt; seconds of one core."""
-    teacher = sampling.load_policy(distill.Args.teacher)
+    teacher = sampling.load_policy(distill.Args().teacher)
     held_out, _ = completed(teacher, "test", seed)
     found = {TEACHER: {"accuracy": accuracy(held_out)}}
     with tempfile.TemporaryDirectory() as folder:
