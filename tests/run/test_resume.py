@@ -138,7 +138,7 @@ def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_
     # The policy stays as it is, and all steps have the same prompts.
     flags = SPECS[name].short_flags | dict(learning_rate=1e-30, train_split="train[:3]")
     script.main(script.Args(**flags | dict(total_rollouts=3, output_dir=str(tmp_path))))
-    drawn = [sorted(zip(prompts, texts, strict=True)) for (_, prompts, *_), texts in calls]
+    drawn = [sorted(zip(prompts, texts, strict=True)) for (_, prompts, *_), (texts, _) in calls]
     first_evaluation, *rollouts, last_evaluation = drawn
     assert first_evaluation == last_evaluation
     assert all(rollouts.count(rollout) == 1 for rollout in rollouts) and len(rollouts) == 3
