@@ -46,7 +46,7 @@ def test_the_example_of_a_server(tmp_path):
     Thread(target=server.serve_forever, daemon=True).start()
     page = Path("docs/details.md").read_text().partition("### Completions from elsewhere")[2]
     example = page.partition("```python\n")[2].partition("```")[0]
-    assert len(example.strip().splitlines()) <= 16
+    assert len([line for line in example.splitlines() if line]) <= 15
     (tmp_path / "sampler.py").write_text(example.replace("8000", str(server.server_port)))
     for script in ("grpo", "ppo_rlhf", "reinforce"):
         assert "\nfrom common.generation import generate\n" in Path(f"{script}.py").read_text()

@@ -5,36 +5,66 @@ from docs.experiments.lib.metrics import Metric, at, first, last
 from docs.experiments.lib.runs import Run
 from docs.experiments.lib.tables import spread
 
-MODEL = "--model runs/SmolLM2-135M-Instruct"
-ON_POLICY = "--chat --beta 0 --num-minibatches 1 --micro-batch-size 8 --prompts-per-rollout 8"
-TONE = (
-    f"grpo.py {MODEL} {ON_POLICY} --dataset docs/real/films --group-size 6 --max-new-tokens 40 "
-    "--reward-fn docs/rewards/tone.py:tone --learning-rate 2e-5 --total-rollouts 10 --eval-every 2"
-)
+MODEL = "--model runs/SmolLM2-135M-Instruct --chat"
+ON_POLICY = "--num-minibatches 1 --micro-batch-size 8 --prompts-per-rollout 8"
+TONE = "docs/rewards/tone.py:tone"
 SFT = (
-    f"sft.py {MODEL} --chat --dataset docs/real/sums --train-split train[:64] --epochs 2 "
-    "--batch-size 16 --micro-batch-size 8 --learning-rate 2e-5 --eval-rows 100 --eval-samples 8"
+    f"sft.py {MODEL} --dataset docs/real/sums --train-split train[:64] --epochs 2 "
+    "--batch-size 16 --micro-batch-size 8 --eval-rows 100 --eval-samples 8 --learning-rate"
 )
-ON_SUMS = (
-    f"{ON_POLICY} --dataset docs/real/sums --group-size 8 --max-new-tokens 24 --eval-rows 60 "
-    "--learning-rate 1e-5 --total-rollouts 16 --eval-every 4 --eval-samples 4"
+AFTER_SFT = f"--model {{{SFT} 2e-5}} --chat --dataset docs/real/sums --group-size 8 "
+AFTER_SFT += "--max-new-tokens 24 --total-rollouts 16 --eval-every 4"
+SUMS = f"{ON_POLICY} --beta 0 --eval-rows 60 --eval-samples 4"
+FILMS = f"{MODEL} --dataset docs/real/films --max-new-tokens 40 --temperature 0.7 "
+FILMS += "--eval-temperature 0.7"
+GROUPS = f"grpo.py {FILMS} {ON_POLICY} --group-size 6"
+REWARD_MODEL = (
+    f"rm_bradley_terry.py {MODEL} --dataset docs/real/pairs --epochs 2 --batch-size 16 "
+    "--micro-batch-size 8 --train-layers 10 --learning-rate 5e-5 --eval-every 15"
+)
+LEARNED = f"--reward-model {{{REWARD_MODEL}}} --eval-reward-fn {TONE}"
+OFFLINE = f"--temperature 0.7 --eval-every 100 --warmup-ratio 0 --eval-reward-fn {TONE}"
+DPO = (
+    f"dpo.py {MODEL} --dataset docs/real/pairs --train-split train[:256] --epochs 1 "
+    f"--batch-size 16 --micro-batch-size 8 --beta 0.1 {OFFLINE} --learning-rate"
 )
 COMMANDS = {
-    "tone": TONE,
-    "SFT": SFT,
-    "GRPO after SFT": f"grpo.py --model {{{SFT}}} {ON_SUMS}",
-    "GRPO without SFT": f"grpo.py {MODEL} {ON_SUMS}",
+    "GRPO after SFT": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 1e-5",
+    "GRPO after SFT, adapters": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 2e-4 --lora-rank 16",
+    "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} --prompts-per-rollout 8 "
+    "--micro-batch-size 8 --eval-split test[:60] --learning-rate 1e-5",
+    "GRPO without SFT": f"grpo.py {MODEL} --dataset docs/real/sums --group-size 8 "
+    f"--max-new-tokens 24 --total-rollouts 16 --eval-every 4 {SUMS} --learning-rate 1e-5",
+    "reward model": REWARD_MODEL,
+    "DPO": f"{DPO} 2e-5",
+    "KTO": f"kto.py {MODEL} --dataset docs/real/labels --train-split train[:512] --epochs 1 "
+    f"--batch-size 32 --micro-batch-size 16 --eval-rows 48 {OFFLINE} --learning-rate 2e-5",
+    "GRPO": f"{GROUPS} {LEARNED} --beta 0.05 --learning-rate 2e-5 --total-rollouts 10 "
+    "--eval-every 5",
+    "PPO": f"ppo_rlhf.py {FILMS} {LEARNED} --prompts-per-rollout 48 --num-minibatches 2 "
+    "--update-epochs 1 --micro-batch-size 8 --beta 0.05 --learning-rate 1e-5 "
+    "--critic-learning-rate 2e-5 --total-rollouts 10 --eval-every 5",
+    "GRPO, hardly a KL": f"{GROUPS} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
+    "--total-rollouts 14 --eval-every 7",
+    "GRPO on the rule itself": f"{GROUPS} --beta 0 --reward-fn {TONE} --learning-rate 1e-5 "
+    "--total-rollouts 10 --eval-every 2",
 }
+RATES = {"": ("2e-5", "5e-5", "1e-4"), " --lora-rank 16": ("2e-4", "5e-4", "1e-3")}
+COMMANDS |= {f"SFT{lora}, {r}": f"{SFT} {r}{lora}" for lora in RATES for r in RATES[lora]}
+ONLINE = ("GRPO", "PPO", "GRPO, hardly a KL")
+PREFERENCES = ("DPO", "KTO", *ONLINE, "GRPO on the rule itself")
+STEPS = (0, 4, 8, 12, 16)
+README_SUM = "What is 55 + 92?"  # one that it learns
 
 
-def conversation(run: Run) -> list[dict]:
-    """Of the first held-out prompts, the completions before and after."""
-    last_step = run.samples()[-1]["step"]
+def texts(run: Run) -> list[dict]:
+    """Of the first held-out prompts about films, the completions before and after."""
     found = []
-    for step in (0, last_step):
+    for step in (0, run.samples()[-1]["step"]):
         for sample in run.samples(step)[:3]:
-            kept = {name: sample[name] for name in ("step", "completion", "reward")}
-            found.append(kept | {"prompt": sample["prompt"][-1]["content"]})
+            prompt = sample["prompt"]
+            shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            found.append({"prompt": shown, "text": sample["completion"], "tone": sample["reward"]})
     return found
 
 
@@ -47,64 +77,81 @@ def answers(run: Run) -> list[str]:
     return found
 
 
-def minutes(run: Run) -> float:
-    """Of the rollouts: sampling, scoring and the update."""
-    seconds = run.values("time/rollout_seconds").sum() + run.values("time/update_seconds").sum()
-    return seconds / 60
-
-
-README_SUM = "What is 55 + 92?"  # one that it learns
-ROLLOUTS = {"tone": (0, 2, 4, 6, 8, 10), "sums": (0, 4, 8, 12, 16)}
-ON_POLICY_METRICS = [
-    Metric("minutes", minutes),
-    last("policy/entropy"),
-    last("eval/length_mean"),
-    last("completions/truncated_fraction"),
-]
 METRICS = {
-    "tone": [
-        *(at("eval/reward", step) for step in ROLLOUTS["tone"]),
-        Metric("conversation", conversation),
-        *ON_POLICY_METRICS,
-    ],
-    "SFT": [first("eval/loss"), last("eval/loss")],
+    "reward model": [last("eval/pair_accuracy"), last("eval/loss")],
+    "REINFORCE after SFT": [at("eval/reward", step) for step in STEPS],
 }
-for label in ("GRPO after SFT", "GRPO without SFT"):
-    METRICS[label] = [at("eval/accuracy", step) for step in ROLLOUTS["sums"]]
-    METRICS[label] += [at("eval/pass_at_4", step) for step in (0, 16)] + ON_POLICY_METRICS
-    METRICS[label] += [Metric("answers", answers)]
+for label in COMMANDS:
+    if label.startswith("SFT"):
+        METRICS[label] = [first("eval/loss"), last("eval/loss")]
+    elif label.startswith("GRPO ") and "SFT" in label:
+        METRICS[label] = [at("eval/accuracy", step) for step in STEPS]
+        METRICS[label] += [at("eval/pass_at_4", step) for step in (0, 16)]
+        METRICS[label] += [Metric("answers", answers)]
+    elif label in PREFERENCES:
+        METRICS[label] = [first("eval/reward"), last("eval/reward"), last("eval/length_mean")]
+        METRICS[label] += [Metric("texts", texts)]
+        if label in ONLINE:
+            METRICS[label] += [
+                Metric("first reward", lambda run: run.values("reward/mean").iloc[0])
+            ]
+            METRICS[label] += [last("reward/mean"), last("objective/kl")]
+        elif label in ("DPO", "KTO"):
+            METRICS[label] += [last("eval/kl")]
 
 
 def tables(results: dict) -> dict[str, dict]:
-    numbers = results["numbers"]
-    rows = []
-    for label in ("GRPO without SFT", "GRPO after SFT"):
+    numbers, sums, preferences, rates, shown = results["numbers"], [], [], [], []
+    for label in ("GRPO without SFT", "GRPO after SFT", "GRPO after SFT, adapters"):
         found = numbers[label]
-        accuracies = [spread(found[f"eval/accuracy at {step}"], 2) for step in ROLLOUTS["sums"]]
+        accuracies = [spread(found[f"eval/accuracy at {step}"], 2) for step in STEPS]
         passes = [spread(found[f"eval/pass_at_4 at {step}"], 2) for step in (0, 16)]
-        rows.append([label, *accuracies, " → ".join(passes), spread(found["minutes"], 0)])
-    tone = [spread(numbers["tone"][f"eval/reward at {step}"], 2) for step in ROLLOUTS["tone"]]
-    texts = []
-    shown = numbers["tone"]["conversation"][0]
-    for before, after in zip(shown[: len(shown) // 2], shown[len(shown) // 2 :], strict=True):
-        for name, sample in (("before", before), ("after", after)):
-            text = " ".join(sample["completion"].split())
-            texts.append([f'*{sample["prompt"]}* {name}, {sample["reward"]:.2f}: "{text}"'])
-    untrained, trained = numbers["GRPO without SFT"], numbers["GRPO after SFT"]
+        sums.append([label, *accuracies, " → ".join(passes)])
+    found = numbers["REINFORCE after SFT"]
+    accuracies = [spread(found[f"eval/reward at {step}"], 2) for step in STEPS]
+    sums.append(["REINFORCE after SFT", *accuracies, ""])
+    for label in PREFERENCES:
+        found = numbers[label]
+        kl = found.get("objective/kl") or found.get("eval/kl")
+        learned = [
+            spread(found[name], 1) for name in ("first reward", "reward/mean") if name in found
+        ]
+        preferences.append(
+            [
+                label,
+                " → ".join(learned),
+                " → ".join(spread(found[name], 2) for name in ("first eval/reward", "eval/reward")),
+                spread(kl, 1) if kl else "",
+                spread(found["eval/length_mean"], 0),
+            ]
+        )
+    for lora, tried in RATES.items():
+        losses = [
+            f"{rate}: {spread(numbers[f'SFT{lora}, {rate}']['eval/loss'], 3)}" for rate in tried
+        ]
+        rates.append([f"`{lora.strip()}`" if lora else "all weights", *losses])
+    for label in ("DPO", "GRPO, hardly a KL"):
+        of_seed = numbers[label]["texts"][0]
+        for when, sample in zip(3 * ["before"] + 3 * [f"after {label}"], of_seed, strict=True):
+            if when == "before" and label != "DPO":
+                continue
+            text = " ".join(sample["text"].split())
+            shown.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
     readme = []
+    untrained, trained = numbers["GRPO without SFT"], numbers["GRPO after SFT"]
     for name, found, step in (
         ("before", untrained, 0),
         ("after `sft.py` on 64 sums", trained, 0),
         ("after 16 rollouts of `grpo.py`", trained, 16),
     ):
-        text = found["answers"][0][step > 0]
         accuracy = spread(found[f"eval/accuracy at {step}"], 2)
-        readme.append([f'{name} (right: {accuracy}): "{text}"'])
-    steps = [f"{step} rollouts" for step in ROLLOUTS["sums"]]
+        readme.append([f'{name} (right: {accuracy}): "{found["answers"][0][step > 0]}"'])
+    columns = ["", "learned reward", "tone", "KL", "tokens"]
     return {
-        "real sums": {"columns": ["", *steps, "pass@4", "minutes"], "rows": rows},
-        "real tone": {"columns": [f"{n} rollouts" for n in ROLLOUTS["tone"]], "rows": [tone]},
-        "real texts": {"rows": texts},
+        "real sums": {"columns": ["", *(f"{n} rollouts" for n in STEPS), "pass@4"], "rows": sums},
+        "real preferences": {"columns": columns, "rows": preferences},
+        "real rates": {"columns": ["", "", "", ""], "rows": rates},
+        "real texts": {"rows": shown},
         "real readme": {"rows": readme},
     }
 
