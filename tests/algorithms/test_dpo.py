@@ -15,13 +15,7 @@ from runs import metrics_of, read
 from spies import watch_steps
 
 import dpo
-from dpo import (
-    Args,
-    PreferencePair,
-    Prompt,
-    micro_batches_of_pairs,
-    pair_losses,
-)
+from dpo import Args, PreferencePair, Prompt, micro_batches_of_pairs, pair_losses
 
 # Three batches of the first reviews. The rate is large, so that log-ratios are not all near 0.
 SMALL = dict(train_split="train[:20]", epochs=0.4, learning_rate=2e-3, beta=0.5, max_new_tokens=4)

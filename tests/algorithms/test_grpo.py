@@ -20,16 +20,8 @@ from transformers import AutoTokenizer
 
 import common.logprobs
 import grpo
-from grpo import (
-    Args,
-    gdpo_advantages,
-    group_advantages,
-    grpo_loss,
-    k3_kl,
-    length_penalty,
-    model_rewards,
-    token_weights,
-)
+from grpo import Args, gdpo_advantages, group_advantages, grpo_loss, k3_kl, length_penalty
+from grpo import model_rewards, token_weights
 from runs import metrics_of
 
 POLICY = "tiny/arithmetic/policy"

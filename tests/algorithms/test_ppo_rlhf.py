@@ -19,20 +19,8 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 import common.logprobs
 import ppo_rlhf
-from ppo_rlhf import (
-    Args,
-    Critic,
-    adapt_beta,
-    critic_values,
-    explained_variance,
-    gae,
-    k2_kl,
-    load_critic,
-    policy_loss,
-    shaped_rewards,
-    value_loss,
-    whiten,
-)
+from ppo_rlhf import Args, Critic, adapt_beta, critic_values, explained_variance, gae, k2_kl
+from ppo_rlhf import load_critic, policy_loss, shaped_rewards, value_loss, whiten
 from runs import metrics_of
 
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,

@@ -11,23 +11,12 @@ import torch
 from gpu_types import take_gpu_types
 from models import tiny_classifier
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoTokenizer
 
 from reviews import dataset
-from rm_bradley_terry import (
-    Args,
-    Comparison,
-    bradley_terry_loss,
-    calibration_error,
-    load_classifier,
-    pair_scores,
-    wins,
-)
+from rm_bradley_terry import Args, Comparison, bradley_terry_loss, calibration_error
+from rm_bradley_terry import load_classifier, pair_scores, wins
 from runs import read
 
 run = partial(algorithms.run, "rm_bradley_terry")

@@ -8,12 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 from scripts import ONE_PER_LOADER, SPECS, WITH_ROLLOUTS, short_flags, with_flag
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedModel
 
 import dpo
 import grpo

@@ -12,12 +12,8 @@ from runs import read_log
 from safetensors.torch import load_file
 from scripts import SPECS, WITH_ROLLOUTS, short_flags
 from spies import spy_on
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import GenerationConfig
 
 import grpo
 
