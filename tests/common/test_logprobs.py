@@ -8,8 +8,7 @@ import pytest
 import torch
 from gpu_types import take_gpu_types
 from plain import plain_logprobs
-from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow
-from models import tiny_config, tiny_model
+from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow, tiny_config, tiny_model
 from spies import spy_on
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
@@ -332,16 +331,13 @@ def test_tolerance_of_the_heads_trial_under_autocast(weights, part, is_known, mo
                 completion_logprobs(model, make_pairs(), range(4))
 
 
-def test_a_head_of_several_layers_is_refused_by_name():
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_a_head_of_several_layers_or_none_that_is_linear_is_refused_by_name(is_linear):
     model = family_model("BertLMHeadModel")
+    if not is_linear:
+        model = tiny_model("llama", tie_word_embeddings=False)
+        model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
     with pytest.raises(ValueError, match=f"output head of {type(model).__name__}"):
-        completion_logprobs(model, make_pairs(), range(4))
-
-
-def test_a_head_that_is_not_linear_is_refused():
-    model = tiny_model("llama", tie_word_embeddings=False)
-    model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
-    with pytest.raises(ValueError, match="output head of LlamaForCausalLM"):
         completion_logprobs(model, make_pairs(), range(4))
 
 
