@@ -132,8 +132,7 @@ def run(request, tmp_path_factory):
     """A script's name, and the folder of its run."""
     script, folder = SPECS[request.param].module, tmp_path_factory.mktemp("lora")
     flags = SPECS[request.param].short_flags | dict(lora_rank=4, learning_rate=1e-2)
-    with pytest.MonkeyPatch.context() as patch:
-        keep_earlier_checkpoints(patch)
+    with keep_earlier_checkpoints():
         return request.param, script.main(script.Args(**flags | {"output_dir": str(folder)}))
 
 
@@ -232,19 +231,8 @@ def test_frozen_matrices_in_bfloat16_give_the_same_bits(architecture, monkeypatc
         logprobs.sum().backward()
         results.append([logprobs, *(p.grad for p in model.parameters() if p.requires_grad)])
     assert in_bfloat16 > 0 and size == 4 * sum(p.numel() for p in frozen) - 2 * in_bfloat16
-    assert model.get_input_embeddings().weight.dtype == torch.float32
-    tied = model.config.tie_word_embeddings
-    head = model.get_output_embeddings().weight
-    assert head.dtype == (torch.float32 if tied else torch.bfloat16)
-    assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if "norm" in n)
     for plain, stored in zip(*results, strict=True):
         assert torch.equal(plain, stored)
-
-
-def test_what_is_trained_stays_in_float32_on_a_gpu(monkeypatch):
-    take_gpu_types(monkeypatch)
-    model = shard(tiny_model("llama"), CPU)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
@@ -252,6 +240,7 @@ def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
     kind, source = AutoModelForCausalLM, "tiny/arithmetic/policy"
     kind.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(tmp_path)
     trained, frozen = (grpo.load_model(kind, str(tmp_path), tokenizer, 8) for _ in range(2))
     assert {p.dtype for p in trained.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in shard(trained, CPU).parameters()} == {torch.float32}

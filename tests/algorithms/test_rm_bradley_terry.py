@@ -8,9 +8,11 @@ from pathlib import Path
 import algorithms
 import pytest
 import torch
+from algorithms import assert_same_gradient
 from gpu_types import take_gpu_types
 from models import tiny_classifier
 from safetensors.torch import load_file
+from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer
 
@@ -273,7 +275,8 @@ def test_the_code_for_other_programs_on_the_page_and_the_mean_of_the_model_that_
 # --- a run --------------------------------------------------------------------------------------
 
 
-def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
+def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path, monkeypatch):
+    steps = watch_steps(monkeypatch)
     rows = held_out(19)
     for i, row in enumerate(rows):
         row["m"] = i / 4 - 2
@@ -281,11 +284,11 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
             row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     # A learning rate of nearly 0, so that every evaluation is of the model that we have.
     flags = dict(batch_size=8, micro_batch_size=3, eval_rows=10, center_coef=0.01)
-    flags |= dict(model=REWARD_MODEL, margin_column="m", learning_rate=1e-30, epochs=1)
+    flags |= dict(model=REWARD_MODEL, margin_column="m", learning_rate=1e-30, epochs=2)
     flags |= dict(train_split="train", eval_split="test")
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows[11:], rows[:11]), **flags)
-    evaluation, step = read(run_dir / "metrics.jsonl")
-    assert step["step"] == 1
+    evaluation, *_, step = read(run_dir / "metrics.jsonl")
+    assert step["step"] == 2
 
     model = plain_model(REWARD_MODEL)
     for name, metrics, some in (("eval", evaluation, rows[:10]), ("reward", step, rows[11:])):
@@ -311,12 +314,14 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
             names = names.split()
         assert [metrics[name] for name in names] == pytest.approx(list(mean.values()), rel=1e-4)
 
-    # The step's gradient is that of the mean of the pairs' losses.
+    # The gradient of each of the two steps is that of the mean of the pairs' losses.
     r_w, r_l = plain_scores(model, rows[11:])
     gaps = r_w - r_l - torch.tensor([row["m"] for row in rows[11:]])
     (torch.log1p(torch.exp(-gaps)) + 0.01 * (r_w + r_l) ** 2).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert step["reward/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    for _, gradient, _ in steps:
+        assert_same_gradient(gradient, [p.grad for p in model.parameters()])
 
     # Each pair into its bin by comparing with the limits.
     predicted = [1 / (1 + math.exp(-abs(margin))) for margin in evaluated]

@@ -1,7 +1,6 @@
-"""Flags: ranges, contradictions, --resume, and the learning rate's schedule."""
+"""Flags: contradictions, --resume, the learning rate's schedule. Ranges: test_every_script.py."""
 
 import json
-from dataclasses import fields
 
 import pytest
 import torch
@@ -22,21 +21,6 @@ def refused(name, argv, capsys):
         SPECS[name].module.parse_args(argv)
     assert end.value.code == 2
     return " ".join(capsys.readouterr().err.split())
-
-
-@EACH
-def test_every_number_has_a_range(name):
-    args = SPECS[name].module.Args
-    types = {field.name: str(field.type).lower() for field in fields(args)}
-    numbers = [name for name, kind in types.items() if "int" in kind or "float" in kind]
-    numbers = [name for name in numbers if "list" not in types[name]]
-    assert {"seed", "learning_rate", "save_every"} <= {*numbers}
-    for flag in numbers:
-        with pytest.raises(ValidationError, match=flag):
-            args(**{flag: -1})
-    if "warmup_ratio" in numbers:  # steps may have been meant
-        with pytest.raises(ValidationError, match="warmup_ratio"):
-            args(warmup_ratio=1.0)
 
 
 @EACH

@@ -69,8 +69,7 @@ def one_process(tmp_path_factory):
     """The folder of each run in this process."""
     folder = tmp_path_factory.mktemp("one")
     scripts = {run: SPECS[run.split("-")[0]].module for run in RUNS}
-    with pytest.MonkeyPatch.context() as patch:
-        keep_earlier_checkpoints(patch)
+    with keep_earlier_checkpoints():
         return {
             run: script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
             for run, script in scripts.items()

@@ -13,6 +13,7 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed import TCPStore
@@ -125,8 +126,8 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 
-def keep_earlier_checkpoints(patch: Any) -> None:
-    """Of each run from here on the last checkpoint but one stays, as checkpoint.earlier."""
+def keep_earlier_checkpoints() -> Any:
+    """A context: of each run in it the last checkpoint but one stays, as checkpoint.earlier."""
     replace = os.replace
 
     def replace_and_keep(source: Path, target: Path) -> None:
@@ -134,7 +135,7 @@ def keep_earlier_checkpoints(patch: Any) -> None:
             shutil.copy(target, Path(target).with_suffix(".earlier"))
         replace(source, target)
 
-    patch.setattr(os, "replace", replace_and_keep)
+    return patch.object(os, "replace", replace_and_keep)
 
 
 def killed_earlier(run_dir: Path, folder: Path) -> Path:
