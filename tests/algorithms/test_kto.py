@@ -8,7 +8,8 @@ import pytest
 import spies
 import torch
 from algorithms import set_weights
-from reviews import EOS, STILL, batch_rows, dataset, ids, plain_logprobs, plain_model, sampled_ids
+from reviews import EOS, STILL, batch_rows, dataset
+from reviews import ids, plain_kl, plain_logprobs, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
 
@@ -188,18 +189,13 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     assert [sample["step"] for sample in samples] == [0] * 9 + [last["step"]] * 9
     samples = samples[9:]
     assert [sample["prompt"] for sample in samples] == [row.prompt.text for row in rows]
-    kl = 0
     sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
     ((order, _), _), *_, ((last_order, _), _) = mixed  # of the rows that are mismatched
     assert order == last_order and sorted(order) == sorted(sequences)
     with torch.no_grad():
         logratios = [plain_logratio(policy, reference, pair).item() for pair in sequences]
         mismatched = [plain_logratio(policy, reference, p).item() for p in plain_mismatch(order)]
-        for sample in samples:
-            sequence = (ids("<bos> " + sample["prompt"]), sampled_ids(sample))
-            logprobs = plain_logprobs(policy, *sequence, args.temperature)
-            ref_logprobs = plain_logprobs(reference, *sequence, args.temperature)
-            kl += (sum(logprobs) - sum(ref_logprobs)).item() / 9
+    kl = plain_kl(policy, reference, samples, args.temperature)
     labels = [row.label for row in rows]
     weights = [flags.get(flag, 1.0) for flag in WEIGHTS]
     losses, z0 = by_hand(logratios, mismatched, labels, args.beta, *weights)

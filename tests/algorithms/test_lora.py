@@ -22,7 +22,6 @@ import rm_bradley_terry
 from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters, save_weights, shard
 
-EACH = pytest.mark.parametrize("name", SPECS)
 CPU = torch.device("cpu")
 SEQUENCES = [([1, 5, 6], [7, 8, 2]), ([1, 9], [3, 4, 5, 2])]
 

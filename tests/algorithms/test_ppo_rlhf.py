@@ -29,7 +29,6 @@ SMALL = dict(train_split="train", prompts_per_rollout=16, micro_batch_size=16, m
 SMALL |= dict(num_minibatches=2, update_epochs=2, beta=0.1, max_grad_norm=0.5, group_size=1)
 SMALL |= dict(learning_rate=5e-4, critic_learning_rate=1e-3, clip_coef=0.2, vf_clip_coef=0.2)
 SMALL |= dict(vf_coef=0.5)
-ONE_STEP = dict(num_minibatches=1, update_epochs=1)
 RULE = "tiny/reviews/gold.py:sentiment"
 ONLY_A_RULE = dict(reward_model=None, reward_fn=[RULE], critic_init="sft")
 CPU = torch.device("cpu")

@@ -213,13 +213,11 @@ def test_prompts_come_in_groups_of_their_own_for_each_rollout(tmp_path, monkeypa
         assert all(prompts[i] == prompts[i // 4 * 4] for i in range(16))
 
 
-def test_groups_of_one_have_no_baseline_and_beta_0_loads_no_reference(tmp_path, monkeypatch):
+def test_a_rollout_of_one_completion_logs_numbers_and_beta_0_loads_no_reference(
+    tmp_path, monkeypatch
+):
     loaded = spy_on(monkeypatch, "load_model")
-    assert run(tmp_path, group_size=1, baseline="none", beta=0.0).is_dir()
-    assert len(loaded) == 1
-
-
-def test_a_rollout_of_one_completion_logs_numbers(tmp_path):
-    flags = dict(prompts_per_rollout=1, group_size=1, baseline="none")
+    flags = dict(prompts_per_rollout=1, group_size=1, baseline="none", beta=0.0)
     _, row = metrics_of(run(tmp_path, **flags))
     assert row["reward/std"] == 0 and all(math.isfinite(number) for number in row.values())
+    assert len(loaded) == 1

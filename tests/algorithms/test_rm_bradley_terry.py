@@ -16,6 +16,7 @@ from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer
 
+from grpo import model_rewards
 from reviews import dataset
 from rm_bradley_terry import Args, Comparison, bradley_terry_loss, calibration_error
 from rm_bradley_terry import load_classifier, pair_scores, wins
@@ -66,6 +67,14 @@ def load(folder, seed=1, **flags):
 def scores_of(model, rows):
     """Scores of lists of token ids."""
     return pair_scores(model, [Comparison(row, row, 0.0) for row in rows])[0]
+
+
+def rewards_of(model, rows):
+    """The same by grpo.py and ppo_rlhf.py, two at a time."""
+    return model_rewards(model, 2, [], [(row[:1], row[1:]) for row in rows])
+
+
+SCORES = pytest.mark.parametrize("scores_by", [scores_of, rewards_of])
 
 
 # --- the loss -----------------------------------------------------------------------------------
@@ -125,11 +134,12 @@ def test_calibration_by_hand():
 # --- the score of a row -------------------------------------------------------------------------
 
 
+@SCORES
 @pytest.mark.parametrize(
     ("architecture", "pad_token_id"), [("llama", 0), ("llama", 2), ("gpt2", None)]
 )
 def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are(
-    architecture, pad_token_id
+    architecture, pad_token_id, scores_by
 ):
     eos = 2
     model = tiny_classifier(architecture, pad_token_id=pad_token_id, eos_token_id=eos)
@@ -141,9 +151,9 @@ def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are
         expected = torch.stack(alone) @ model.score.weight[0]
         assert expected.unique().numel() == len(rows)
         for more in ([], [[4] * 12]):  # which makes all others be padded to 12
-            scores = scores_of(model, rows + more)[: len(rows)]
+            scores = scores_by(model, rows + more)[: len(rows)]
             torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
-            scores = scores_of(model, more + rows[::-1])[len(more) :]
+            scores = scores_by(model, more + rows[::-1])[len(more) :]
             torch.testing.assert_close(scores.flip(0), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -158,8 +168,9 @@ def test_no_rows_still_run_both_passes_and_add_nothing():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
 
 
-def test_scores_are_float32_under_autocast(monkeypatch):
-    """Also on several GPUs, where FSDP casts the layers."""
+@SCORES
+def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
+    """Also on several GPUs, where FSDP casts the layers. In bfloat16 near scores would be equal."""
     take_gpu_types(monkeypatch)
     model = tiny_classifier("llama")
     model.model.bfloat16()
@@ -168,7 +179,7 @@ def test_scores_are_float32_under_autocast(monkeypatch):
     up = model.model.layers[0].mlp.up_proj
     up.register_forward_hook(lambda module, args, output: types.append(output.dtype))
     with torch.no_grad():
-        score = scores_of(model, [[1, 7, 9, 2]])
+        score = scores_by(model, [[1, 7, 9, 2]])
     assert types == [torch.bfloat16]
     # A rounded product would differ from this sum by about a part in 2^8.
     expected = (hidden[0][0].double() * model.score.weight.double()).sum()

@@ -58,3 +58,14 @@ def sampled_ids(sample):
     words = ids(sample["completion"])
     assert sample["length"] - len(words) in (0, 1)
     return words + [EOS] * (sample["length"] - len(words))
+
+
+@torch.no_grad()
+def plain_kl(policy, reference, samples, temperature):
+    """The mean over samples of log pi - log pi_ref, summed over tokens."""
+    total = 0.0
+    for sample in samples:
+        sequence = (ids("<bos> " + sample["prompt"]), sampled_ids(sample))
+        total += sum(plain_logprobs(policy, *sequence, temperature)).item()
+        total -= sum(plain_logprobs(reference, *sequence, temperature)).item()
+    return total / len(samples)
