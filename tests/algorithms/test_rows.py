@@ -124,10 +124,14 @@ def test_columns_and_chats(name, chat, tmp_path):
         assert loaded.prompt.columns == {key: row[key] for key in row if key not in used}
     if name == "kto":
         assert loaded.label is True  # not 1, which torch.where would refuse
-    if chat:  # messages stay as they are
+    if chat:  # messages stay as they are, and a string beside messages becomes one
         turns = zip("xyz", ("user", "assistant", "assistant"), strict=True)
-        row |= {key: [message(role, row[key])] for key, role in turns if key in flags.values()}
-        assert load(name, tmp_path, [row], **options | dict(chat=False)) == [loaded]
+        messages = {key: [message(role, row[key])] for key, role in turns if key in flags.values()}
+        options["chat"] = False
+        assert load(name, tmp_path, [row | messages], **options) == [loaded]
+        for mixed in (messages | {"x": row["x"]}, {"x": messages["x"]}):
+            (other,) = load(name, tmp_path, [row | mixed], **options)
+            assert sequences_of(name, other) == sequences_of(name, loaded)
 
 
 @PAIRS
@@ -166,9 +170,10 @@ def test_margins_come_from_their_column(tmp_path, column):
         ValueError, match=r"no column .*gaps.* in --dataset"
     ):  # asked for, not there
         load("rm_bradley_terry", tmp_path, rows, margin_column="gaps")
-    rows[1][column] = math.nan
-    with pytest.raises(ValueError, match=f"--margin-column {column}: nan is no finite number"):
-        load("rm_bradley_terry", tmp_path, rows, margin_column=column)
+    for wrong in (math.nan, None):
+        rows[1][column] = wrong
+        with pytest.raises(ValueError, match=f"--margin-column {column}: {wrong} is no finite num"):
+            load("rm_bradley_terry", tmp_path, rows, margin_column=column)
 
 
 @PAIRS

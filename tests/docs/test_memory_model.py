@@ -4,6 +4,7 @@ against autograd. The tests of docs/explorer.html compare the page with the form
 
 import gc
 
+import algorithms
 import pytest
 import torch
 from scripts import SCRIPTS, short_flags
@@ -38,8 +39,6 @@ RUNS = {  # script and flags
     "simpo": ("dpo", dict(loss="simpo", beta=2.5)),
     "kto": ("kto", {}),
 }
-TWO_STEPS = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=2)
-TWO_STEPS |= dict(total_rollouts=2, prompts_per_rollout=2, max_new_tokens=4, num_minibatches=1)
 
 
 def live_storages():
@@ -63,7 +62,7 @@ QUICK += [("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
 )
 def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
     """Weights, gradients and moments of all its models, after an optimiser step."""
-    script, flags = SCRIPTS[RUNS[algorithm][0]], RUNS[algorithm][1]
+    name, flags = RUNS[algorithm]
     gc.collect()  # an earlier run's models, or their addresses would be taken again
     before, held = live_storages(), []
 
@@ -72,10 +71,10 @@ def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
         held.append(sum(size for address, size in now.items() if address not in before))
 
     hook = register_optimizer_step_post_hook(note)
-    flags = short_flags(RUNS[algorithm][0], **TWO_STEPS) | flags
-    script.main(script.Args(**flags, lora_rank=lora_rank, output_dir=str(tmp_path)))
+    flags = short_flags(name, prompts_per_rollout=2, max_new_tokens=4) | flags
+    algorithms.run(name, tmp_path, lora_rank=lora_rank, **flags)
     hook.remove()
-    config = AutoConfig.from_pretrained(flags.get("model", script.Args.model))
+    config = AutoConfig.from_pretrained(flags.get("model", SCRIPTS[name].Args.model))
     model = dict(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -163,15 +162,10 @@ def bytes_of_a_layer(kind, lora_rank=0):
 @pytest.mark.parametrize("lora_rank", [0, 16])
 @pytest.mark.parametrize("kind", CONSTANTS["activations"])
 def test_activations_are_what_autograd_keeps(kind, lora_rank):
-    """Two models that differ by a layer."""
+    """Two models that differ by a layer; with checkpointing that is its input."""
     two, three = (kept_bytes(kind, layers, lora_rank=lora_rank) for layers in (2, 3))
     # The rest: a number of each norm and head.
     assert three - two == pytest.approx(bytes_of_a_layer(kind, lora_rank), rel=0.005)
-
-
-@pytest.mark.parametrize("lora_rank", [0, 16])
-@pytest.mark.parametrize("kind", CONSTANTS["activations"])
-def test_checkpointing_keeps_the_inputs_of_layers(kind, lora_rank):
     two, three = (kept_bytes(kind, layers, True, lora_rank=lora_rank) for layers in (2, 3))
     assert three - two == ROWS * LENGTH * CONSTANTS["layer_input"][kind] * SMALL["hidden"]
 
