@@ -342,9 +342,7 @@ def test_token_weights_by_hand():
 
 # --- the reward ---------------------------------------------------------------------------------
 BREVITY = """
-def brevity(prompts, completions, **columns):
-    assert all(prompt.endswith("=") for prompt in prompts)
-    assert set(columns) == {"answer", "completion_ids"}
+def brevity(completions, **columns):
     return [-len(completion) for completion in completions]
 """
 

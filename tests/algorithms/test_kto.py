@@ -22,10 +22,6 @@ SMALL |= dict(desirable_weight=1.0)
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
 
 
-def rows_of(split, count):
-    return read(f"tiny/reviews/labels/{split}.jsonl")[:count]
-
-
 run = partial(algorithms.run, "kto", **SMALL)
 spy_on = partial(spies.spy_on, kto)
 
@@ -237,7 +233,7 @@ def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, f
     # Four steps are two epochs of 16 rows, and the rate is nearly 0.
     run_dir = run(tmp_path, train_split="train[:16]", epochs=2, **STILL | flags)
     before, *steps = metrics_of(run_dir)
-    rows = rows_of("train", 16)
+    rows = read("tiny/reviews/labels/train.jsonl")
     for number, step in enumerate(steps):
         labels = [rows[i]["label"] for i in batch_rows(number, 8, 16, seed=1)]
         weights = [flags.get(f"{'' if k else 'un'}desirable_weight", 1.0) for k in labels]

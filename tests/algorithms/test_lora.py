@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import grpo
 import ppo_rlhf
-import rm_bradley_terry
 from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters, save_weights, shard
 
@@ -26,11 +25,11 @@ CPU = torch.device("cpu")
 SEQUENCES = [([1, 5, 6], [7, 8, 2]), ([1, 9], [3, 4, 5, 2])]
 
 
-def with_random_adapters(architecture, rank=3):
+def with_random_adapters(architecture):
     """A model, the weights that it had, and the B A of each of its adapters by name."""
     model = tiny_model(architecture)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    add_adapters(model, rank, seed=1)
+    add_adapters(model, 3, seed=1)
     products = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -262,13 +261,3 @@ def test_a_folder_of_adapters_alone(run):
             args = script.Args(**SPECS[name].short_flags | {flag: str(folder)})
             with pytest.raises(ValueError, match=f"merge the adapters in {folder} first"):
                 script.main(args)
-
-
-def test_a_model_without_a_matrix_to_adapt():
-    with pytest.raises(ValueError, match="target"):
-        add_adapters(tiny_model("llama", num_hidden_layers=0), 4, seed=1)
-
-
-def test_layers_or_adapters():
-    with pytest.raises(ValueError, match="--train-layers and --lora-rank: give one of the two"):
-        rm_bradley_terry.Args(train_layers=0, lora_rank=4)

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common.tokens import encode_pair
 from runs import metrics_of, read
 from sft import Args, Demonstration, to_pairs
 
@@ -88,11 +87,6 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
 
 
 # --- rows to tokens: more in test_rows.py -------------------------------------------------------
-
-
-def test_two_bos_are_an_error():
-    with pytest.raises(ValueError, match="two BOS"):
-        encode_pair(AutoTokenizer.from_pretrained(BASE), "<bos>1+2=", "#3", [2])
 
 
 def test_every_assistant_turn_of_messages_is_a_completion():

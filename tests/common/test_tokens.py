@@ -118,18 +118,22 @@ IMAGE = {"type": "image", "url": "x.png"}
 
 
 @pytest.mark.parametrize(
-    ("messages", "error"),
+    ("text", "error"),
     [
         ([message("user", [IMAGE, *text_parts("1+2")])], "only parts of type `text`.*'image'"),
         ([{"content": "1+2"}], NO_ROLE),
         ([message(None, "1+2")], NO_ROLE),
         (["1+2"], NO_ROLE),
         ([message("human", "5+6"), message("assistant", "3")], LEFT_OUT),
+        ("<bos>1+2=", "two BOS"),
     ],
 )
-def test_messages_that_cannot_be_read(messages, error, tokenizer):
+def test_a_text_that_cannot_be_read(text, error, tokenizer):
     with pytest.raises(ValueError, match=error):
-        encode(tokenizer, messages)
+        encode(tokenizer, text)
+
+
+def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
     with pytest.raises(ValueError, match="leaves out what 'gpt' says"):
         encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
 

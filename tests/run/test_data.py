@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def fails(name, tmp_path, error, message, **flags):
     assert [*output_dir.glob("*")] == []
 
 
-def save(folder, tokenizer, kind=AutoModelForCausalLM, without=None):
+def save(folder, tokenizer, without=None):
     """The tiny policy in a folder, with another tokenizer, or without one of its weights."""
-    model = kind.from_pretrained(POLICY)
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
     weights = model.state_dict()
     if without:
         del weights[without]
@@ -229,19 +230,13 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
 
 @EACH
 def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    def stop(*args, **options):
-        raise Stopped
-
     script = SPECS[name].module
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
-    monkeypatch.setattr(script, "evaluate", stop)
+    monkeypatch.setattr(script, "evaluate", Mock(side_effect=KeyboardInterrupt))
     for rate, is_warned_of in ((1e-4, True), (9e-5, False)):
         flags = short_flags(name, critic_learning_rate=9e-5) | dict(learning_rate=rate)
         flags = SPECS[name].short_flags | flags | dict(output_dir=str(tmp_path))
-        with warnings.catch_warnings(record=True) as caught, pytest.raises(Stopped):
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
             warnings.simplefilter("always")
             script.main(script.Args(**flags))
         assert [*tmp_path.iterdir()] == []  # nor has the run a folder before its first step

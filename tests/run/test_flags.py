@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from runs import words
-from scripts import SPECS
+from scripts import SPECS, with_flag
 from torch.optim import SGD
 from transformers import get_scheduler
 
@@ -60,7 +60,13 @@ CONTRADICTIONS = [
     ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
     ("dpo", dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to"),
+    ("rm_bradley_terry", dict(train_layers=0, lora_rank=4), "and --lora-rank: give one of the two"),
 ]
+# They name the metrics; `reward_model` is that of --reward-model.
+for name in with_flag("reward_weights"):
+    for specs in (["a.py:same", "b.py:same"], ["a.py:reward_model"]):
+        message = "--reward-fn: two rewards have one name"
+        CONTRADICTIONS.append((name, dict(reward_fn=specs), message))
 
 
 @pytest.mark.parametrize(("name", "flags", "message"), CONTRADICTIONS)

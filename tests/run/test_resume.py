@@ -98,12 +98,9 @@ def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, mon
     """A column of images or of other objects would be another text in each process."""
     script, found = SPECS[name].module, {}
 
-    class Stopped(Exception):
-        pass
-
     def stop(args, training, state):
         found[Path(args.dataset).name] = state["data"]
-        raise Stopped
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "load_checkpoint", stop)
     lines = Path(script.Args.dataset, "train.jsonl").read_text().splitlines()
@@ -120,7 +117,7 @@ def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, mon
         text = "".join(json.dumps(row) + "\n" for row in [*rows, changed])
         for split in ("train", "test"):
             (folder / f"{split}.jsonl").write_text(text)
-        with pytest.raises(Stopped):
+        with pytest.raises(KeyboardInterrupt):
             script.main(script.Args(dataset=str(folder), resume="a run", output_dir=str(tmp_path)))
     assert found.pop("other") == found["None"]
     assert len({*found.values()}) == len(found) == len(columns) + 1 > 1

@@ -15,18 +15,13 @@ from spies import spy_on, watch_steps
 EACH = pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].kind == "rows"])
 
 
-def run(name, tmp_path, **flags):
-    script = SPECS[name].module
-    flags = SPECS[name].short_flags | dict(batch_size=8, micro_batch_size=8) | flags
-    return script.main(script.Args(output_dir=str(tmp_path), **flags))
-
-
 @EACH
 def test_steps_are_counted(name, tmp_path, monkeypatch):
     clock = SimpleNamespace(perf_counter=itertools.count(step=2).__next__)  # 2 seconds a look
     monkeypatch.setattr(SPECS[name].module, "time", clock)
     loaded = spy_on(SPECS[name].module, monkeypatch, SPECS[name].loader)
-    before, *steps = metrics_of(run(name, tmp_path, train_split="train[:20]", epochs=3.5))
+    flags = dict(train_split="train[:20]", epochs=3.5, eval_every=3)
+    before, *steps = metrics_of(algorithms.run(name, tmp_path, **flags))
     # 3.5 x 20 / 8 = 8.75 steps
     assert [step["step"] for step in steps] == list(range(1, 10))
     assert [row["step"] for row in (before, *steps) if "eval/loss" in row] == [0, 3, 6, 9]
@@ -50,8 +45,8 @@ def test_the_seconds_of_a_rollout(name, tmp_path, monkeypatch):
 def test_a_step_is_that_of_adamw_with_the_flags(name, tmp_path, monkeypatch):
     steps = watch_steps(monkeypatch)
     flags = dict(lr_schedule="constant_with_warmup", warmup_ratio=0, learning_rate=2e-3)
-    flags |= dict(epochs=1.2, weight_decay=10.0, max_grad_norm=0.05)
-    _, logged, *_ = metrics_of(run(name, tmp_path, **flags))
+    flags |= dict(epochs=0.5, weight_decay=10.0, max_grad_norm=0.05)
+    _, logged, *_ = metrics_of(algorithms.run(name, tmp_path, **flags))
     (weights, gradient, clipped_to), (after, *_) = steps
     norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
     assert clipped_to == 0.05 < norm
