@@ -10,7 +10,8 @@ import pytest
 import spies
 import torch
 from algorithms import set_weights
-from reviews import plain_logprobs, plain_model
+from plain import plain_logprobs
+from reviews import plain_model
 from runs import metrics_of, read
 from spies import watch_steps
 from transformers import AutoTokenizer, GenerationConfig
@@ -146,9 +147,9 @@ def test_each_step_is_that_of_plain_transformers(discount, hint, tmp_path, monke
     hints = hints_by_prompt()
 
     def token_rewards(prompt, completion):
-        logprobs = torch.stack(plain_logprobs(policy, prompt, completion))
+        logprobs = plain_logprobs(policy, prompt, completion)[0]
         of_teacher = hints[tuple(prompt)] if hint else prompt
-        of_teacher = torch.stack(plain_logprobs(teacher, of_teacher, completion))
+        of_teacher = plain_logprobs(teacher, of_teacher, completion)[0]
         return logprobs, (of_teacher - logprobs).detach()
 
     for step, (weights, gradient, clipped_to) in enumerate(steps, start=1):
@@ -190,8 +191,8 @@ def test_with_adapters_the_policy_without_them_reads_the_hint(tmp_path, monkeypa
     policy, teacher, hints = plain_model(run_dir), plain_model(Args.model), hints_by_prompt()
     ((_, prompts, *_), (completions, _)), kl = sampled[-1], 0.0
     for prompt, completion in zip(prompts, completions, strict=True):
-        kl += sum(plain_logprobs(policy, prompt, completion)).item() / 4
-        kl -= sum(plain_logprobs(teacher, hints[tuple(prompt)], completion)).item() / 4
+        kl += plain_logprobs(policy, prompt, completion)[0].sum().item() / 4
+        kl -= plain_logprobs(teacher, hints[tuple(prompt)], completion)[0].sum().item() / 4
     last = metrics_of(run_dir)[-1]
     assert last["eval/kl"] == pytest.approx(kl, rel=1e-3) and kl > 0.1
 

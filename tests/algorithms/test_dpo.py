@@ -9,8 +9,8 @@ import pytest
 import spies
 import torch
 from algorithms import set_weights
-from reviews import EOS, STILL, batch_rows
-from reviews import ids, plain_kl, plain_logprobs, plain_model, sampled_ids
+from plain import plain_logprobs
+from reviews import EOS, STILL, batch_rows, ids, plain_kl, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
 
@@ -26,8 +26,6 @@ REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
 REFERENCED += [dict(loss="sigmoid_norm", label_smoothing=0.1)]
 REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
 FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
-WHOLE = REFERENCED + FREE
-OBJECTIVES = pytest.mark.parametrize("flags", WHOLE)
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
@@ -37,11 +35,11 @@ def plain_pair(args, policy, reference, row):
     """Loss and metrics of one pair of reviews, in the formulas' own words."""
     prompt = ids("<bos> " + row["prompt"])
     sides = [ids(row[side] + " <eos>") for side in ("chosen", "rejected")]
-    logprobs = [sum(plain_logprobs(policy, prompt, side)) for side in sides]
+    logprobs = [plain_logprobs(policy, prompt, side)[0].sum() for side in sides]
     refs = [0, 0]
     if args.loss in ("sigmoid", "sigmoid_norm", "ipo"):
         with torch.no_grad():
-            refs = [sum(plain_logprobs(reference, prompt, side)) for side in sides]
+            refs = [plain_logprobs(reference, prompt, side)[0].sum() for side in sides]
     scales = [1 if args.loss == "sigmoid" else len(side) for side in sides]
     good, bad = ((a - b) / n for a, b, n in zip(logprobs, refs, scales, strict=True))
     if args.loss == "ipo":
@@ -194,7 +192,7 @@ def test_pairs_are_in_the_order_of_their_longer_sides():
 # --- a run --------------------------------------------------------------------------------------
 
 
-@OBJECTIVES
+@pytest.mark.parametrize("flags", REFERENCED + FREE)
 def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     tmp_path, monkeypatch, flags
 ):

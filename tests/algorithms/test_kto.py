@@ -8,8 +8,8 @@ import pytest
 import spies
 import torch
 from algorithms import set_weights
-from reviews import EOS, STILL, batch_rows, dataset
-from reviews import ids, plain_kl, plain_logprobs, plain_model, sampled_ids
+from plain import plain_logprobs
+from reviews import EOS, STILL, batch_rows, dataset, ids, plain_kl, plain_model, sampled_ids
 from runs import metrics_of, read
 from spies import watch_steps
 
@@ -32,8 +32,8 @@ spy_on = partial(spies.spy_on, kto)
 def plain_logratio(policy, reference, sequence):
     """r(x, y) of a prompt's and a completion's token ids."""
     with torch.no_grad():
-        ref_logprob = sum(plain_logprobs(reference, *sequence))
-    return sum(plain_logprobs(policy, *sequence)) - ref_logprob
+        ref_logprob = plain_logprobs(reference, *sequence)[0].sum()
+    return plain_logprobs(policy, *sequence)[0].sum() - ref_logprob
 
 
 def plain_mismatch(sequences):

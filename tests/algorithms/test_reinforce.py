@@ -11,7 +11,8 @@ import pytest
 import spies
 import torch
 from algorithms import assert_same_gradient, set_weights
-from reviews import plain_logprobs, plain_model
+from plain import plain_logprobs
+from reviews import plain_model
 from spies import watch_steps
 
 import grpo
@@ -180,9 +181,9 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     sequences = [*zip(arguments[1], completions, strict=True)]
     weights, gradient, _ = steps[1]
     set_weights(policy, weights)
-    logprobs = torch.stack([sum(plain_logprobs(policy, *sequence)) for sequence in sequences])
+    logprobs = torch.stack([plain_logprobs(policy, *sequence)[0].sum() for sequence in sequences])
     with torch.no_grad():
-        ref_logprobs = [sum(plain_logprobs(reference, *sequence)) for sequence in sequences]
+        ref_logprobs = [plain_logprobs(reference, *sequence)[0].sum() for sequence in sequences]
         kl = logprobs - torch.stack(ref_logprobs)
     returns = rewards - 0.5 * kl
     advantages = returns - returns.mean()

@@ -16,22 +16,20 @@ from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer
 
+from common.model import transformer_layers
 from grpo import model_rewards
-from reviews import dataset
+from reviews import dataset, plain_model
 from rm_bradley_terry import Args, Comparison, bradley_terry_loss, calibration_error
 from rm_bradley_terry import load_classifier, pair_scores, wins
 from runs import read
 
 run = partial(algorithms.run, "rm_bradley_terry")
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
+plain_classifier = partial(plain_model, kind=AutoModelForSequenceClassification)
 
 
 def held_out(count):
     return read("tiny/reviews/preferences/test.jsonl")[:count]
-
-
-def plain_model(folder):
-    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def plain_scores(model, rows):
@@ -59,8 +57,8 @@ def policy_that_pads_with(pad, folder):
     return str(folder)
 
 
-def load(folder, seed=1, **flags):
-    args = Args(model=str(folder), seed=seed, **{"max_length": 64, **flags})
+def load(folder, **flags):
+    args = Args(model=str(folder), max_length=64, **flags)
     return load_classifier(args, AutoTokenizer.from_pretrained(POLICY), [2], torch.device("cpu"))
 
 
@@ -246,7 +244,7 @@ def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
     flags = dict(train_split="train[:64]", batch_size=16, micro_batch_size=16, epochs=2)
     run_dir = run(tmp_path, model=source, eval_split="test[:40]", **flags)
-    chosen, rejected = plain_scores(plain_model(run_dir), held_out(40))
+    chosen, rejected = plain_scores(plain_classifier(run_dir), held_out(40))
     config = AutoConfig.from_pretrained(run_dir)
     assert config.num_labels == 1
     assert config.score_mean == pytest.approx(chosen.mean().item(), abs=1e-4)
@@ -301,7 +299,7 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path, monke
     evaluation, *_, step = read(run_dir / "metrics.jsonl")
     assert step["step"] == 2
 
-    model = plain_model(REWARD_MODEL)
+    model = plain_classifier(REWARD_MODEL)
     for name, metrics, some in (("eval", evaluation, rows[:10]), ("reward", step, rows[11:])):
         chosen, rejected = (scores.tolist() for scores in plain_scores(model, some))
         margins = [r_w - r_l for r_w, r_l in zip(chosen, rejected, strict=True)]
@@ -342,3 +340,31 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path, monke
         error += abs(sum(predicted[i] - (evaluated[i] > 0) for i in inside)) / 10
     assert evaluation["eval/calibration_error"] == pytest.approx(error, rel=1e-6)
     assert all(step[key] == value for key, value in evaluation.items() if key.startswith("eval/"))
+
+
+# --- the head and the last layers, the rest frozen ----------------------------------------------
+@pytest.mark.parametrize("num_layers", [0, 1, None])
+def test_only_the_head_and_the_last_layers_move_and_have_moments(tmp_path, num_layers, capsys):
+    run_dir = run(tmp_path, epochs=0.5, train_layers=num_layers)
+    start = load(POLICY, train_layers=num_layers)
+    end = load_file(run_dir / "model.safetensors")
+    layers = transformer_layers(start)
+    trained = {"score.weight"}
+    if num_layers is None:
+        trained = {name for name, _ in start.named_parameters()}
+    else:
+        last = range(len(layers) - num_layers, len(layers))
+        for name, _ in start.named_parameters():
+            if any(f".layers.{i}." in name for i in last):
+                trained.add(name)
+    moved = {name for name, p in start.named_parameters() if not torch.equal(p, end[name])}
+    assert moved == trained
+    _, moments = torch.load(run_dir / "checkpoint.pt", weights_only=True)["model"]
+    assert moments["state"].keys() == trained
+    count = sum(p.numel() for name, p in start.named_parameters() if name in trained)
+    assert f"{count:,} of them trained" in capsys.readouterr().out
+
+
+def test_more_layers_than_the_model_has_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--train-layers 3: there are 2 layers"):
+        run(tmp_path, train_layers=3)

@@ -6,10 +6,10 @@ import algorithms
 import pytest
 import torch
 from algorithms import assert_same_gradient, set_weights
-from reviews import batch_rows
+from reviews import batch_rows, plain_model
 from spies import spy_on, watch_steps
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import sft
 from runs import metrics_of, read
@@ -17,10 +17,6 @@ from sft import Args, Demonstration, to_pairs
 
 BASE = "tiny/arithmetic/base"
 run = partial(algorithms.run, "sft")
-
-
-def load_model(folder=BASE):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def plain_loss(model, tokenizer, rows, train_on_prompt):
@@ -69,7 +65,7 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
     flags |= dict(max_new_tokens=6, temperature=0.5, train_on_prompt=train_on_prompt)
     run_dir = run(tmp_path, epochs=0.5, **flags)
     _, *logged = metrics_of(run_dir)
-    model, rows, last = load_model(), read("tiny/arithmetic/sft/train.jsonl"), logged[-1]
+    model, rows, last = plain_model(BASE), read("tiny/arithmetic/sft/train.jsonl"), logged[-1]
     for number, (weights, gradient, _) in enumerate(steps):
         set_weights(model, weights)
         batch = [rows[i] for i in batch_rows(number, 8, 32, seed=1)]
@@ -78,7 +74,7 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
         expected.backward()
         assert_same_gradient(gradient, [p.grad for p in model.parameters()])
     held_out = read("tiny/arithmetic/sft/test.jsonl")[:20]
-    expected = plain_loss(load_model(run_dir), tokenizer, held_out, train_on_prompt)
+    expected = plain_loss(plain_model(run_dir), tokenizer, held_out, train_on_prompt)
     assert last["eval/loss"] == pytest.approx(expected.item(), rel=1e-4)
     _, (completions, _) = sampled[-1]
     cut_off = sum(completion[-1] != 2 for completion in completions)

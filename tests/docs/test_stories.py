@@ -1,6 +1,6 @@
 """docs/rewards/stories.py by hand, and what the experiment makes of stories."""
 
-import json
+from runs import read
 
 from docs.experiments.studies import stories
 from docs.experiments.lib import runs
@@ -40,8 +40,7 @@ def test_held_out_stories_are_not_trained_on(tmp_path, monkeypatch):
     stories.write_data()
     splits = {}
     for split in ("train", "test"):
-        text = (tmp_path / "data" / f"{split}.jsonl").read_text()
-        splits[split] = [json.loads(line)["prompt"] for line in text.splitlines()]
+        splits[split] = [row["prompt"] for row in read(tmp_path / "data" / f"{split}.jsonl")]
     assert len(splits["train"]) == 50
     assert len(splits["test"]) == 400
     assert len(set(splits["test"])) == 100

@@ -33,10 +33,7 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 
 def start(
-    command: list[str],
-    output: Path,
-    environment: dict[str, str] | None = None,
-    before: str = "",
+    command: list[str], output: Path, environment: dict[str, str] | None = None, before: str = ""
 ) -> ForkServerProcess:
     """`python COMMAND`, with what it prints in the file `output`.
 
