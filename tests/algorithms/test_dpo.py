@@ -29,8 +29,6 @@ FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
-
-
 def plain_pair(args, policy, reference, row):
     """Loss and metrics of one pair of reviews, in the formulas' own words."""
     prompt = ids("<bos> " + row["prompt"])
@@ -70,8 +68,6 @@ def mean(pairs, name):
 
 
 # --- the losses ---------------------------------------------------------------------------------
-
-
 def losses_of(chosen, rejected, **flags):
     """Of sums over tokens where the loss takes these, else of means; the reference's are all 0."""
     lengths = torch.tensor([[4, 2]])
@@ -177,8 +173,6 @@ def test_orpo_is_finite_at_its_limits(chosen, rejected):
 
 
 # --- micro-batches ------------------------------------------------------------------------------
-
-
 def test_pairs_are_in_the_order_of_their_longer_sides():
     pairs = [
         PreferencePair(Prompt("", [1], {}), [5, 2], [7, 7, 9, 2]),
@@ -190,8 +184,6 @@ def test_pairs_are_in_the_order_of_their_longer_sides():
 
 
 # --- a run --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags", REFERENCED + FREE)
 def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     tmp_path, monkeypatch, flags
@@ -261,7 +253,6 @@ def test_each_loss_has_a_beta_of_its_own_by_default():
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------
-
 LN2 = torch.tensor(2.0).log().item()  # in float32
 
 

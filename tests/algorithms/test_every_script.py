@@ -184,8 +184,6 @@ def test_a_new_head_is_drawn_with_variance_one_over_d_plus_one(kind, monkeypatch
 
 
 # --- the reference ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lora_rank", [0, 2])
 @pytest.mark.parametrize("name", with_flag("reference"))
 def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, monkeypatch):

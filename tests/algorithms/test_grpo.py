@@ -33,8 +33,6 @@ spy_by_name = partial(spies.spy_by_name, grpo)
 
 
 # --- advantages ---------------------------------------------------------------------------------
-
-
 def test_group_advantages_by_hand():
     # Group 1: mean 1/2, squared deviations 4 x 1/4, sample variance 1/3. Group 2: mean 2, variance
     # (4 + 0 + 0 + 4) / 3 = 8/3.
@@ -82,8 +80,6 @@ def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal):
 
 
 # --- several rewards: GDPO ------------------------------------------------------------------------
-
-
 def test_gdpo_tells_combinations_apart_that_the_sum_does_not():
     """The example of docs/grpo.md: groups of two with (0, 0) and (1, 0), with (0, 0) and (1, 1)."""
     rewards = torch.tensor([[0.0, 1, 0, 1], [0.0, 0, 0, 1]])
@@ -131,8 +127,6 @@ def test_groups_that_teach_have_advantages():
 
 
 # --- one ratio for a completion: GSPO ------------------------------------------------------------
-
-
 def test_the_ratio_of_a_completion_equals_plain_loops():
     torch.manual_seed(2)
     lengths = [5, 1, 3, 4]
@@ -162,8 +156,6 @@ def test_the_ratio_of_a_completion_equals_plain_loops():
 
 
 # --- clipping -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "value", "gradient"),
     [
@@ -205,8 +197,6 @@ def test_cispo_weighs_the_gradient_of_log_pi_by_the_clipped_ratio(ratio, advanta
 
 
 # --- penalties and pass@k -------------------------------------------------------------------------
-
-
 def test_length_penalty_by_hand():
     lengths = torch.tensor([1, 5, 6, 7, 9, 10])
     expected = torch.tensor([0, 0, 0, 0.25, 0.75, 1])
@@ -238,8 +228,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
 
 
 # --- k3 -----------------------------------------------------------------------------------------
-
-
 def test_k3_value_sign_and_gradient_by_enumeration():
     torch.manual_seed(0)
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
@@ -295,8 +283,6 @@ def test_the_unbiased_kl_and_its_gradient_by_enumeration(unbiased, level):
 
 
 # --- the whole loss -----------------------------------------------------------------------------
-
-
 def test_loss_metrics_by_hand():
     # Rows to be raised, to be lowered and to be left alone; the last column is padding.
     ratio = torch.tensor([[1.5, 1.25, 0.25, 0.75, 1.0]]).repeat(3, 1)

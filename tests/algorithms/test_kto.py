@@ -27,8 +27,6 @@ spy_on = partial(spies.spy_on, kto)
 
 
 # --- the same with nothing but transformers, one completion at a time, without padding ----------
-
-
 def plain_logratio(policy, reference, sequence):
     """r(x, y) of a prompt's and a completion's token ids."""
     with torch.no_grad():
@@ -64,7 +62,6 @@ def by_hand(logratios, mismatched, labels, beta, desirable_weight=1.0, undesirab
 
 
 # --- the loss -----------------------------------------------------------------------------------
-
 LN3 = math.log(3)
 
 
@@ -104,8 +101,6 @@ def test_there_are_no_metrics_of_a_kind_that_is_absent():
 
 
 # --- mismatched pairs ---------------------------------------------------------------------------
-
-
 def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room():
     """Each row has six tokens at most, so that each prompt leaves room for one."""
     sequences = [([1], [5, 6, 7, 8, 2]), ([1, 3, 3, 3, 4], [2])]
@@ -113,8 +108,6 @@ def test_a_mismatched_completion_is_cut_off_where_its_new_prompt_leaves_no_room(
 
 
 # --- a run --------------------------------------------------------------------------------------
-
-
 def test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers(
     tmp_path, monkeypatch
 ):
@@ -226,8 +219,6 @@ def test_the_two_sides_of_a_held_out_pair_are_not_mismatched_with_each_other(tmp
 
 
 # --- the reference, and micro-batches -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags", [dict(micro_batch_size=3, beta=2.0), WEIGHTS])
 def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, flags):
     # Four steps are two epochs of 16 rows, and the rate is nearly 0.

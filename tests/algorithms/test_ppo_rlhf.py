@@ -68,8 +68,6 @@ def sampled(call):
 
 
 # --- rewards of tokens --------------------------------------------------------------------------
-
-
 def test_shaped_rewards_by_hand():
     # Row 0 ends before the padding, row 1 fills all columns, row 2 is a single token.
     mask = until(2, 3, 1, width=3)
@@ -85,8 +83,6 @@ def test_shaped_rewards_by_hand():
 
 
 # --- advantages ---------------------------------------------------------------------------------
-
-
 def double_sum(rewards, values, gamma, lam):
     """The paper's, of one completion: V is 0 after its last token."""
     values = torch.cat([values, torch.zeros_like(values[:1])])
@@ -139,8 +135,6 @@ def test_explained_variance_by_hand():
 
 
 # --- clipping -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "target", "clip", "loss", "gradient"),
     [
@@ -176,8 +170,6 @@ def test_rounding_is_not_counted_as_clipping():
 
 
 # --- KL -----------------------------------------------------------------------------------------
-
-
 def three_policies():
     """Logits of pi, and log-probs of pi, pi_old and pi_ref, over a vocabulary of 7: (7, 1) each."""
     torch.manual_seed(0)
@@ -220,8 +212,6 @@ def test_adapt_beta_by_hand(kl, factor):
 
 
 # --- the policy's loss --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kl_coef", "ent_coef", "scale"),
     [(0.3, 0.0, 0.0), (0.0, 0.7, 0.0), (0.3, 0.7, 2.0)],
@@ -273,8 +263,6 @@ def test_policy_loss_and_metrics_by_hand():
 
 
 # --- the critic ---------------------------------------------------------------------------------
-
-
 ROW = [1, 7, 9, 5, 3, 8, 2]
 
 
@@ -338,8 +326,6 @@ def test_what_a_critic_starts_as(critic_init):
 
 
 # --- the loop -----------------------------------------------------------------------------------
-
-
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
     calls, scored = spy_on(monkeypatch, "policy_loss"), []
     for module in (ppo_rlhf, common.logprobs):  # in the steps, and of the old log-probs

@@ -26,8 +26,6 @@ spy_on = partial(spies.spy_on, reinforce)
 
 
 # --- advantages -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_advantages_equal_plain_loops(baseline):
     k = 3
@@ -127,8 +125,6 @@ def test_the_log_ratio_in_the_reward_is_the_gradient_of_the_kl():
 
 
 # --- the identity with GRPO -----------------------------------------------------------------------
-
-
 def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
     """Both scripts as they are, on the same completions: (k - 1) / (k max_new_tokens) of it."""
     flags = "--total-rollouts 1 --prompts-per-rollout 3 --group-size 4 --train-split train[:3]"
@@ -166,8 +162,6 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
 
 
 # --- a run ----------------------------------------------------------------------------------------
-
-
 def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time(
     tmp_path, monkeypatch
 ):

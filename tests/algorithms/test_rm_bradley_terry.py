@@ -76,8 +76,6 @@ SCORES = pytest.mark.parametrize("scores_by", [scores_of, rewards_of])
 
 
 # --- the loss -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("chosen", "rejected", "margin", "c", "loss", "to_chosen", "to_rejected"),
     [
@@ -105,8 +103,6 @@ def test_loss_and_gradient_by_hand(chosen, rejected, margin, c, loss, to_chosen,
 
 
 # --- calibration --------------------------------------------------------------------------------
-
-
 def gap(probability):
     """r_w - r_l of which sigmoid is this probability; below 1/2 the prediction is wrong."""
     return math.log(probability / (1 - probability))
@@ -130,8 +126,6 @@ def test_calibration_by_hand():
 
 
 # --- the score of a row -------------------------------------------------------------------------
-
-
 @SCORES
 @pytest.mark.parametrize(
     ("architecture", "pad_token_id"), [("llama", 0), ("llama", 2), ("gpt2", None)]
@@ -186,8 +180,6 @@ def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
 
 
 # --- the head and the transformer ---------------------------------------------------------------
-
-
 def test_the_transformer_is_the_policys_in_float32():
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
     model = load(POLICY)
@@ -211,8 +203,6 @@ def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
 
 
 # --- padding, saving and loading ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pad", "stop_ids", "vocabulary", "pad_id", "rows"),
     [
@@ -282,8 +272,6 @@ def test_the_code_for_other_programs_on_the_page_and_the_mean_of_the_model_that_
 
 
 # --- a run --------------------------------------------------------------------------------------
-
-
 def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path, monkeypatch):
     steps = watch_steps(monkeypatch)
     rows = held_out(19)

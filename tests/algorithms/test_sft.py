@@ -32,8 +32,6 @@ def plain_loss(model, tokenizer, rows, train_on_prompt):
 
 
 # --- the loss -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("train_on_prompt", "expected"),
     [
@@ -83,8 +81,6 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
 
 
 # --- rows to tokens: more in test_rows.py -------------------------------------------------------
-
-
 def test_every_assistant_turn_of_messages_is_a_completion():
     turns = [
         {"role": "user", "content": "a"},

@@ -157,8 +157,6 @@ def test_a_model_that_no_cache_serves_is_refused_by_name(name):
 
 
 # --- the distribution ---------------------------------------------------------------------------
-
-
 @both_caches
 def test_log_probs_are_those_of_the_distribution_that_is_drawn_from(cache_kind):
     """By a plain forward pass over the whole sequence; 0 after its end; of a greedy choice 0."""
@@ -215,8 +213,6 @@ def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
 
 
 # --- random numbers -----------------------------------------------------------------------------
-
-
 @both_caches
 @pytest.mark.parametrize("rows", [ragged_rows(), [[5, 17, 30]] * 4])
 def test_token_t_of_row_b_inverts_the_cumulative_sum_at_random_number_b_t(rows):
@@ -275,8 +271,6 @@ def test_ranks_sample_together_what_one_process_samples(monkeypatch):
 
 
 # --- ends and padding ---------------------------------------------------------------------------
-
-
 BY_HAND = {
     # The stop token is included, prompt and padding are not; the second was cut off.
     "rows of different lengths": (
@@ -355,8 +349,6 @@ def test_each_number_of_rows_is_captured_once_from_its_second_step_on(counting, 
 
 
 # --- errors -------------------------------------------------------------------------------------
-
-
 def test_the_cache_is_freed_without_the_garbage_collector(monkeypatch):
     made, keep = [], common.generation.Decoder.select
 

@@ -160,8 +160,6 @@ def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, 
 
 
 # --- the CUDA graph and its fallback --------------------------------------------------------------
-
-
 def complete_until(stop_ids, model, rows, max_new_tokens=40):
     """`generate` with the same random numbers at each call."""
     options = dict(max_new_tokens=max_new_tokens, temperature=1.0, stop_ids=stop_ids)

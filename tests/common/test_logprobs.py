@@ -87,8 +87,6 @@ class Record(TorchDispatchMode):
 
 
 # --- values and gradients -----------------------------------------------------------------------
-
-
 def test_the_definition_against_a_loop_over_tokens():
     model, (prompt, completion) = tiny_model("llama"), ([3, 1, 4], [1, 5, 9, 2])
     with torch.no_grad():
@@ -212,8 +210,6 @@ def test_a_second_backward_gives_the_same_gradients(rows, monkeypatch):
 
 
 # --- layout -------------------------------------------------------------------------------------
-
-
 def test_rows_are_those_asked_for_at_the_width_of_all_pairs():
     model, pairs = model_of("llama"), make_pairs()
     everything = completion_logprobs(model, pairs, range(4))
@@ -242,8 +238,6 @@ def test_nothing_to_score_gives_no_numbers_and_gradients_of_zero(architecture, p
 
 
 # --- micro-batches ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("processes", [1, 3, 8])
 def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
     lengths = (1, 9, 5, 3, 9, 1, 7, 5, 5, 2)
@@ -294,8 +288,6 @@ def test_ranks_score_a_rollout_together(monkeypatch):
 
 
 # --- the head -----------------------------------------------------------------------------------
-
-
 class StretchedLlama(LlamaForCausalLM):
     """Logits that are larger than those of its head, by this part of their size."""
 

@@ -36,8 +36,6 @@ def text_parts(*texts):
 
 
 # --- padding and stop ids -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("left", "expected_ids", "expected_mask"),
     [
@@ -95,8 +93,6 @@ def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer
 
 
 # --- chat messages --------------------------------------------------------------------------------
-
-
 def test_text_parts_are_joined(tokenizer):
     ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "3")])
     assert tokenizer.decode(ids) == "1+2=3<eos>"
@@ -139,8 +135,6 @@ def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
 
 
 # --- strings --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def appending():
     """A tokenizer that appends EOS to each text, as Llama's does with add_eos_token."""

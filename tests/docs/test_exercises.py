@@ -61,8 +61,6 @@ def test_a_text_that_does_not_occur_exactly_once_is_an_error(text, tmp_path):
 
 
 # --- the program --------------------------------------------------------------------------------
-
-
 def test_no_run_writes_a_copy_and_prints_its_command(tmp_path, capsys):
     plant.main(5, out=tmp_path / "copy", run=False)
     assert (tmp_path / "copy" / "grpo.py").read_text() != Path("grpo.py").read_text()
@@ -119,8 +117,6 @@ def test_differences_of_two_runs(tmp_path):
 
 
 # --- the page -----------------------------------------------------------------------------------
-
-
 @pytest.mark.house
 def test_the_page_has_a_section_for_each_bug_and_shows_no_number_before_the_last_one():
     page, _, numbers = Path("docs/exercises.md").read_text().partition("## What the runs show\n")
