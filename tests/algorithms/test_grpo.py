@@ -188,10 +188,8 @@ def test_cispo_weighs_the_gradient_of_log_pi_by_the_clipped_ratio(ratio, advanta
     loss, sums = grpo_loss(logprobs, old, *arguments, loss_type="cispo")
     assert -loss.item() == pytest.approx(weight * advantage * (-2 + math.log(ratio)))
     # It clips on both sides, whatever the sign of the advantage.
-    assert (sums["policy/clip_fraction_low"], sums["policy/clip_fraction_high"]) == (
-        weight == 0.8,
-        weight == 1.28,
-    )
+    assert sums["policy/clip_fraction_low"] == (weight == 0.8)
+    assert sums["policy/clip_fraction_high"] == (weight == 1.28)
     (-loss).backward()
     assert logprobs.grad.item() == pytest.approx(weight * advantage)
 
@@ -314,9 +312,8 @@ def test_kl_is_measured_where_it_is_not_in_the_loss():
 
 def test_token_weights_by_hand():
     mask = torch.tensor([[True, False, False], [True, True, True]])  # four tokens
-    torch.testing.assert_close(
-        token_weights(mask, "sequence", 5), mask * torch.tensor([[1 / 2], [1 / 6]])
-    )
+    by_sequence = mask * torch.tensor([[1 / 2], [1 / 6]])
+    torch.testing.assert_close(token_weights(mask, "sequence", 5), by_sequence)
     torch.testing.assert_close(token_weights(mask, "token", 5), mask / 4)
     torch.testing.assert_close(token_weights(mask, "constant", 5), mask / 10)
     # A step of one token, and one whose completions are all left out.
@@ -336,9 +333,8 @@ def brevity(completions, **columns):
 @pytest.fixture
 def two_rewards(tmp_path):
     (tmp_path / "brevity.py").write_text(BREVITY)
-    return dict(
-        reward_fn=[LAST_NUMBER, f"{tmp_path}/brevity.py:brevity"], reward_weights=[2.0, 0.5]
-    )
+    rewards = [LAST_NUMBER, f"{tmp_path}/brevity.py:brevity"]
+    return dict(reward_fn=rewards, reward_weights=[2.0, 0.5])
 
 
 def test_a_model_rewards_a_run(tmp_path):

@@ -48,9 +48,8 @@ def plain_reward_model():
 
 def critic_of(**flags):
     args = Args(**flags)
-    return load_critic(
-        args, plain_model(), None, AutoTokenizer.from_pretrained(args.model), 104, CPU
-    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    return load_critic(args, plain_model(), None, tokenizer, 104, CPU)
 
 
 def as_critic(model):
@@ -309,10 +308,8 @@ def test_what_a_critic_starts_as(critic_init):
     assert critic.state_dict().keys() == reward_model.state_dict().keys()
     assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
     assert not critic.training
-    from_reward_model, from_policy = (
-        same_weights(critic, reward_model),
-        same_weights(critic, policy),
-    )
+    from_reward_model = same_weights(critic, reward_model)
+    from_policy = same_weights(critic, policy)
     names = {*critic.state_dict()}
     if critic_init == "reward_model":
         assert from_reward_model == names  # with its head

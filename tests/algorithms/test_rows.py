@@ -75,11 +75,8 @@ def test_a_completion_ends_with_its_first_stop_id(name, tmp_path):
 @CHATS
 @EACH
 def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_path, capsys):
-    fits, long, over = (
-        " the plot was dull",
-        " the plot was really dull",
-        "on wednesday i saw jaws .",
-    )
+    fits, long = " the plot was dull", " the plot was really dull"
+    over = "on wednesday i saw jaws ."
     rows = [row_of("on wednesday", text) for text in (" a film", fits, long)]
     rows += [row_of(over, " the plot was dull"), row_of("on wednesday", " \n")]
     dropped = {"longer than --max-length": 2, "with an empty prompt or completion": 1}

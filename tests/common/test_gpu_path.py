@@ -15,7 +15,7 @@ from gpu_types import take_gpu_types
 from models import STATIC, family_model, some_slow, tiny_model
 from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
-from scripts import SCRIPTS, short_flags
+from scripts import REVIEWS, SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
 from spies import spy_on
 
@@ -28,14 +28,7 @@ from common.logprobs import completion_logprobs
 SHORT = dict(train_split="train[:16]", epochs=1.0, batch_size=8, total_rollouts=2)
 SHORT |= dict(prompts_per_rollout=4, group_size=3, micro_batch_size=4, max_new_tokens=8)
 SHORT |= dict(num_minibatches=2, eval_split="test[:5]", eval_every=1, save_every=1)
-MORE = {
-    "reinforce": dict(beta=0.1),
-    "grpo": dict(
-        model="tiny/reviews/policy",
-        dataset="tiny/reviews/prompts",
-        reward_model="tiny/reviews/reward_model",
-    ),
-}
+MORE = {"reinforce": dict(beta=0.1), "grpo": REVIEWS}
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
 
 

@@ -198,11 +198,8 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt and think %},{% endif %}"
     tokenizer.save_pretrained(tmp_path)
     turns = [message("user", "5+6")]
-    for values, text in (
-        ("{}", "5+6="),
-        ('{"think": true}', "5+6=,"),
-        ('{"think": false}', "5+6="),
-    ):
+    expected = {"{}": "5+6=", '{"think": true}': "5+6=,", '{"think": false}': "5+6="}
+    for values, text in expected.items():
         loaded = load_tokenizer(str(tmp_path), values)
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
     with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
@@ -302,6 +299,5 @@ def test_rows_of_rollouts_have_numbers_of_their_own_tokens(tokenizer):
     sequences = [(tokenizer("1+2=").input_ids, tokenizer("#3").input_ids[1:])]
     columns = {"reward": torch.tensor([0.12345]), "log_ratio": torch.tensor([[0.5, -0.25, 9.0]])}
     (row,) = rollout_row(tokenizer, sequences, columns)["completions"]
-    assert row == {"prompt": "<bos>1+2=", "tokens": ["#", "3"]} | dict(
-        reward=0.123, log_ratio=[0.5, -0.25]
-    )
+    expected = dict(prompt="<bos>1+2=", tokens=["#", "3"], reward=0.123, log_ratio=[0.5, -0.25])
+    assert row == expected

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import some_slow
 from scripts import SCRIPTS
 
 from docs.exercises import plant
@@ -20,9 +21,7 @@ from docs.experiments.lib.runs import Run, write_jsonl
 QUICK = 5
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in EXERCISES]
-)
+@pytest.mark.parametrize("number", some_slow(EXERCISES, fast=[QUICK]))
 def test_the_suite_catches_the_bug(number, tmp_path):
     """By the test that is named. In the copy without the bug it passes; that of QUICK is this
     repository."""

@@ -7,7 +7,7 @@ import gc
 import algorithms
 import pytest
 import torch
-from scripts import SCRIPTS, short_flags
+from scripts import REVIEWS, SCRIPTS, short_flags
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -17,13 +17,8 @@ from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes,
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 FLOAT32 = CONSTANTS["precisions"]["float32"]
 
-WITH_REWARD_MODEL = dict(
-    model="tiny/reviews/policy",
-    dataset="tiny/reviews/prompts",
-    eval_reward_fn="tiny/reviews/gold.py:sentiment",
-    reward_model="tiny/reviews/reward_model",
-)
-A_RULE = dict(reward_model=None, reward_fn=["tiny/reviews/gold.py:sentiment"], critic_init="sft")
+GOLD = "tiny/reviews/gold.py:sentiment"
+A_RULE = dict(reward_model=None, reward_fn=[GOLD], critic_init="sft")
 RUNS = {  # script and flags
     "sft": ("sft", {}),
     "rm": ("rm_bradley_terry", {}),
@@ -34,7 +29,7 @@ RUNS = {  # script and flags
     "ppo_shared": ("ppo_rlhf", dict(critic_init="policy")),
     "grpo": ("grpo", dict(beta=0.1)),
     "grpo_no_kl": ("grpo", dict(beta=0.0)),
-    "grpo_rm": ("grpo", WITH_REWARD_MODEL | dict(beta=0.1)),
+    "grpo_rm": ("grpo", REVIEWS | dict(eval_reward_fn=GOLD, beta=0.1)),
     "dpo": ("dpo", {}),
     "simpo": ("dpo", dict(loss="simpo", beta=2.5)),
     "kto": ("kto", {}),
