@@ -48,15 +48,18 @@ def assert_out_of_range(name, flag, value):
 
 
 @EACH
-def test_zero_is_allowed_where_it_means_something(name):
+def test_every_number_has_a_range_with_zero_where_it_means_something(name):
     args = SPECS[name].module.Args
     types = {field.name: str(field.type).lower() for field in fields(args)}
-    for flag, kind in types.items():
-        if ("int" in kind or "float" in kind) and "list" not in kind:
-            if flag in MAY_BE_ZERO or flag == ALSO_ZERO.get(name):
-                args(**{flag: 0})
-            else:
-                assert_out_of_range(name, flag, 0)
+    numbers = [flag for flag, kind in types.items() if "int" in kind or "float" in kind]
+    numbers = [flag for flag in numbers if "list" not in types[flag]]
+    assert {"seed", "learning_rate", "save_every"} <= {*numbers}
+    for flag in numbers:
+        if flag in MAY_BE_ZERO or flag == ALSO_ZERO.get(name):
+            args(**{flag: 0})
+            assert_out_of_range(name, flag, -1)
+        else:
+            assert_out_of_range(name, flag, 0)
 
 
 @pytest.mark.parametrize(("name", "flag", "allowed", "refused"), EDGES)
@@ -77,12 +80,12 @@ def test_the_gold_reward_is_for_the_default_dataset_alone(name):
 @EACH
 def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch):
     """As AdamW has them when it steps."""
-    rates, decays, step, steps = [], set(), AdamW.step, watch_steps(monkeypatch)
+    rates, settings, step, steps = [], set(), AdamW.step, watch_steps(monkeypatch)
 
     def spy(optimizer, *arguments):
         (group,) = optimizer.param_groups
         rates.append(group["lr"])
-        decays.add(group["weight_decay"])
+        settings.add((group["weight_decay"], *group["betas"]))
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(AdamW, "step", spy)
@@ -106,7 +109,7 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
     if "warmup_ratio" in flags:
         (metric,) = (metric for metric in rows[0] if metric.endswith("/learning_rate"))
         assert [row[metric] for row in rows] == rates[::number]
-    assert decays == {0}
+    assert settings == {(0, 0.9, 0.95 if name == "sft" else 0.999)}  # as for language models
     assert {max_norm for *_, max_norm in steps} == {largest} and len(steps) == 4 * number
 
 
@@ -181,8 +184,6 @@ def test_a_new_head_is_drawn_with_variance_one_over_d_plus_one(kind, monkeypatch
 
 
 # --- the reference ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lora_rank", [0, 2])
 @pytest.mark.parametrize("name", with_flag("reference"))
 def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, monkeypatch):
@@ -220,35 +221,27 @@ def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, 
         ("sft", dict(temperature=0.5), [0.5, 0.5]),
         ("dpo", dict(temperature=0.5), [0.5, 0.5]),
         ("kto", dict(temperature=0.5), [0.5, 0.5]),
-        ("reinforce", {}, [1.0, 1.0, 1.0]),
-        ("distill", {}, [1.0, 1.0, 1.0]),
-        ("grpo", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.3]),
-        ("ppo_rlhf", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.3]),
+        ("reinforce", {}, [1.0, 1.0, 1.0, 1.0]),
+        ("distill", {}, [1.0, 1.0, 1.0, 1.0]),
+        ("grpo", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.6, 0.3]),
+        ("ppo_rlhf", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.6, 0.3]),
     ],
 )
 def test_evaluations_and_rollouts_are_sampled_as_the_flags_say(
     name, flags, temperatures, tmp_path, monkeypatch
 ):
+    """Each rollout draws numbers of its own, and each evaluation the same."""
     calls = spy_by_name(SPECS[name].module, monkeypatch, "generate")
+    flags = flags | short_flags(name, total_rollouts=2)
     run(name, tmp_path, max_new_tokens=5, generation_batch_size=3, seed=4, **flags)
     assert [call["temperature"] for call in calls] == temperatures
     for call in calls:
         settings = (call["max_new_tokens"], call["batch_size"], call["stop_ids"])
         assert settings == (5, 3, [2])
-    seeds = [call["rng"].initial_seed() for call in calls]
-    assert seeds[0] == seeds[-1] == 4
-    assert len(calls) == 2 or seeds[1] != 4
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
-def test_every_evaluation_draws_the_same_numbers(name, tmp_path):
-    def samples(seed):
-        run_dir = run(name, tmp_path, max_new_tokens=12, learning_rate=1e-30, seed=seed)
-        return [sample["completion"] for sample in read(run_dir / "samples.jsonl")]
-
-    first = samples(1)
-    assert first[:4] == first[4:]
-    assert samples(2) != first
+    of_the_seed = torch.rand(3, generator=torch.Generator().manual_seed(4)).tolist()
+    first, *rollouts, last = (torch.rand(3, generator=call["rng"]).tolist() for call in calls)
+    assert first == last == of_the_seed
+    assert of_the_seed not in rollouts and all(rollouts.count(drawn) == 1 for drawn in rollouts)
 
 
 REWARDS = """

@@ -18,20 +18,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import grpo
 import ppo_rlhf
-import rm_bradley_terry
 from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters, save_weights, shard
 
-EACH = pytest.mark.parametrize("name", SPECS)
 CPU = torch.device("cpu")
 SEQUENCES = [([1, 5, 6], [7, 8, 2]), ([1, 9], [3, 4, 5, 2])]
 
 
-def with_random_adapters(architecture, rank=3):
+def with_random_adapters(architecture):
     """A model, the weights that it had, and the B A of each of its adapters by name."""
     model = tiny_model(architecture)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    add_adapters(model, rank, seed=1)
+    add_adapters(model, 3, seed=1)
     products = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -132,8 +130,7 @@ def run(request, tmp_path_factory):
     """A script's name, and the folder of its run."""
     script, folder = SPECS[request.param].module, tmp_path_factory.mktemp("lora")
     flags = SPECS[request.param].short_flags | dict(lora_rank=4, learning_rate=1e-2)
-    with pytest.MonkeyPatch.context() as patch:
-        keep_earlier_checkpoints(patch)
+    with keep_earlier_checkpoints():
         return request.param, script.main(script.Args(**flags | {"output_dir": str(folder)}))
 
 
@@ -232,19 +229,8 @@ def test_frozen_matrices_in_bfloat16_give_the_same_bits(architecture, monkeypatc
         logprobs.sum().backward()
         results.append([logprobs, *(p.grad for p in model.parameters() if p.requires_grad)])
     assert in_bfloat16 > 0 and size == 4 * sum(p.numel() for p in frozen) - 2 * in_bfloat16
-    assert model.get_input_embeddings().weight.dtype == torch.float32
-    tied = model.config.tie_word_embeddings
-    head = model.get_output_embeddings().weight
-    assert head.dtype == (torch.float32 if tied else torch.bfloat16)
-    assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if "norm" in n)
     for plain, stored in zip(*results, strict=True):
         assert torch.equal(plain, stored)
-
-
-def test_what_is_trained_stays_in_float32_on_a_gpu(monkeypatch):
-    take_gpu_types(monkeypatch)
-    model = shard(tiny_model("llama"), CPU)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
@@ -252,6 +238,7 @@ def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
     kind, source = AutoModelForCausalLM, "tiny/arithmetic/policy"
     kind.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(tmp_path)
     trained, frozen = (grpo.load_model(kind, str(tmp_path), tokenizer, 8) for _ in range(2))
     assert {p.dtype for p in trained.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in shard(trained, CPU).parameters()} == {torch.float32}
@@ -274,13 +261,3 @@ def test_a_folder_of_adapters_alone(run):
             args = script.Args(**SPECS[name].short_flags | {flag: str(folder)})
             with pytest.raises(ValueError, match=f"merge the adapters in {folder} first"):
                 script.main(args)
-
-
-def test_a_model_without_a_matrix_to_adapt():
-    with pytest.raises(ValueError, match="target"):
-        add_adapters(tiny_model("llama", num_hidden_layers=0), 4, seed=1)
-
-
-def test_layers_or_adapters():
-    with pytest.raises(ValueError, match="--train-layers and --lora-rank: give one of the two"):
-        rm_bradley_terry.Args(train_layers=0, lora_rank=4)

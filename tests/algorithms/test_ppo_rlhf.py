@@ -19,20 +19,8 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 import common.logprobs
 import ppo_rlhf
-from ppo_rlhf import (
-    Args,
-    Critic,
-    adapt_beta,
-    critic_values,
-    explained_variance,
-    gae,
-    k2_kl,
-    load_critic,
-    policy_loss,
-    shaped_rewards,
-    value_loss,
-    whiten,
-)
+from ppo_rlhf import Args, Critic, adapt_beta, critic_values, explained_variance, gae, k2_kl
+from ppo_rlhf import load_critic, policy_loss, shaped_rewards, value_loss, whiten
 from runs import metrics_of
 
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
@@ -41,7 +29,6 @@ SMALL = dict(train_split="train", prompts_per_rollout=16, micro_batch_size=16, m
 SMALL |= dict(num_minibatches=2, update_epochs=2, beta=0.1, max_grad_norm=0.5, group_size=1)
 SMALL |= dict(learning_rate=5e-4, critic_learning_rate=1e-3, clip_coef=0.2, vf_clip_coef=0.2)
 SMALL |= dict(vf_coef=0.5)
-ONE_STEP = dict(num_minibatches=1, update_epochs=1)
 RULE = "tiny/reviews/gold.py:sentiment"
 ONLY_A_RULE = dict(reward_model=None, reward_fn=[RULE], critic_init="sft")
 CPU = torch.device("cpu")
@@ -61,9 +48,8 @@ def plain_reward_model():
 
 def critic_of(**flags):
     args = Args(**flags)
-    return load_critic(
-        args, plain_model(), None, AutoTokenizer.from_pretrained(args.model), 104, CPU
-    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    return load_critic(args, plain_model(), None, tokenizer, 104, CPU)
 
 
 def as_critic(model):
@@ -81,8 +67,6 @@ def sampled(call):
 
 
 # --- rewards of tokens --------------------------------------------------------------------------
-
-
 def test_shaped_rewards_by_hand():
     # Row 0 ends before the padding, row 1 fills all columns, row 2 is a single token.
     mask = until(2, 3, 1, width=3)
@@ -98,8 +82,6 @@ def test_shaped_rewards_by_hand():
 
 
 # --- advantages ---------------------------------------------------------------------------------
-
-
 def double_sum(rewards, values, gamma, lam):
     """The paper's, of one completion: V is 0 after its last token."""
     values = torch.cat([values, torch.zeros_like(values[:1])])
@@ -152,8 +134,6 @@ def test_explained_variance_by_hand():
 
 
 # --- clipping -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "target", "clip", "loss", "gradient"),
     [
@@ -189,8 +169,6 @@ def test_rounding_is_not_counted_as_clipping():
 
 
 # --- KL -----------------------------------------------------------------------------------------
-
-
 def three_policies():
     """Logits of pi, and log-probs of pi, pi_old and pi_ref, over a vocabulary of 7: (7, 1) each."""
     torch.manual_seed(0)
@@ -233,8 +211,6 @@ def test_adapt_beta_by_hand(kl, factor):
 
 
 # --- the policy's loss --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kl_coef", "ent_coef", "scale"),
     [(0.3, 0.0, 0.0), (0.0, 0.7, 0.0), (0.3, 0.7, 2.0)],
@@ -286,8 +262,6 @@ def test_policy_loss_and_metrics_by_hand():
 
 
 # --- the critic ---------------------------------------------------------------------------------
-
-
 ROW = [1, 7, 9, 5, 3, 8, 2]
 
 
@@ -334,10 +308,8 @@ def test_what_a_critic_starts_as(critic_init):
     assert critic.state_dict().keys() == reward_model.state_dict().keys()
     assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
     assert not critic.training
-    from_reward_model, from_policy = (
-        same_weights(critic, reward_model),
-        same_weights(critic, policy),
-    )
+    from_reward_model = same_weights(critic, reward_model)
+    from_policy = same_weights(critic, policy)
     names = {*critic.state_dict()}
     if critic_init == "reward_model":
         assert from_reward_model == names  # with its head
@@ -351,8 +323,6 @@ def test_what_a_critic_starts_as(critic_init):
 
 
 # --- the loop -----------------------------------------------------------------------------------
-
-
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
     calls, scored = spy_on(monkeypatch, "policy_loss"), []
     for module in (ppo_rlhf, common.logprobs):  # in the steps, and of the old log-probs

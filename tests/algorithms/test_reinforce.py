@@ -11,7 +11,8 @@ import pytest
 import spies
 import torch
 from algorithms import assert_same_gradient, set_weights
-from reviews import plain_logprobs, plain_model
+from plain import plain_logprobs
+from reviews import plain_model
 from spies import watch_steps
 
 import grpo
@@ -25,8 +26,6 @@ spy_on = partial(spies.spy_on, reinforce)
 
 
 # --- advantages -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_advantages_equal_plain_loops(baseline):
     k = 3
@@ -126,8 +125,6 @@ def test_the_log_ratio_in_the_reward_is_the_gradient_of_the_kl():
 
 
 # --- the identity with GRPO -----------------------------------------------------------------------
-
-
 def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
     """Both scripts as they are, on the same completions: (k - 1) / (k max_new_tokens) of it."""
     flags = "--total-rollouts 1 --prompts-per-rollout 3 --group-size 4 --train-split train[:3]"
@@ -165,8 +162,6 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
 
 
 # --- a run ----------------------------------------------------------------------------------------
-
-
 def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time(
     tmp_path, monkeypatch
 ):
@@ -180,9 +175,9 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     sequences = [*zip(arguments[1], completions, strict=True)]
     weights, gradient, _ = steps[1]
     set_weights(policy, weights)
-    logprobs = torch.stack([sum(plain_logprobs(policy, *sequence)) for sequence in sequences])
+    logprobs = torch.stack([plain_logprobs(policy, *sequence)[0].sum() for sequence in sequences])
     with torch.no_grad():
-        ref_logprobs = [sum(plain_logprobs(reference, *sequence)) for sequence in sequences]
+        ref_logprobs = [plain_logprobs(reference, *sequence)[0].sum() for sequence in sequences]
         kl = logprobs - torch.stack(ref_logprobs)
     returns = rewards - 0.5 * kl
     advantages = returns - returns.mean()
@@ -213,13 +208,11 @@ def test_prompts_come_in_groups_of_their_own_for_each_rollout(tmp_path, monkeypa
         assert all(prompts[i] == prompts[i // 4 * 4] for i in range(16))
 
 
-def test_groups_of_one_have_no_baseline_and_beta_0_loads_no_reference(tmp_path, monkeypatch):
+def test_a_rollout_of_one_completion_logs_numbers_and_beta_0_loads_no_reference(
+    tmp_path, monkeypatch
+):
     loaded = spy_on(monkeypatch, "load_model")
-    assert run(tmp_path, group_size=1, baseline="none", beta=0.0).is_dir()
-    assert len(loaded) == 1
-
-
-def test_a_rollout_of_one_completion_logs_numbers(tmp_path):
-    flags = dict(prompts_per_rollout=1, group_size=1, baseline="none")
+    flags = dict(prompts_per_rollout=1, group_size=1, baseline="none", beta=0.0)
     _, row = metrics_of(run(tmp_path, **flags))
     assert row["reward/std"] == 0 and all(math.isfinite(number) for number in row.values())
+    assert len(loaded) == 1

@@ -8,38 +8,29 @@ from pathlib import Path
 import algorithms
 import pytest
 import torch
+from algorithms import assert_same_gradient
 from gpu_types import take_gpu_types
 from models import tiny_classifier
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from spies import watch_steps
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoTokenizer
 
-from reviews import dataset
-from rm_bradley_terry import (
-    Args,
-    Comparison,
-    bradley_terry_loss,
-    calibration_error,
-    load_classifier,
-    pair_scores,
-    wins,
-)
+from common.model import transformer_layers
+from grpo import model_rewards
+from reviews import dataset, plain_model
+from rm_bradley_terry import Args, Comparison, bradley_terry_loss, calibration_error
+from rm_bradley_terry import load_classifier, pair_scores, wins
 from runs import read
 
 run = partial(algorithms.run, "rm_bradley_terry")
 POLICY, REWARD_MODEL = "tiny/reviews/policy", "tiny/reviews/reward_model"
+plain_classifier = partial(plain_model, kind=AutoModelForSequenceClassification)
 
 
 def held_out(count):
     return read("tiny/reviews/preferences/test.jsonl")[:count]
-
-
-def plain_model(folder):
-    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def plain_scores(model, rows):
@@ -67,8 +58,8 @@ def policy_that_pads_with(pad, folder):
     return str(folder)
 
 
-def load(folder, seed=1, **flags):
-    args = Args(model=str(folder), seed=seed, **{"max_length": 64, **flags})
+def load(folder, **flags):
+    args = Args(model=str(folder), max_length=64, **flags)
     return load_classifier(args, AutoTokenizer.from_pretrained(POLICY), [2], torch.device("cpu"))
 
 
@@ -77,9 +68,15 @@ def scores_of(model, rows):
     return pair_scores(model, [Comparison(row, row, 0.0) for row in rows])[0]
 
 
+def rewards_of(model, rows):
+    """The same by grpo.py and ppo_rlhf.py, two at a time."""
+    return model_rewards(model, 2, [], [(row[:1], row[1:]) for row in rows])
+
+
+SCORES = pytest.mark.parametrize("scores_by", [scores_of, rewards_of])
+
+
 # --- the loss -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("chosen", "rejected", "margin", "c", "loss", "to_chosen", "to_rejected"),
     [
@@ -107,8 +104,6 @@ def test_loss_and_gradient_by_hand(chosen, rejected, margin, c, loss, to_chosen,
 
 
 # --- calibration --------------------------------------------------------------------------------
-
-
 def gap(probability):
     """r_w - r_l of which sigmoid is this probability; below 1/2 the prediction is wrong."""
     return math.log(probability / (1 - probability))
@@ -132,13 +127,12 @@ def test_calibration_by_hand():
 
 
 # --- the score of a row -------------------------------------------------------------------------
-
-
+@SCORES
 @pytest.mark.parametrize(
     ("architecture", "pad_token_id"), [("llama", 0), ("llama", 2), ("gpt2", None)]
 )
 def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are(
-    architecture, pad_token_id
+    architecture, pad_token_id, scores_by
 ):
     eos = 2
     model = tiny_classifier(architecture, pad_token_id=pad_token_id, eos_token_id=eos)
@@ -150,9 +144,9 @@ def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are
         expected = torch.stack(alone) @ model.score.weight[0]
         assert expected.unique().numel() == len(rows)
         for more in ([], [[4] * 12]):  # which makes all others be padded to 12
-            scores = scores_of(model, rows + more)[: len(rows)]
+            scores = scores_by(model, rows + more)[: len(rows)]
             torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
-            scores = scores_of(model, more + rows[::-1])[len(more) :]
+            scores = scores_by(model, more + rows[::-1])[len(more) :]
             torch.testing.assert_close(scores.flip(0), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -167,8 +161,9 @@ def test_no_rows_still_run_both_passes_and_add_nothing():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
 
 
-def test_scores_are_float32_under_autocast(monkeypatch):
-    """Also on several GPUs, where FSDP casts the layers."""
+@SCORES
+def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
+    """Also on several GPUs, where FSDP casts the layers. In bfloat16 near scores would be equal."""
     take_gpu_types(monkeypatch)
     model = tiny_classifier("llama")
     model.model.bfloat16()
@@ -177,7 +172,7 @@ def test_scores_are_float32_under_autocast(monkeypatch):
     up = model.model.layers[0].mlp.up_proj
     up.register_forward_hook(lambda module, args, output: types.append(output.dtype))
     with torch.no_grad():
-        score = scores_of(model, [[1, 7, 9, 2]])
+        score = scores_by(model, [[1, 7, 9, 2]])
     assert types == [torch.bfloat16]
     # A rounded product would differ from this sum by about a part in 2^8.
     expected = (hidden[0][0].double() * model.score.weight.double()).sum()
@@ -186,8 +181,6 @@ def test_scores_are_float32_under_autocast(monkeypatch):
 
 
 # --- the head and the transformer ---------------------------------------------------------------
-
-
 def test_the_transformer_is_the_policys_in_float32():
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
     model = load(POLICY)
@@ -211,8 +204,6 @@ def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
 
 
 # --- padding, saving and loading ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pad", "stop_ids", "vocabulary", "pad_id", "rows"),
     [
@@ -244,7 +235,7 @@ def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     source = policy_that_pads_with(pad, tmp_path / "policy")
     flags = dict(train_split="train[:64]", batch_size=16, micro_batch_size=16, epochs=2)
     run_dir = run(tmp_path, model=source, eval_split="test[:40]", **flags)
-    chosen, rejected = plain_scores(plain_model(run_dir), held_out(40))
+    chosen, rejected = plain_scores(plain_classifier(run_dir), held_out(40))
     config = AutoConfig.from_pretrained(run_dir)
     assert config.num_labels == 1
     assert config.score_mean == pytest.approx(chosen.mean().item(), abs=1e-4)
@@ -282,9 +273,8 @@ def test_the_code_for_other_programs_on_the_page_and_the_mean_of_the_model_that_
 
 
 # --- a run --------------------------------------------------------------------------------------
-
-
-def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
+def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path, monkeypatch):
+    steps = watch_steps(monkeypatch)
     rows = held_out(19)
     for i, row in enumerate(rows):
         row["m"] = i / 4 - 2
@@ -292,13 +282,13 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
             row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     # A learning rate of nearly 0, so that every evaluation is of the model that we have.
     flags = dict(batch_size=8, micro_batch_size=3, eval_rows=10, center_coef=0.01)
-    flags |= dict(model=REWARD_MODEL, margin_column="m", learning_rate=1e-30, epochs=1)
+    flags |= dict(model=REWARD_MODEL, margin_column="m", learning_rate=1e-30, epochs=2)
     flags |= dict(train_split="train", eval_split="test")
     run_dir = run(tmp_path, dataset=dataset(tmp_path, rows[11:], rows[:11]), **flags)
-    evaluation, step = read(run_dir / "metrics.jsonl")
-    assert step["step"] == 1
+    evaluation, *_, step = read(run_dir / "metrics.jsonl")
+    assert step["step"] == 2
 
-    model = plain_model(REWARD_MODEL)
+    model = plain_classifier(REWARD_MODEL)
     for name, metrics, some in (("eval", evaluation, rows[:10]), ("reward", step, rows[11:])):
         chosen, rejected = (scores.tolist() for scores in plain_scores(model, some))
         margins = [r_w - r_l for r_w, r_l in zip(chosen, rejected, strict=True)]
@@ -322,12 +312,14 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
             names = names.split()
         assert [metrics[name] for name in names] == pytest.approx(list(mean.values()), rel=1e-4)
 
-    # The step's gradient is that of the mean of the pairs' losses.
+    # The gradient of each of the two steps is that of the mean of the pairs' losses.
     r_w, r_l = plain_scores(model, rows[11:])
     gaps = r_w - r_l - torch.tensor([row["m"] for row in rows[11:]])
     (torch.log1p(torch.exp(-gaps)) + 0.01 * (r_w + r_l) ** 2).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert step["reward/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    for _, gradient, _ in steps:
+        assert_same_gradient(gradient, [p.grad for p in model.parameters()])
 
     # Each pair into its bin by comparing with the limits.
     predicted = [1 / (1 + math.exp(-abs(margin))) for margin in evaluated]
@@ -337,3 +329,51 @@ def test_losses_and_metrics_against_scores_of_plain_transformers(tmp_path):
         error += abs(sum(predicted[i] - (evaluated[i] > 0) for i in inside)) / 10
     assert evaluation["eval/calibration_error"] == pytest.approx(error, rel=1e-6)
     assert all(step[key] == value for key, value in evaluation.items() if key.startswith("eval/"))
+
+
+# --- the head and the last layers, the rest frozen ----------------------------------------------
+@pytest.mark.parametrize("num_layers", [0, 1, None])
+def test_only_the_head_and_the_last_layers_move_and_have_moments(tmp_path, num_layers, capsys):
+    run_dir = run(tmp_path, epochs=0.5, train_layers=num_layers)
+    start = load(POLICY, train_layers=num_layers)
+    end = load_file(run_dir / "model.safetensors")
+    layers = transformer_layers(start)
+    trained = {"score.weight"}
+    if num_layers is None:
+        trained = {name for name, _ in start.named_parameters()}
+    else:
+        last = range(len(layers) - num_layers, len(layers))
+        for name, _ in start.named_parameters():
+            if any(f".layers.{i}." in name for i in last):
+                trained.add(name)
+    moved = {name for name, p in start.named_parameters() if not torch.equal(p, end[name])}
+    assert moved == trained
+    _, moments = torch.load(run_dir / "checkpoint.pt", weights_only=True)["model"]
+    assert moments["state"].keys() == trained
+    count = sum(p.numel() for name, p in start.named_parameters() if name in trained)
+    assert f"{count:,} of them trained" in capsys.readouterr().out
+
+
+def test_no_activation_is_kept_below_the_first_trained_layer():
+    def bytes_kept(model):
+        tensors = {}
+
+        def pack(tensor):
+            tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        pair = Comparison([5] * 30, [6] * 30, 0.0)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            pair_scores(model, [pair] * 4)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        return sum(size for key, size in tensors.items() if key not in weights)
+
+    head, one, two, everything = (bytes_kept(load(POLICY, train_layers=n)) for n in (0, 1, 2, None))
+    assert head < (two - one) / 10  # the last tokens' states alone
+    assert one - head > (two - one) / 2
+    assert two < everything  # of which the embedding keeps the token ids
+
+
+def test_more_layers_than_the_model_has_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--train-layers 3: there are 2 layers"):
+        run(tmp_path, train_layers=3)

@@ -75,11 +75,8 @@ def test_a_completion_ends_with_its_first_stop_id(name, tmp_path):
 @CHATS
 @EACH
 def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_path, capsys):
-    fits, long, over = (
-        " the plot was dull",
-        " the plot was really dull",
-        "on wednesday i saw jaws .",
-    )
+    fits, long = " the plot was dull", " the plot was really dull"
+    over = "on wednesday i saw jaws ."
     rows = [row_of("on wednesday", text) for text in (" a film", fits, long)]
     rows += [row_of(over, " the plot was dull"), row_of("on wednesday", " \n")]
     dropped = {"longer than --max-length": 2, "with an empty prompt or completion": 1}
@@ -124,10 +121,14 @@ def test_columns_and_chats(name, chat, tmp_path):
         assert loaded.prompt.columns == {key: row[key] for key in row if key not in used}
     if name == "kto":
         assert loaded.label is True  # not 1, which torch.where would refuse
-    if chat:  # messages stay as they are
+    if chat:  # messages stay as they are, and a string beside messages becomes one
         turns = zip("xyz", ("user", "assistant", "assistant"), strict=True)
-        row |= {key: [message(role, row[key])] for key, role in turns if key in flags.values()}
-        assert load(name, tmp_path, [row], **options | dict(chat=False)) == [loaded]
+        messages = {key: [message(role, row[key])] for key, role in turns if key in flags.values()}
+        options["chat"] = False
+        assert load(name, tmp_path, [row | messages], **options) == [loaded]
+        for mixed in (messages | {"x": row["x"]}, {"x": messages["x"]}):
+            (other,) = load(name, tmp_path, [row | mixed], **options)
+            assert sequences_of(name, other) == sequences_of(name, loaded)
 
 
 @PAIRS
@@ -166,9 +167,10 @@ def test_margins_come_from_their_column(tmp_path, column):
         ValueError, match=r"no column .*gaps.* in --dataset"
     ):  # asked for, not there
         load("rm_bradley_terry", tmp_path, rows, margin_column="gaps")
-    rows[1][column] = math.nan
-    with pytest.raises(ValueError, match=f"--margin-column {column}: nan is no finite number"):
-        load("rm_bradley_terry", tmp_path, rows, margin_column=column)
+    for wrong in (math.nan, None):
+        rows[1][column] = wrong
+        with pytest.raises(ValueError, match=f"--margin-column {column}: {wrong} is no finite num"):
+            load("rm_bradley_terry", tmp_path, rows, margin_column=column)
 
 
 @PAIRS

@@ -5,12 +5,13 @@ from functools import partial
 import algorithms
 import pytest
 import torch
-from spies import spy_on
+from algorithms import assert_same_gradient, set_weights
+from reviews import batch_rows, plain_model
+from spies import spy_on, watch_steps
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import sft
-from common.tokens import encode_pair
 from runs import metrics_of, read
 from sft import Args, Demonstration, to_pairs
 
@@ -18,26 +19,19 @@ BASE = "tiny/arithmetic/base"
 run = partial(algorithms.run, "sft")
 
 
-def load_model(folder=BASE):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def plain_loss(model, tokenizer, rows, train_on_prompt):
     """The mean cross-entropy of the rows' tokens, one row at a time."""
-    total = count = 0
+    total, count = 0.0, 0
     for row in rows:
         ids = tokenizer(row["prompt"] + row["completion"] + "<eos>").input_ids
         start = 1 if train_on_prompt else len(tokenizer(row["prompt"]).input_ids)
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
-        total += cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").item()
+        logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
+        total = total + cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum")
         count += len(ids) - start
     return total / count
 
 
 # --- the loss -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("train_on_prompt", "expected"),
     [
@@ -62,19 +56,24 @@ def test_only_completion_tokens_are_learned_unless_asked(
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
 def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch, train_on_prompt):
-    """Of the first step, and of the held-out rows after it."""
+    """Of two steps, with their gradients, and of the held-out rows after them."""
+    steps = watch_steps(monkeypatch)
     sampled, tokenizer = spy_on(sft, monkeypatch, "generate"), AutoTokenizer.from_pretrained(BASE)
     flags = dict(eval_split="test", eval_rows=20, eval_samples=15, micro_batch_size=3)
     flags |= dict(max_new_tokens=6, temperature=0.5, train_on_prompt=train_on_prompt)
-    run_dir = run(tmp_path, **flags)
-    last = metrics_of(run_dir)[-1]
-    rows = read("tiny/arithmetic/sft/train.jsonl")[:32]
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-    expected = plain_loss(load_model(), tokenizer, [rows[i] for i in order[:8]], train_on_prompt)
-    assert last["objective/loss"] == pytest.approx(expected, rel=1e-5)
+    run_dir = run(tmp_path, epochs=0.5, **flags)
+    _, *logged = metrics_of(run_dir)
+    model, rows, last = plain_model(BASE), read("tiny/arithmetic/sft/train.jsonl"), logged[-1]
+    for number, (weights, gradient, _) in enumerate(steps):
+        set_weights(model, weights)
+        batch = [rows[i] for i in batch_rows(number, 8, 32, seed=1)]
+        expected = plain_loss(model, tokenizer, batch, train_on_prompt)
+        assert logged[number]["objective/loss"] == pytest.approx(expected.item(), rel=1e-5)
+        expected.backward()
+        assert_same_gradient(gradient, [p.grad for p in model.parameters()])
     held_out = read("tiny/arithmetic/sft/test.jsonl")[:20]
-    expected = plain_loss(load_model(run_dir), tokenizer, held_out, train_on_prompt)
-    assert last["eval/loss"] == pytest.approx(expected, rel=1e-4)
+    expected = plain_loss(plain_model(run_dir), tokenizer, held_out, train_on_prompt)
+    assert last["eval/loss"] == pytest.approx(expected.item(), rel=1e-4)
     _, (completions, _) = sampled[-1]
     cut_off = sum(completion[-1] != 2 for completion in completions)
     assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
@@ -82,13 +81,6 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
 
 
 # --- rows to tokens: more in test_rows.py -------------------------------------------------------
-
-
-def test_two_bos_are_an_error():
-    with pytest.raises(ValueError, match="two BOS"):
-        encode_pair(AutoTokenizer.from_pretrained(BASE), "<bos>1+2=", "#3", [2])
-
-
 def test_every_assistant_turn_of_messages_is_a_completion():
     turns = [
         {"role": "user", "content": "a"},
@@ -99,11 +91,3 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     pairs = to_pairs(Args(), {"messages": turns})
     assert pairs == [(turns[:1], turns[1:2]), (turns[:3], turns[3:])]
     assert to_pairs(Args(train_on_prompt=True), {"messages": turns}) == pairs[1:]
-
-
-def test_the_optimiser_is_adamw_with_the_betas_of_language_models(tmp_path):
-    file = run(tmp_path, weight_decay=0.1) / "checkpoint.pt"
-    _, moments = torch.load(file, weights_only=True)["policy"]
-    (group,) = moments["param_groups"]
-    assert group["betas"] == (0.9, 0.95)
-    assert group["weight_decay"] == 0.1

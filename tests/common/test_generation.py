@@ -7,14 +7,12 @@ import weakref
 import pytest
 import torch
 from plain import plain_logprobs
-from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow
-from models import tiny_model
+from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow, tiny_model
 from spies import spy_on
-from transformers import LlamaModel, LogitsProcessor
+from transformers import LlamaModel
 
 import common.generation
 from common.generation import generate, make_decoder, sample_tokens
-from common.tokens import pad_rows
 
 LAST_UNIFORM = 1 - 2**-53  # the largest float64 below 1
 both_caches = pytest.mark.parametrize("cache_kind", ["growing", "static"], indirect=True)
@@ -109,33 +107,6 @@ def plain_greedy(name):
     return model, made
 
 
-class DrawnBySampleTokens(LogitsProcessor):
-    """Leaves transformers no choice but the token that `sample_tokens` draws."""
-
-    def __init__(self, uniform, temperature, prompt_length):
-        self.uniform, self.temperature, self.start = uniform, temperature, prompt_length
-
-    def __call__(self, input_ids, scores):
-        column = self.uniform[:, input_ids.shape[1] - self.start]
-        tokens, _ = sample_tokens(scores, self.temperature, column)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
-
-
-@both_caches
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_completions_are_those_of_transformers_generate(architecture, cache_kind):
-    """With its own cache, left padding and positions, and the same random numbers."""
-    model, rows = tiny_model(architecture), ragged_rows((7, 2, 5, 1, 3, 3, 6, 4) * 2, seed=8)
-    ids, mask = pad_rows(rows, "cpu", left=True)
-    uniform = torch.rand(len(rows), 16, dtype=torch.float64, generator=seeded(0))
-    draw = DrawnBySampleTokens(uniform, 1.3, ids.shape[1])
-    options = dict(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    made = model.generate(ids, attention_mask=mask, logits_processor=[draw], **options)
-    found = sample(model, rows, 16, temperature=1.3)
-    assert found == made[:, ids.shape[1] :].tolist()
-    assert len({*made[:, ids.shape[1] :].flatten().tolist()}) > 10
-
-
 @both_caches
 @pytest.mark.parametrize("name", some_slow(FREE + APART))
 def test_greedy_equals_plain_forward_passes_in_every_family(name, cache_kind, monkeypatch):
@@ -186,8 +157,6 @@ def test_a_model_that_no_cache_serves_is_refused_by_name(name):
 
 
 # --- the distribution ---------------------------------------------------------------------------
-
-
 @both_caches
 def test_log_probs_are_those_of_the_distribution_that_is_drawn_from(cache_kind):
     """By a plain forward pass over the whole sequence; 0 after its end; of a greedy choice 0."""
@@ -244,8 +213,6 @@ def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
 
 
 # --- random numbers -----------------------------------------------------------------------------
-
-
 @both_caches
 @pytest.mark.parametrize("rows", [ragged_rows(), [[5, 17, 30]] * 4])
 def test_token_t_of_row_b_inverts_the_cumulative_sum_at_random_number_b_t(rows):
@@ -304,8 +271,6 @@ def test_ranks_sample_together_what_one_process_samples(monkeypatch):
 
 
 # --- ends and padding ---------------------------------------------------------------------------
-
-
 BY_HAND = {
     # The stop token is included, prompt and padding are not; the second was cut off.
     "rows of different lengths": (
@@ -384,8 +349,6 @@ def test_each_number_of_rows_is_captured_once_from_its_second_step_on(counting, 
 
 
 # --- errors -------------------------------------------------------------------------------------
-
-
 def test_the_cache_is_freed_without_the_garbage_collector(monkeypatch):
     made, keep = [], common.generation.Decoder.select
 

@@ -15,7 +15,7 @@ from gpu_types import take_gpu_types
 from models import STATIC, family_model, some_slow, tiny_model
 from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
-from scripts import SCRIPTS, short_flags
+from scripts import REVIEWS, SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
 from spies import spy_on
 
@@ -27,16 +27,8 @@ from common.logprobs import completion_logprobs
 
 SHORT = dict(train_split="train[:16]", epochs=1.0, batch_size=8, total_rollouts=2)
 SHORT |= dict(prompts_per_rollout=4, group_size=3, micro_batch_size=4, max_new_tokens=8)
-SHORT |= dict(num_minibatches=2)
-SHORT |= dict(eval_split="test[:5]", eval_every=1, save_every=1)
-MORE = {
-    "reinforce": dict(beta=0.1),
-    "grpo": dict(
-        model="tiny/reviews/policy",
-        dataset="tiny/reviews/prompts",
-        reward_model="tiny/reviews/reward_model",
-    ),
-}
+SHORT |= dict(num_minibatches=2, eval_split="test[:5]", eval_every=1, save_every=1)
+MORE = {"reinforce": dict(beta=0.1), "grpo": REVIEWS}
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
 
 
@@ -161,8 +153,6 @@ def test_logits_that_are_sampled_from_are_not_rounded_to_bfloat16(architecture, 
 
 
 # --- the CUDA graph and its fallback --------------------------------------------------------------
-
-
 def complete_until(stop_ids, model, rows, max_new_tokens=40):
     """`generate` with the same random numbers at each call."""
     options = dict(max_new_tokens=max_new_tokens, temperature=1.0, stop_ids=stop_ids)
@@ -192,6 +182,12 @@ def complete_and_drop(model):
     return complete_until([3, 13, 23, 33, 43], model, rows, max_new_tokens=16)
 
 
+def complete_uncaptured(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.generation, "capture", lambda step: step)
+        return complete_and_drop(model)
+
+
 # Families whose own code reads a value back in each step, or copies a number to the device.
 READ_BACK = ["Mpt", "XGLM"]
 COPY_IN = ["Falcon", "GPTNeo"]
@@ -206,16 +202,13 @@ def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
         monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
     completions = complete_and_drop(model)
     assert graph, "no step was captured"
-    monkeypatch.setattr(common.generation, "capture", lambda step: step)
-    assert completions == complete_and_drop(model)
+    assert completions == complete_uncaptured(model)
 
 
 @pytest.mark.parametrize("name", some_slow(READ_BACK + COPY_IN, fast=["Mpt", "Falcon"]))
-def test_families_that_cannot_be_captured_are_said_to_be_slow(name, monkeypatch, graph):
+def test_families_that_cannot_be_captured_are_said_to_be_slow(name, graph):
     model = family_model(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.generation, "capture", lambda step: step)
-        expected = complete_and_drop(model)
+    expected = complete_uncaptured(model)
     with SimulatedGPU(), pytest.warns(UserWarning, match="slow, without a CUDA graph"):
         assert complete_and_drop(model.to(SIM)) == expected
 
@@ -230,9 +223,7 @@ DENSE = [name for name in STATIC if name not in EXPERTS + READ_BACK + COPY_IN]
 @pytest.mark.parametrize("name", some_slow(DENSE, fast=["GPT2", "Llama", "Mllama"]))
 def test_a_captured_step_stays_on_its_device(name, graph):
     model = family_model(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.generation, "capture", lambda step: step)
-        expected = complete_and_drop(model)
+    expected = complete_uncaptured(model)
     with SimulatedGPU():
         assert complete_and_drop(model.to(SIM)) == expected
     assert graph, "no step was captured"

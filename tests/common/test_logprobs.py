@@ -8,8 +8,7 @@ import pytest
 import torch
 from gpu_types import take_gpu_types
 from plain import plain_logprobs
-from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow
-from models import tiny_config, tiny_model
+from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow, tiny_config, tiny_model
 from spies import spy_on
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
@@ -33,9 +32,9 @@ def model_of(architecture, **overrides):
     return tiny_model(architecture, **{**HEADS[architecture], **overrides})
 
 
-def make_pairs(lengths=LENGTHS, seed=5):
+def make_pairs(lengths=LENGTHS):
     """Pairs of random tokens, (prompt, completion)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(5)
     rows = [torch.randint(1, VOCAB, (p + c,), generator=generator).tolist() for p, c in lengths]
     return [(row[:p], row[p:]) for row, (p, _) in zip(rows, lengths, strict=True)]
 
@@ -88,8 +87,6 @@ class Record(TorchDispatchMode):
 
 
 # --- values and gradients -----------------------------------------------------------------------
-
-
 def test_the_definition_against_a_loop_over_tokens():
     model, (prompt, completion) = tiny_model("llama"), ([3, 1, 4], [1, 5, 9, 2])
     with torch.no_grad():
@@ -213,8 +210,6 @@ def test_a_second_backward_gives_the_same_gradients(rows, monkeypatch):
 
 
 # --- layout -------------------------------------------------------------------------------------
-
-
 def test_rows_are_those_asked_for_at_the_width_of_all_pairs():
     model, pairs = model_of("llama"), make_pairs()
     everything = completion_logprobs(model, pairs, range(4))
@@ -243,8 +238,6 @@ def test_nothing_to_score_gives_no_numbers_and_gradients_of_zero(architecture, p
 
 
 # --- micro-batches ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("processes", [1, 3, 8])
 def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
     lengths = (1, 9, 5, 3, 9, 1, 7, 5, 5, 2)
@@ -295,8 +288,6 @@ def test_ranks_score_a_rollout_together(monkeypatch):
 
 
 # --- the head -----------------------------------------------------------------------------------
-
-
 class StretchedLlama(LlamaForCausalLM):
     """Logits that are larger than those of its head, by this part of their size."""
 
@@ -332,16 +323,13 @@ def test_tolerance_of_the_heads_trial_under_autocast(weights, part, is_known, mo
                 completion_logprobs(model, make_pairs(), range(4))
 
 
-def test_a_head_of_several_layers_is_refused_by_name():
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_a_head_of_several_layers_or_none_that_is_linear_is_refused_by_name(is_linear):
     model = family_model("BertLMHeadModel")
+    if not is_linear:
+        model = tiny_model("llama", tie_word_embeddings=False)
+        model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
     with pytest.raises(ValueError, match=f"output head of {type(model).__name__}"):
-        completion_logprobs(model, make_pairs(), range(4))
-
-
-def test_a_head_that_is_not_linear_is_refused():
-    model = tiny_model("llama", tie_word_embeddings=False)
-    model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
-    with pytest.raises(ValueError, match="output head of LlamaForCausalLM"):
         completion_logprobs(model, make_pairs(), range(4))
 
 

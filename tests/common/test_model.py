@@ -67,11 +67,12 @@ def test_weights_are_float32_and_frozen_matrices_bfloat16_on_a_gpu(monkeypatch):
         model = tiny_model("llama", tie_word_embeddings=tied).bfloat16()
         model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
         model.model.embed_tokens.weight.requires_grad_(False)
+        model.model.norm.weight.requires_grad_(False)
         model.lm_head.weight.requires_grad_(False)
         shard(model, CPU)
         found = {n for n, w in model.named_parameters() if w.dtype == torch.bfloat16}
         frozen = {"model.layers.0.self_attn.q_proj.weight"}
-        if not tied:  # the embedding is one of rows, and no product
+        if not tied:  # the embedding is one of rows, and no product; nor is a norm
             frozen.add("lm_head.weight")
         assert found == frozen
 

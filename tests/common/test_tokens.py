@@ -36,8 +36,6 @@ def text_parts(*texts):
 
 
 # --- padding and stop ids -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("left", "expected_ids", "expected_mask"),
     [
@@ -95,19 +93,11 @@ def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer
 
 
 # --- chat messages --------------------------------------------------------------------------------
-
-
 def test_text_parts_are_joined(tokenizer):
     ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "3")])
     assert tokenizer.decode(ids) == "1+2=3<eos>"
     in_parts = [message("user", text_parts("1", "+2")), message("assistant", text_parts("3"))]
     assert encode(tokenizer, in_parts) == ids
-
-
-def test_other_parts_are_refused(tokenizer):
-    prompt = [message("user", [{"type": "image", "url": "x.png"}, *text_parts("1+2")])]
-    with pytest.raises(ValueError, match=r"only parts of type `text`.*'image'"):
-        encode(tokenizer, prompt)
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
@@ -118,24 +108,33 @@ def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
     assert tokenizer.decode(encode(tokenizer, turns[:1], add_generation_prompt=True)) == "1+2="
 
 
-@pytest.mark.parametrize("wrong", [{"content": "1+2"}, {"role": None, "content": "1+2"}, "1+2"])
-def test_a_message_without_a_role_is_refused(wrong, tokenizer):
-    with pytest.raises(ValueError, match="every chat message needs a role and a content, found"):
-        encode(tokenizer, [wrong])
+NO_ROLE = "every chat message needs a role and a content, found"
+LEFT_OUT = "the chat template of tiny/arithmetic/policy leaves out what 'human' says"
+IMAGE = {"type": "image", "url": "x.png"}
 
 
-def test_a_role_that_the_template_leaves_out(tokenizer):
-    turns = [message("human", "5+6"), message("assistant", "3")]
-    error = "the chat template of tiny/arithmetic/policy leaves out what 'human' says"
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ([message("user", [IMAGE, *text_parts("1+2")])], "only parts of type `text`.*'image'"),
+        ([{"content": "1+2"}], NO_ROLE),
+        ([message(None, "1+2")], NO_ROLE),
+        (["1+2"], NO_ROLE),
+        ([message("human", "5+6"), message("assistant", "3")], LEFT_OUT),
+        ("<bos>1+2=", "two BOS"),
+    ],
+)
+def test_a_text_that_cannot_be_read(text, error, tokenizer):
     with pytest.raises(ValueError, match=error):
-        encode(tokenizer, turns)
+        encode(tokenizer, text)
+
+
+def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
     with pytest.raises(ValueError, match="leaves out what 'gpt' says"):
         encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
 
 
 # --- strings --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def appending():
     """A tokenizer that appends EOS to each text, as Llama's does with add_eos_token."""
@@ -153,13 +152,6 @@ def test_an_appended_eos_is_taken_off(appending, tokenizer):
     assert tokenizer.decode(prompt + completion) == "<bos>1+2=#3<eos>"
     # One that the text itself ends with stays.
     assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
-
-
-def test_a_completion_that_changes_the_tokens_of_a_prompts_message_is_refused(tokenizer):
-    """Here the template writes the user's turn otherwise once it is answered."""
-    tokenizer.chat_template = CHAT.replace("}}={%", "}}{{ '=' if loop.last else '+=' }}{%")
-    with pytest.raises(UnusableRow, match="prompt's last token changes"):
-        encode_pair(tokenizer, [message("user", "5+6")], [message("assistant", "11")], [2])
 
 
 # What a prompt ends in for sampling, and what stands before a rendered answer; `,` opens a thought,
@@ -192,15 +184,6 @@ def test_templates_that_open_a_thought_keep_every_row(form, tokenizer):
     assert [expected in str(warning.message) for warning in caught] == [True] * (shared != asked)
 
 
-@pytest.mark.parametrize("reply", [",,1", "1,#</think>"])
-def test_an_answer_that_begins_as_the_opening_does_or_is_empty(reply, tokenizer):
-    """The place where the two depart would lie within the answer, or there is none."""
-    tokenizer.chat_template = CHAT.replace("m['content'] }}<", "m['content'].split('>')[-1] }}<")
-    tokenizer.chat_template += "{% if add_generation_prompt %},+{% endif %}"
-    with pytest.raises(UnusableRow, match="whose answer begins as the chat template's opening"):
-        encode_pair(tokenizer, [message("user", "5+6")], [message("assistant", reply)], [2])
-
-
 def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
     last = "m['content'].split('</think>')[-1]"
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
@@ -215,11 +198,8 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt and think %},{% endif %}"
     tokenizer.save_pretrained(tmp_path)
     turns = [message("user", "5+6")]
-    for values, text in (
-        ("{}", "5+6="),
-        ('{"think": true}', "5+6=,"),
-        ('{"think": false}', "5+6="),
-    ):
+    expected = {"{}": "5+6=", '{"think": true}': "5+6=,", '{"think": false}': "5+6="}
+    for values, text in expected.items():
         loaded = load_tokenizer(str(tmp_path), values)
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
     with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
@@ -243,6 +223,8 @@ def test_what_a_tool_says_may_be_written_otherwise(tokenizer):
 
 # --- rows that cannot be used ---------------------------------------------------------------------
 QUESTION = [message("user", "5+6")]
+OPENING = CHAT.replace("m['content'] }}<", "m['content'].split('>')[-1] }}<")
+OPENING += "{% if add_generation_prompt %},+{% endif %}"
 EMPTY = ["", " \n", []]
 UNUSABLE = [("5+6=", empty) for empty in [*EMPTY, None]]
 UNUSABLE += [(empty, answer) for empty in EMPTY for answer in ("11", [message("assistant", "11")])]
@@ -268,6 +250,14 @@ def test_an_empty_prompt_or_completion_makes_a_row_unusable(prompt, completion, 
             [message("assistant", "11")],
             "whose completion the chat template leaves out",
         ),
+        (  # which writes the user's turn otherwise once it is answered
+            CHAT.replace("}}={%", "}}{{ '=' if loop.last else '+=' }}{%"),
+            [message("assistant", "11")],
+            "prompt's last token changes",
+        ),
+        # The place where the two depart would lie within the answer, or there is none.
+        (OPENING, [message("assistant", ",,1")], "whose answer begins as the chat template's open"),
+        (OPENING, [message("assistant", "1,#</think>")], "whose answer begins as"),
     ],
 )
 def test_a_completion_that_makes_a_row_unusable(template, completion, error, tokenizer):
@@ -309,6 +299,5 @@ def test_rows_of_rollouts_have_numbers_of_their_own_tokens(tokenizer):
     sequences = [(tokenizer("1+2=").input_ids, tokenizer("#3").input_ids[1:])]
     columns = {"reward": torch.tensor([0.12345]), "log_ratio": torch.tensor([[0.5, -0.25, 9.0]])}
     (row,) = rollout_row(tokenizer, sequences, columns)["completions"]
-    assert row == {"prompt": "<bos>1+2=", "tokens": ["#", "3"]} | dict(
-        reward=0.123, log_ratio=[0.5, -0.25]
-    )
+    expected = dict(prompt="<bos>1+2=", tokens=["#", "3"], reward=0.123, log_ratio=[0.5, -0.25])
+    assert row == expected

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from runs import read
 
 from docs.experiments.studies import best_of_n
 
@@ -53,8 +54,7 @@ def test_a_round_trains_on_correct_samples_alone(tmp_path, monkeypatch):
     measured = best_of_n.rejection_sampling(plan, seed=1, folder=tmp_path)
     rows = []
     for round_index in range(2):
-        text = (tmp_path / f"round_{round_index}" / "train.jsonl").read_text()
-        rows += [json.loads(line) for line in text.splitlines()]
+        rows += read(tmp_path / f"round_{round_index}" / "train.jsonl")
     assert measured["kept"] == len(rows) and 0 < len(rows) < 256
     for row in rows:
         right = sum(int(digit) for digit in row["prompt"].strip("=").split("+")) % 10

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import some_slow
 from scripts import SCRIPTS
 
 from docs.exercises import plant
@@ -20,9 +21,7 @@ from docs.experiments.lib.runs import Run, write_jsonl
 QUICK = 5
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in EXERCISES]
-)
+@pytest.mark.parametrize("number", some_slow(EXERCISES, fast=[QUICK]))
 def test_the_suite_catches_the_bug(number, tmp_path):
     """By the test that is named. In the copy without the bug it passes; that of QUICK is this
     repository."""
@@ -61,8 +60,6 @@ def test_a_text_that_does_not_occur_exactly_once_is_an_error(text, tmp_path):
 
 
 # --- the program --------------------------------------------------------------------------------
-
-
 def test_no_run_writes_a_copy_and_prints_its_command(tmp_path, capsys):
     plant.main(5, out=tmp_path / "copy", run=False)
     assert (tmp_path / "copy" / "grpo.py").read_text() != Path("grpo.py").read_text()
@@ -119,8 +116,6 @@ def test_differences_of_two_runs(tmp_path):
 
 
 # --- the page -----------------------------------------------------------------------------------
-
-
 @pytest.mark.house
 def test_the_page_has_a_section_for_each_bug_and_shows_no_number_before_the_last_one():
     page, _, numbers = Path("docs/exercises.md").read_text().partition("## What the runs show\n")

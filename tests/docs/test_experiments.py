@@ -36,10 +36,8 @@ def test_what_an_experiment_declares_is_in_its_results(name):
     for label, metric in experiment.kept_curves():
         assert metric in results["curves"][label]
     if not experiment.measure_all:  # which has one run
-        for of_metrics in (
-            *results.get("numbers", {}).values(),
-            *results.get("curves", {}).values(),
-        ):
+        both = (results.get("numbers", {}), results.get("curves", {}))
+        for of_metrics in [each for by_label in both for each in by_label.values()]:
             seeds = experiment.seeds or runs.SEEDS
             assert {len(of_seeds) for of_seeds in of_metrics.values()} == {len(seeds)}
 

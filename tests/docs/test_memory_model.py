@@ -4,9 +4,10 @@ against autograd. The tests of docs/explorer.html compare the page with the form
 
 import gc
 
+import algorithms
 import pytest
 import torch
-from scripts import SCRIPTS, short_flags
+from scripts import REVIEWS, SCRIPTS, short_flags
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -16,13 +17,8 @@ from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes,
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 FLOAT32 = CONSTANTS["precisions"]["float32"]
 
-WITH_REWARD_MODEL = dict(
-    model="tiny/reviews/policy",
-    dataset="tiny/reviews/prompts",
-    eval_reward_fn="tiny/reviews/gold.py:sentiment",
-    reward_model="tiny/reviews/reward_model",
-)
-A_RULE = dict(reward_model=None, reward_fn=["tiny/reviews/gold.py:sentiment"], critic_init="sft")
+GOLD = "tiny/reviews/gold.py:sentiment"
+A_RULE = dict(reward_model=None, reward_fn=[GOLD], critic_init="sft")
 RUNS = {  # script and flags
     "sft": ("sft", {}),
     "rm": ("rm_bradley_terry", {}),
@@ -33,13 +29,11 @@ RUNS = {  # script and flags
     "ppo_shared": ("ppo_rlhf", dict(critic_init="policy")),
     "grpo": ("grpo", dict(beta=0.1)),
     "grpo_no_kl": ("grpo", dict(beta=0.0)),
-    "grpo_rm": ("grpo", WITH_REWARD_MODEL | dict(beta=0.1)),
+    "grpo_rm": ("grpo", REVIEWS | dict(eval_reward_fn=GOLD, beta=0.1)),
     "dpo": ("dpo", {}),
     "simpo": ("dpo", dict(loss="simpo", beta=2.5)),
     "kto": ("kto", {}),
 }
-TWO_STEPS = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=2)
-TWO_STEPS |= dict(total_rollouts=2, prompts_per_rollout=2, max_new_tokens=4, num_minibatches=1)
 
 
 def live_storages():
@@ -63,7 +57,7 @@ QUICK += [("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
 )
 def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
     """Weights, gradients and moments of all its models, after an optimiser step."""
-    script, flags = SCRIPTS[RUNS[algorithm][0]], RUNS[algorithm][1]
+    name, flags = RUNS[algorithm]
     gc.collect()  # an earlier run's models, or their addresses would be taken again
     before, held = live_storages(), []
 
@@ -72,10 +66,10 @@ def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
         held.append(sum(size for address, size in now.items() if address not in before))
 
     hook = register_optimizer_step_post_hook(note)
-    flags = short_flags(RUNS[algorithm][0], **TWO_STEPS) | flags
-    script.main(script.Args(**flags, lora_rank=lora_rank, output_dir=str(tmp_path)))
+    flags = short_flags(name, prompts_per_rollout=2, max_new_tokens=4) | flags
+    algorithms.run(name, tmp_path, lora_rank=lora_rank, **flags)
     hook.remove()
-    config = AutoConfig.from_pretrained(flags.get("model", script.Args.model))
+    config = AutoConfig.from_pretrained(flags.get("model", SCRIPTS[name].Args.model))
     model = dict(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -163,15 +157,10 @@ def bytes_of_a_layer(kind, lora_rank=0):
 @pytest.mark.parametrize("lora_rank", [0, 16])
 @pytest.mark.parametrize("kind", CONSTANTS["activations"])
 def test_activations_are_what_autograd_keeps(kind, lora_rank):
-    """Two models that differ by a layer."""
+    """Two models that differ by a layer; with checkpointing that is its input."""
     two, three = (kept_bytes(kind, layers, lora_rank=lora_rank) for layers in (2, 3))
     # The rest: a number of each norm and head.
     assert three - two == pytest.approx(bytes_of_a_layer(kind, lora_rank), rel=0.005)
-
-
-@pytest.mark.parametrize("lora_rank", [0, 16])
-@pytest.mark.parametrize("kind", CONSTANTS["activations"])
-def test_checkpointing_keeps_the_inputs_of_layers(kind, lora_rank):
     two, three = (kept_bytes(kind, layers, True, lora_rank=lora_rank) for layers in (2, 3))
     assert three - two == ROWS * LENGTH * CONSTANTS["layer_input"][kind] * SMALL["hidden"]
 

@@ -2,13 +2,14 @@
 
 import ast
 import inspect
-import json
 import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import algorithms
 import pytest
+from runs import metrics_of
 from scripts import SCRIPTS, short_flags
 
 from docs.exercises import plant
@@ -115,12 +116,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_logged_metric_is_on_the_page(name, tmp_path):
-    small = dict(train_split="train[:64]", eval_split="test[:4]", eval_samples=2, epochs=0.5)
-    small |= dict(total_rollouts=1, prompts_per_rollout=4, group_size=2, num_minibatches=1)
-    script = SCRIPTS[name]
-    run_dir = script.main(script.Args(output_dir=str(tmp_path), **short_flags(name, **small)))
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    logged = {metric for line in lines for metric in json.loads(line)} - {"step"}
+    run_dir = algorithms.run(name, tmp_path, **short_flags(name, eval_samples=2))
+    logged = {metric for row in metrics_of(run_dir) for metric in row} - {"step"}
     explained, shared = (
         set(re.findall(rf"`((?:{GROUPS})/\w+)`", Path(f"docs/{page}.md").read_text()))
         for page in (name, "details")

@@ -34,8 +34,6 @@ def passed(*completions, tests=TESTS):
 
 
 # --- the format ---------------------------------------------------------------------------------
-
-
 def test_thoughts_then_an_answer():
     texts = {
         "<think>2 and 2</think><answer>4</answer>": 1,
@@ -55,7 +53,6 @@ def test_shown_working():
 
 
 # --- code ---------------------------------------------------------------------------------------
-
 HONEST = {
     "plain": RIGHT,
     "in a block": f"Of course:\n```python\n{RIGHT}```\nIt adds.",
@@ -148,8 +145,6 @@ def test_results_are_compared_as_json():
 
 
 # --- the judge ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_grade_is_the_expectation_under_the_models_next_token(chat, monkeypatch):
     monkeypatch.setattr(judge, "MODEL", POLICY)
@@ -180,8 +175,6 @@ def test_a_judge_needs_digits():
 
 
 # --- functions written for TRL ------------------------------------------------------------------
-
-
 def test_a_function_of_trl_reads_chats_and_may_say_none():
     texts = [r"so \boxed{5}", r"\boxed{4}, no, \boxed{ 5 }", r"\boxed{5} or \boxed{6}", "5", "5"]
     solution = ["5", 5, "5", "5", None]
@@ -190,8 +183,6 @@ def test_a_function_of_trl_reads_chats_and_may_say_none():
 
 
 # --- the page ---------------------------------------------------------------------------------
-
-
 @pytest.mark.house
 def test_the_commands_of_the_page_parse_and_name_functions_that_are_there():
     text = Path("docs/rewards.md").read_text().replace("\\\n", " ")

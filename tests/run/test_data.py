@@ -3,17 +3,14 @@
 import json
 import re
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset
 from scripts import ONE_PER_LOADER, SPECS, WITH_ROLLOUTS, short_flags, with_flag
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedModel
 
 import dpo
 import grpo
@@ -50,9 +47,9 @@ def fails(name, tmp_path, error, message, **flags):
     assert [*output_dir.glob("*")] == []
 
 
-def save(folder, tokenizer, kind=AutoModelForCausalLM, without=None):
+def save(folder, tokenizer, without=None):
     """The tiny policy in a folder, with another tokenizer, or without one of its weights."""
-    model = kind.from_pretrained(POLICY)
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
     weights = model.state_dict()
     if without:
         del weights[without]
@@ -88,13 +85,15 @@ def test_a_reward_model_with_another_tokenizer(name, tmp_path):
     fails(name, tmp_path, ValueError, "reward_model is not that of --model", **flags)
 
 
-@pytest.mark.parametrize("name", with_flag("reference"))
-def test_a_reference_with_another_tokenizer(name, tmp_path):
+@pytest.mark.parametrize("name", [*with_flag("reference"), *with_flag("teacher")])
+def test_a_reference_or_teacher_with_another_tokenizer(name, tmp_path):
     """The one of the other task than the script's own."""
     is_reviews = "reviews" in SPECS[name].module.Args.model
     other = "tiny/arithmetic/policy" if is_reviews else "tiny/reviews/policy"
-    flags = dict(reference=other) | ({"beta": 0.1} if name == "reinforce" else {})
-    fails(name, tmp_path, ValueError, "policy is not that of --model", **flags)
+    flags = short_flags(name, reference=other, teacher=other)
+    if name == "reinforce":
+        flags["beta"] = 0.1
+    fails(name, tmp_path, ValueError, f"tokenizer of {other} is not that of --model", **flags)
 
 
 def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
@@ -109,15 +108,12 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
 
 @EACH
 def test_more_tokens_than_positions(name, tmp_path):
-    flags = dict(max_length=129)
+    each = [dict(max_length=129), dict(max_new_tokens=126)]
     if SPECS[name].kind == "rollouts":
-        flags = dict(max_prompt_length=64, max_new_tokens=65)
-    fails(name, tmp_path, ValueError, "has fewer positions than", **flags)
-
-
-@pytest.mark.parametrize("name", sorted({*with_flag("max_new_tokens")} - {*WITH_ROLLOUTS}))
-def test_more_sampled_tokens_than_positions(name, tmp_path):
-    fails(name, tmp_path, ValueError, "has fewer positions than", max_new_tokens=126)
+        each = [dict(max_prompt_length=64, max_new_tokens=65)]
+    for flags in each:
+        if short_flags(name, **flags):
+            fails(name, tmp_path, ValueError, "has fewer positions than", **flags)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -184,20 +180,6 @@ def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
 
 TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
 OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
-PAIRS = {
-    "answers": dict(prompt="1+2=", chosen=TURNS[1:], rejected=OTHER[1:]),
-    "answers as text": dict(prompt=TURNS[:1], chosen="#3", rejected="#4"),
-}
-
-
-@pytest.mark.parametrize("form", PAIRS)
-def test_forms_of_pairs(form, tokenizer, tmp_path):
-    """A prompt beside the answers; whole conversations: tests/algorithms/test_rows.py."""
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    args = dpo.Args(dataset=write_dataset(tmp_path / "data", [PAIRS[form]]))
-    (pair,) = dpo.load_preference_pairs(args, "train", tokenizer, [tokenizer.eos_token_id])
-    ids = (pair.prompt.ids, pair.chosen_ids, pair.rejected_ids)
-    assert [*map(tokenizer.decode, ids)] == ["1+2=", "#3<eos>", "#4<eos>"]
 
 
 def test_pairs_of_dialogues_as_text():
@@ -246,28 +228,15 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
     assert name == "distill" or prompt.columns["answer"] == "three"
 
 
-def test_a_margin_that_is_null(tokenizer, tmp_path):
-    rows = [row_of("1+2=", "#3", margin=None), row_of("1+2=", "#3", margin=1.0)]
-    args = rm_bradley_terry.Args(dataset=write_dataset(tmp_path / "data", rows))
-    with pytest.raises(ValueError, match="--margin-column margin: None is no finite number"):
-        rm_bradley_terry.load_comparisons(args, "train", tokenizer, [2])
-
-
 @EACH
 def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    def stop(*args, **options):
-        raise Stopped
-
     script = SPECS[name].module
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
-    monkeypatch.setattr(script, "evaluate", stop)
+    monkeypatch.setattr(script, "evaluate", Mock(side_effect=KeyboardInterrupt))
     for rate, is_warned_of in ((1e-4, True), (9e-5, False)):
         flags = short_flags(name, critic_learning_rate=9e-5) | dict(learning_rate=rate)
         flags = SPECS[name].short_flags | flags | dict(output_dir=str(tmp_path))
-        with warnings.catch_warnings(record=True) as caught, pytest.raises(Stopped):
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
             warnings.simplefilter("always")
             script.main(script.Args(**flags))
         assert [*tmp_path.iterdir()] == []  # nor has the run a folder before its first step

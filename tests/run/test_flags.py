@@ -1,13 +1,12 @@
-"""Flags: ranges, contradictions, --resume, and the learning rate's schedule."""
+"""Flags: contradictions, --resume, the learning rate's schedule. Ranges: test_every_script.py."""
 
 import json
-from dataclasses import fields
 
 import pytest
 import torch
 from pydantic import ValidationError
 from runs import words
-from scripts import SPECS
+from scripts import SPECS, with_flag
 from torch.optim import SGD
 from transformers import get_scheduler
 
@@ -22,21 +21,6 @@ def refused(name, argv, capsys):
         SPECS[name].module.parse_args(argv)
     assert end.value.code == 2
     return " ".join(capsys.readouterr().err.split())
-
-
-@EACH
-def test_every_number_has_a_range(name):
-    args = SPECS[name].module.Args
-    types = {field.name: str(field.type).lower() for field in fields(args)}
-    numbers = [name for name, kind in types.items() if "int" in kind or "float" in kind]
-    numbers = [name for name in numbers if "list" not in types[name]]
-    assert {"seed", "learning_rate", "save_every"} <= {*numbers}
-    for flag in numbers:
-        with pytest.raises(ValidationError, match=flag):
-            args(**{flag: -1})
-    if "warmup_ratio" in numbers:  # steps may have been meant
-        with pytest.raises(ValidationError, match="warmup_ratio"):
-            args(warmup_ratio=1.0)
 
 
 @EACH
@@ -76,7 +60,13 @@ CONTRADICTIONS = [
     ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
     ("dpo", dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to"),
+    ("rm_bradley_terry", dict(train_layers=0, lora_rank=4), "and --lora-rank: give one of the two"),
 ]
+# They name the metrics; `reward_model` is that of --reward-model.
+for name in with_flag("reward_weights"):
+    for specs in (["a.py:same", "b.py:same"], ["a.py:reward_model"]):
+        message = "--reward-fn: two rewards have one name"
+        CONTRADICTIONS.append((name, dict(reward_fn=specs), message))
 
 
 @pytest.mark.parametrize(("name", "flags", "message"), CONTRADICTIONS)

@@ -12,12 +12,8 @@ from runs import read_log
 from safetensors.torch import load_file
 from scripts import SPECS, WITH_ROLLOUTS, short_flags
 from spies import spy_on
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import GenerationConfig
 
 import grpo
 
@@ -72,9 +68,8 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
     first, *_ = printed.splitlines()
     for text in (args.model, args.dataset, f"learning rate {args.learning_rate}", "cpu"):
         assert text in first
-    num_parameters = sum(
-        tensor.numel() for tensor in load_file(run_dir / "model.safetensors").values()
-    )
+    weights = load_file(run_dir / "model.safetensors")
+    num_parameters = sum(weight.numel() for weight in weights.values())
     assert f"{args.model}: {num_parameters:,} parameters" in printed
     assert "step 0: held-out " in printed and f"--resume {run_dir} continues it" in printed
     assert printed.endswith(f"\nmodel: {run_dir} (docs/viewer.html shows the run)\n")
@@ -112,7 +107,7 @@ def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
     flags = SPECS[name].short_flags | dict(total_rollouts=4, log_rollouts_every=2, save_every=9)
     flags |= dict(prompts_per_rollout=4, max_new_tokens=9, eval_every=9, learning_rate=5e-3)
     if hasattr(script.Args, "group_size"):
-        flags |= dict(prompts_per_rollout=1, group_size=4)
+        flags |= dict(prompts_per_rollout=1, group_size=4) | short_flags(name, num_minibatches=1)
     run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path)))
     tokenizer = AutoTokenizer.from_pretrained(run_dir)
     rows = {row["step"]: row for row in read_log(run_dir / "metrics.jsonl")}
@@ -134,10 +129,8 @@ def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
         assert metrics["objective/kl"] == pytest.approx(mean(kls), abs=9 * 5.1e-4)
         assert any(abs(kl) > 0.01 for kl in kls)
         metrics.setdefault("reward/mean", -metrics["objective/kl"])  # in distill.py they are one
-        for metric, key in (
-            ("reward/mean", "reward"),
-            ("completions/truncated_fraction", "truncated"),
-        ):
+        means = {"reward/mean": "reward", "completions/truncated_fraction": "truncated"}
+        for metric, key in means.items():
             assert metrics[metric] == pytest.approx(mean(row[key] for row in shown), abs=1e-3)
         by_name = {key for key in metrics if key.startswith("rewards/")}
         assert all(by_name <= row.keys() for row in shown)

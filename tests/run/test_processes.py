@@ -18,20 +18,15 @@ import pytest
 import torch
 from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
 from safetensors.torch import load
-from scripts import SPECS
+from scripts import REVIEWS, SPECS
 
-REVIEWS = dict(
-    model="tiny/reviews/policy",
-    dataset="tiny/reviews/prompts",
-    reward_model="tiny/reviews/reward_model",
-    reward_fn=["tiny/reviews/gold.py:sentiment"],
-)
+TWO_REWARDS = REVIEWS | dict(reward_fn=["tiny/reviews/gold.py:sentiment"])
 # What stands behind a hyphen is another run of a script.
 MORE = {
-    "grpo": dict(REVIEWS, kl_placement="reward", missing_eos_penalty=0.5),
+    "grpo": dict(TWO_REWARDS, kl_placement="reward", missing_eos_penalty=0.5),
     "grpo-dynamic": dict(max_sampling_rounds=4, loss="cispo", kl_placement="unbiased"),
     "grpo-gdpo": dict(
-        REVIEWS,
+        TWO_REWARDS,
         multi_objective_aggregation="normalize_then_sum",
         importance_sampling_level="sequence",
     ),
@@ -69,8 +64,7 @@ def one_process(tmp_path_factory):
     """The folder of each run in this process."""
     folder = tmp_path_factory.mktemp("one")
     scripts = {run: SPECS[run.split("-")[0]].module for run in RUNS}
-    with pytest.MonkeyPatch.context() as patch:
-        keep_earlier_checkpoints(patch)
+    with keep_earlier_checkpoints():
         return {
             run: script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
             for run, script in scripts.items()

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of, start, words
-from scripts import SPECS, WITH_ROLLOUTS
-from spies import spy_on
+from scripts import SPECS
 
 import grpo
 
@@ -21,28 +21,24 @@ def resume(name, run_dir):
     assert script.main(script.parse_args(["--resume", str(run_dir)])) == run_dir
 
 
-@pytest.fixture(scope="module", params=SPECS)
-def whole(request, tmp_path_factory):
-    """A script's name, and the folder of its uninterrupted run."""
-    script, folder = SPECS[request.param].module, tmp_path_factory.mktemp("whole")
-    typed = words(SPECS[request.param].short_flags | {"output_dir": folder})
-    with pytest.MonkeyPatch.context() as patch:
-        keep_earlier_checkpoints(patch)
-        return request.param, script.main(script.parse_args(typed))
-
-
 @pytest.fixture(scope="module")
-def grpo_run(tmp_path_factory):
-    flags = SPECS["grpo"].short_flags | {"output_dir": str(tmp_path_factory.mktemp("grpo"))}
-    with pytest.MonkeyPatch.context() as patch:
-        keep_earlier_checkpoints(patch)
-        return grpo.main(grpo.Args(**flags))
+def run_of(tmp_path_factory):
+    """The folder of the uninterrupted run of a script."""
+
+    @cache
+    def run_of(name):
+        script, folder = SPECS[name].module, tmp_path_factory.mktemp(name)
+        typed = words(SPECS[name].short_flags | {"output_dir": folder})
+        with keep_earlier_checkpoints():
+            return script.main(script.parse_args(typed))
+
+    return run_of
 
 
 @pytest.fixture
-def copied(grpo_run, tmp_path):
+def copied(run_of, tmp_path):
     """As a kill would have left it at step 7, with the checkpoint of step 6."""
-    return killed_earlier(grpo_run, tmp_path / "run")
+    return killed_earlier(run_of("grpo"), tmp_path / "run")
 
 
 # --- to the bit ---------------------------------------------------------------------------------
@@ -57,7 +53,7 @@ KILLS = (
 )
 
 
-def test_kills_at_five_moments(grpo_run, tmp_path):
+def test_kills_at_five_moments(run_of, tmp_path):
     """Kill, resume, kill, ...: whatever was half written, the end is the same."""
     command = ["grpo.py", *words(SPECS["grpo"].short_flags | {"output_dir": tmp_path / "runs"})]
     for moment in KILLS:
@@ -69,25 +65,25 @@ def test_kills_at_five_moments(grpo_run, tmp_path):
         (killed,) = tmp_path.glob("runs/*")
         command = ["grpo.py", "--resume", str(killed)]
     resume("grpo", killed)
-    assert_same_run(killed, grpo_run)
+    assert_same_run(killed, run_of("grpo"))
     (killed / "model.safetensors").unlink()  # killed between its last checkpoint and the model
     resume("grpo", killed)
-    assert_same_run(killed, grpo_run)
+    assert_same_run(killed, run_of("grpo"))
 
 
-def test_logs_that_are_ahead_of_the_checkpoint_are_cut_back(whole, tmp_path):
+@EACH
+def test_logs_that_are_ahead_of_the_checkpoint_are_cut_back(name, run_of, tmp_path):
     """And the run ends as the whole one, in every script."""
-    name, run_dir = whole
-    copy = killed_earlier(run_dir, tmp_path / "run")
+    copy = killed_earlier(run_of(name), tmp_path / "run")
     resume(name, copy)
-    assert_same_run(copy, run_dir)
+    assert_same_run(copy, run_of(name))
 
 
-def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path, monkeypatch):
+def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
     """A rollout reads as many prompts as it needs: where the data are is in the checkpoint."""
     flags = SPECS["grpo"].short_flags | dict(max_sampling_rounds=3, output_dir=str(tmp_path))
-    keep_earlier_checkpoints(monkeypatch)
-    run_dir = grpo.main(grpo.Args(**flags))
+    with keep_earlier_checkpoints():
+        run_dir = grpo.main(grpo.Args(**flags))
     sampled = [row["prompts/sampled"] for row in metrics_of(run_dir)[1:]]
     assert len({*sampled[:-1]}) > 1
     copy = killed_earlier(run_dir, tmp_path / "run")
@@ -102,12 +98,9 @@ def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, mon
     """A column of images or of other objects would be another text in each process."""
     script, found = SPECS[name].module, {}
 
-    class Stopped(Exception):
-        pass
-
     def stop(args, training, state):
         found[Path(args.dataset).name] = state["data"]
-        raise Stopped
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "load_checkpoint", stop)
     lines = Path(script.Args.dataset, "train.jsonl").read_text().splitlines()
@@ -124,24 +117,10 @@ def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, mon
         text = "".join(json.dumps(row) + "\n" for row in [*rows, changed])
         for split in ("train", "test"):
             (folder / f"{split}.jsonl").write_text(text)
-        with pytest.raises(Stopped):
+        with pytest.raises(KeyboardInterrupt):
             script.main(script.Args(dataset=str(folder), resume="a run", output_dir=str(tmp_path)))
     assert found.pop("other") == found["None"]
     assert len({*found.values()}) == len(found) == len(columns) + 1 > 1
-
-
-@pytest.mark.parametrize("name", WITH_ROLLOUTS)
-def test_each_step_draws_its_own_numbers_and_each_evaluation_the_same(name, tmp_path, monkeypatch):
-    """They depend on the seed and the step alone, so that a resume draws them again."""
-    script = SPECS[name].module
-    calls = spy_on(script, monkeypatch, "generate")
-    # The policy stays as it is, and all steps have the same prompts.
-    flags = SPECS[name].short_flags | dict(learning_rate=1e-30, train_split="train[:3]")
-    script.main(script.Args(**flags | dict(total_rollouts=3, output_dir=str(tmp_path))))
-    drawn = [sorted(zip(prompts, texts, strict=True)) for (_, prompts, *_), (texts, _) in calls]
-    first_evaluation, *rollouts, last_evaluation = drawn
-    assert first_evaluation == last_evaluation
-    assert all(rollouts.count(rollout) == 1 for rollout in rollouts) and len(rollouts) == 3
 
 
 # --- what may go wrong: once, as these functions are the same in all scripts (test_source.py) -----
@@ -185,7 +164,7 @@ def rule(prompts, completions, **columns):
 """
 
 
-def test_a_reward_function_that_fails_in_a_rollout(tmp_path, grpo_run):
+def test_a_reward_function_that_fails_in_a_rollout(tmp_path):
     """It is called at the start and in each step: this call is that of the fifth rollout."""
     (tmp_path / "failing.py").write_text(FAILING)
     flags = SPECS["grpo"].short_flags | dict(eval_every=9, output_dir=tmp_path / "runs")

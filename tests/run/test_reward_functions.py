@@ -100,14 +100,6 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
         call(rule)
 
 
-@pytest.mark.parametrize("name", with_flag("reward_weights"))
-def test_two_rewards_of_one_name(name):
-    """They name the metrics; `reward_model` is that of --reward-model."""
-    for specs in (["a.py:same", "b.py:same"], ["a.py:reward_model"]):
-        with pytest.raises(ValueError, match="--reward-fn: two rewards have one name"):
-            SPECS[name].module.Args(reward_fn=specs)
-
-
 @pytest.mark.parametrize("spec", ["rules.py", "rules:rule", ":rule", "rule"])
 def test_a_spec_that_is_none(spec):
     with pytest.raises(ValueError, match=r"reward-fn .*: expected path/to/file\.py:function"):

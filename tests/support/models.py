@@ -3,12 +3,8 @@
 import pytest
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import PreTrainedModel
 
 VOCAB = 50
 
@@ -158,10 +154,7 @@ ARCHETYPES = (
 # up the rows of a batch.
 REFUSED = ["OpenAIGPTLMHeadModel", "RecurrentGemma", "Rwkv"]  # but their log-probs are right
 _SETTINGS = _ATTENTION | _RECURRENT | _APART
-_SETTINGS |= {
-    "BertLMHeadModel": {"is_decoder": True},
-    "RecurrentGemma": {"num_hidden_layers": 3},
-}
+_SETTINGS |= {"BertLMHeadModel": {"is_decoder": True}, "RecurrentGemma": {"num_hidden_layers": 3}}
 
 
 def _small_config(config_class, settings):

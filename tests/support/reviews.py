@@ -6,6 +6,7 @@ import functools
 
 import torch
 from datasets import Dataset
+from plain import plain_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 POLICY = "tiny/reviews/policy"
@@ -31,8 +32,8 @@ def batch_rows(step, size, count, seed):
     return order[step * size : (step + 1) * size]
 
 
-def plain_model(folder=POLICY):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def plain_model(folder=POLICY, kind=AutoModelForCausalLM):
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @functools.cache
@@ -45,16 +46,19 @@ def ids(words):
     return [vocabulary()[word] for word in words.split()]
 
 
-def plain_logprobs(model, prompt, completion, temperature=1.0):
-    """log pi of each token of a completion, a list of 0-dimensional tensors."""
-    logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
-    return [
-        logits[len(prompt) + i - 1].log_softmax(dim=0)[token] for i, token in enumerate(completion)
-    ]
-
-
 def sampled_ids(sample):
     """The tokens of a sampled completion: its words, and the stop token where there was one."""
     words = ids(sample["completion"])
     assert sample["length"] - len(words) in (0, 1)
     return words + [EOS] * (sample["length"] - len(words))
+
+
+@torch.no_grad()
+def plain_kl(policy, reference, samples, temperature):
+    """The mean over samples of log pi - log pi_ref, summed over tokens."""
+    total = 0.0
+    for sample in samples:
+        sequence = (ids("<bos> " + sample["prompt"]), sampled_ids(sample))
+        total += plain_logprobs(policy, *sequence, temperature)[0].sum().item()
+        total -= plain_logprobs(reference, *sequence, temperature)[0].sum().item()
+    return total / len(samples)

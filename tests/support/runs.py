@@ -13,6 +13,7 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed import TCPStore
@@ -32,10 +33,7 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 
 def start(
-    command: list[str],
-    output: Path,
-    environment: dict[str, str] | None = None,
-    before: str = "",
+    command: list[str], output: Path, environment: dict[str, str] | None = None, before: str = ""
 ) -> ForkServerProcess:
     """`python COMMAND`, with what it prints in the file `output`.
 
@@ -125,8 +123,8 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 
-def keep_earlier_checkpoints(patch: Any) -> None:
-    """Of each run from here on the last checkpoint but one stays, as checkpoint.earlier."""
+def keep_earlier_checkpoints() -> Any:
+    """A context: of each run in it the last checkpoint but one stays, as checkpoint.earlier."""
     replace = os.replace
 
     def replace_and_keep(source: Path, target: Path) -> None:
@@ -134,7 +132,7 @@ def keep_earlier_checkpoints(patch: Any) -> None:
             shutil.copy(target, Path(target).with_suffix(".earlier"))
         replace(source, target)
 
-    patch.setattr(os, "replace", replace_and_keep)
+    return patch.object(os, "replace", replace_and_keep)
 
 
 def killed_earlier(run_dir: Path, folder: Path) -> Path:

@@ -99,6 +99,9 @@ SPECS = {
         advantages="discounted_sums",
     ),
 }
+# For grpo.py, whose own task has no reward model.
+REVIEWS = dict(model="tiny/reviews/policy", dataset="tiny/reviews/prompts")
+REVIEWS |= dict(reward_model="tiny/reviews/reward_model")
 SCRIPTS = {name: spec.module for name, spec in SPECS.items()}
 # Of scripts that share a loader, one: its source is the same in all.
 ONE_PER_LOADER = [*{spec.loader: name for name, spec in SPECS.items()}.values()]

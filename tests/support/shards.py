@@ -7,7 +7,6 @@ import json
 import runpy
 import sys
 
-import pytest
 from runs import keep_earlier_checkpoints
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -58,5 +57,5 @@ def run_in_turn(commands):
 
 if __name__ == "__main__":
     watch()
-    keep_earlier_checkpoints(pytest.MonkeyPatch())
-    run_in_turn([json.loads(command) for command in sys.argv[1:]])
+    with keep_earlier_checkpoints():
+        run_in_turn([json.loads(command) for command in sys.argv[1:]])

@@ -27,6 +27,8 @@ def spy_by_name(module: ModuleType, monkeypatch, name: str) -> list[dict]:
             return tuple(copy(part) for part in x)
         if isinstance(x, dict):
             return {key: copy(part) for key, part in x.items()}
+        if isinstance(x, torch.Generator):
+            return x.clone_state()
         return x.detach().clone() if torch.is_tensor(x) else x
 
     def spy(*args, **options):
