@@ -66,8 +66,8 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- models and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the student and its tokenizer
-    # folder or hub name of the teacher, which knows the student's tokens; default: tiny/'s, with
-    # --teacher-prompt-column --model as it is at the start
+    # folder or hub name of the teacher, which knows the student's tokens; default: tiny/'s; with
+    # --teacher-prompt-column, --model as it is at the start
     teacher: str | None = None
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
@@ -78,7 +78,7 @@ class Args:
     teacher_prompt_column: str | None = None  # column of what the teacher reads in its place
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
+    max_prompt_length: PositiveInt = 64  # longest prompt of both in tokens; longer ones are dropped
     # --- distillation ---
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout, with one completion each
@@ -263,12 +263,12 @@ def evaluate(
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -9,8 +9,9 @@ equation 7, where eps = 0):
     L = mean over pairs of  - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h).
 
 With eps > 0, labels are taken to be wrong with this probability (conservative DPO, Mitchell 2023).
-`--loss ipo` (2310.12036) pulls h, of means per token, to 1 / (2 beta). Two losses need no
-reference. With the mean per token m(y) = log pi(y|x) / |y|, and odds = e^m / (1 - e^m), they are
+`--loss sigmoid_norm` takes h of means per token, and so does `ipo` (2310.12036), which pulls it to
+1 / (2 beta). Two losses need no reference. With the mean per token m(y) = log pi(y|x) / |y|, and
+odds = e^m / (1 - e^m), they are
 
     simpo:  - log sigmoid(beta m(y_w) - beta m(y_l) - gamma)              (2405.14734, equation 6),
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
@@ -78,7 +79,7 @@ class Args:
     save_every: PositiveInt = 50  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
+    model: str = "tiny/reviews/policy"  # folder or hub name of policy and tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
@@ -98,7 +99,7 @@ class Args:
     # tuned on tiny/: 0.3 (sigmoid), 1 (ipo), 5 (sigmoid_norm, simpo, orpo)
     beta: PositiveFloat | None = None
     gamma: NonNegativeFloat = 0.5  # target margin of simpo, not divided by beta (paper: 0.3 to 1.6)
-    # eps of --loss sigmoid, the probability that a label is wrong (conservative DPO)
+    # eps of the sigmoid losses, the probability that a label is wrong (conservative DPO)
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     nll_coef: NonNegativeFloat = 0.0  # coefficient of the chosen completion's NLL (nats per token)
     # --- optimisation and evaluation ---
@@ -125,6 +126,8 @@ class Args:
             self.beta = {"sigmoid": 0.3, "ipo": 1.0}.get(self.loss, 5.0)
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/preferences":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
+        if self.reference and self.loss in ("simpo", "orpo"):
+            raise ValueError(f"--reference: --loss {self.loss} has none")
         if self.label_smoothing > 0 and self.loss not in ("sigmoid", "sigmoid_norm"):
             raise ValueError("--label-smoothing belongs to --loss sigmoid and sigmoid_norm")
 
@@ -446,12 +449,12 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -11,9 +11,9 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
-Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. Where a policy
-pi_sampler other than pi_old has sampled, --importance-cap C multiplies the loss of o_i by the
-constant min(prod_t pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling.
+Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. Where another
+policy pi_sampler has sampled, --importance-cap C multiplies the loss of o_i by the constant
+min(prod_t pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -80,8 +80,7 @@ class Args:
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    # folder or hub name of the policy, the reference and their tokenizer
-    model: str = "tiny/arithmetic/policy"
+    model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
@@ -156,6 +155,8 @@ class Args:
     def __post_init__(self):
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
+        if self.reference and self.beta == 0:
+            raise ValueError("--reference needs --beta above 0")
         if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
             raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
@@ -266,7 +267,8 @@ def grpo_loss(
     token_ratio = ratio = log_ratio.exp()
     if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
         mask = weights > 0
-        log_ratio = mask * log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # an --importance-cap weight may be 0
+        log_ratio = mask * log_ratio.sum(dim=1, keepdim=True) / lengths
         ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
@@ -648,12 +650,12 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

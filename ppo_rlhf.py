@@ -90,7 +90,7 @@ class Args:
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    model: str = "tiny/reviews/policy"  # folder or hub name of policy, reference and tokenizer
+    model: str = "tiny/reviews/policy"  # folder or hub name of policy and tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/reviews/prompts"  # folder with train.jsonl and test.jsonl, or hub name
@@ -126,8 +126,8 @@ class Args:
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     target_kl: PositiveFloat | None = None  # no further pass if policy/approx_kl is above this
+    critic_warmup_rollouts: NonNegativeInt = 0  # in which the critic learns and the policy not yet
     # where the critic starts; sft: --model with a new head; policy: a head on the policy itself
-    critic_warmup_rollouts: NonNegativeInt = 0  # the critic's first ones, before the policy moves
     critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
     beta: NonNegativeFloat = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL in rewards (k1) or loss (rho k2)
@@ -150,11 +150,14 @@ class Args:
     def __post_init__(self):
         if not self.reward_model and (not self.reward_fn or self.critic_init == "reward_model"):
             raise ValueError("without --reward-model give --reward-fn and another --critic-init")
-        if self.num_minibatches > self.prompts_per_rollout:
+        completions_per_rollout = self.prompts_per_rollout * self.group_size
+        if self.num_minibatches > completions_per_rollout:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
+        if self.reference and self.beta == 0:
+            raise ValueError("--reference needs --beta above 0")
         if self.kl_target and self.beta == 0:
             raise ValueError("--kl-target adapts --beta, which is 0")
-        if self.kl_target and self.prompts_per_rollout >= 5 * self.kl_horizon:
+        if self.kl_target and completions_per_rollout >= 5 * self.kl_horizon:
             raise ValueError("--kl-horizon is so short that beta would become negative")
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/prompts":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
@@ -348,11 +351,11 @@ def main(args: Args) -> Path:
     kl_in_reward = args.kl_placement == "reward"
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out: a completion per prompt, from the policy as it is now.
+        # 1. Roll out: from the policy as it is now.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        round_prompts = islice(next_prompts, args.prompts_per_rollout)
-        prompts = [prompt for prompt in round_prompts for _ in range(args.group_size)]
+        taken = islice(next_prompts, args.prompts_per_rollout)
+        prompts = [prompt for prompt in taken for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(prompts, args.temperature, rng)  # B of each
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
@@ -387,7 +390,8 @@ def main(args: Args) -> Path:
 
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         factor = lr_factor(args, step, args.total_rollouts)
-        policy_optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+        is_warmup = step < args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
+        policy_optimizer.param_groups[0]["lr"] = 0.0 if is_warmup else args.learning_rate * factor
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * factor
         sums, policy_grad_norms, critic_grad_norms = defaultdict(float), [], []
         num_tokens, trained_tokens = lengths.sum().item(), 0
@@ -425,8 +429,7 @@ def main(args: Args) -> Path:
                     approx_kl += loss_sums["policy/approx_kl"].detach()
                 policy_grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
                 critic_grad_norms.append(clip_grad_norm(critic.trained, args.max_grad_norm))
-                if step >= args.critic_warmup_rollouts:  # VC-PPO, arXiv 2503.01491
-                    policy_optimizer.step()
+                policy_optimizer.step()
                 critic_optimizer.step()
                 policy_optimizer.zero_grad()
                 critic_optimizer.zero_grad()
@@ -453,7 +456,7 @@ def main(args: Args) -> Path:
         if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
             columns["log_ratio"] = k1
             kl = metrics["objective/kl"] = k1.sum(dim=1).mean().item()  # beta adapts to it
-            if args.kl_target:
+            if args.kl_target and not is_warmup:
                 beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
@@ -688,12 +691,12 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -70,8 +70,7 @@ class Args:
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
-    # folder or hub name of the policy, the reference and their tokenizer
-    model: str = "tiny/arithmetic/policy"
+    model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
@@ -106,6 +105,8 @@ class Args:
     def __post_init__(self):
         if self.group_size == 1 and self.baseline == "leave_one_out":
             raise ValueError("--baseline leave_one_out needs a --group-size of at least 2")
+        if self.reference and self.beta == 0:
+            raise ValueError("--reference needs --beta above 0")
 
 
 class Prompt(NamedTuple):
@@ -305,12 +306,12 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model in eval mode: dropout is off, while sampling and while training."""
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"]:  # they would be random
         raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):

@@ -64,6 +64,7 @@ def generate(
     groups, completions = defaultdict(list), {}
     logprobs = torch.zeros(uniform.shape, device=model.device)  # (B, max_new_tokens)
     with unsharded(model), autocast(model.device):
+        output_head(model)  # tried by all ranks, those without prompts too
         if end > start and not hasattr(model, "can_pad_left"):
             model.can_pad_left = can_pad_left(model)
         for i in range(start, end):  # which can share a batch: all, or those of one length
@@ -81,7 +82,7 @@ def generate(
 
 
 def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> tuple:
-    """`generate` on one rank, with its random numbers (B, max_new_tokens)."""
+    """`generate` on one rank. Its random numbers and log-probs are (B, max_new_tokens)."""
     decoder = make_decoder(model, prompts, uniform.shape[1], model.can_pad_left)
     logits = decoder.prompt_logits()  # (B, V)
     stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)

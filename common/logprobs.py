@@ -85,9 +85,10 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     """
     log_ratio = mask * (logprobs - sampler_logprobs).double()
     kl = ((log_ratio.expm1() - log_ratio).sum() / mask.sum().clamp(min=1)).item()
-    if kl > MAX_SAMPLING_KL:
+    if not kl <= MAX_SAMPLING_KL:
         warnings.warn("policy/sampling_kl: what samples is not what is trained", stacklevel=2)
-    return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": log_ratio.exp().max().item()}
+    largest = log_ratio.masked_fill(~mask, -torch.inf).max().exp().item()
+    return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": largest}
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
@@ -215,7 +216,7 @@ def output_head(model: Any) -> OutputHead:
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
         types = {weight.dtype for weight in model.parameters()}  # frozen ones may be bfloat16
-        cast = torch.autocast(model.device.type, torch.bfloat16, enabled=len(types) > 1)
+        cast = torch.autocast(model.device.type, torch.bfloat16, enabled=types != {torch.float32})
         with torch.no_grad(), cast:
             # Not model(...): sharded, it would begin a forward pass within the one that is running.
             inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}

@@ -19,7 +19,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
     if find_adapter_config_file(source):  # transformers would go on with the model below it
-        flags = "--model, --reward-model, --teacher"
+        flags = "--model, --reference, --reward-model, --teacher"
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)

@@ -155,6 +155,15 @@ def test_the_ratio_of_a_completion_equals_plain_loops():
     assert sums["policy/approx_kl"].item() == pytest.approx(kl, rel=1e-4)
 
 
+def test_a_completion_of_weight_0_has_a_loss_and_a_gradient_of_0():
+    """So small a weight may --importance-cap give."""
+    logprobs = torch.full((1, 3), -1.0, requires_grad=True)
+    zeros = torch.zeros(1, 3)
+    loss, _ = grpo_loss(logprobs, zeros, None, torch.ones(1), zeros, 0.2, 0.2, 0.0, "sequence")
+    loss.backward()
+    assert loss.item() == 0 and logprobs.grad.tolist() == [[0.0] * 3]
+
+
 # --- clipping -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("ratio", "advantage", "value", "gradient"),
