@@ -54,7 +54,6 @@ def needs(
 
 CONSTANTS = {
     "models": {  # hidden, layers, query, kv, ffn, vocab, tied
-        "SmolLM2-135M": shape(576, 30, 576, 192, 1_536, 49_152, True),
         "Qwen2.5-0.5B": shape(896, 24, 896, 128, 4_864, 151_936, True),
         "Qwen2.5-1.5B": shape(1_536, 28, 1_536, 256, 8_960, 151_936, True),
         "Qwen2.5-3B": shape(2_048, 36, 2_048, 256, 11_008, 151_936, True),

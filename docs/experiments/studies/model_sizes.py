@@ -1,10 +1,9 @@
 """docs/memory.md: memory by algorithm and model size, and how near the formula is to measured peaks
-at the sizes of Qwen2.5-0.5B and SmolLM2-135M.
+at the size of Qwen2.5-0.5B.
 """
 
 import os
 import tempfile
-from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -28,7 +27,7 @@ from docs.experiments.lib.runs import train
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 BFLOAT16, FLOAT32 = CONSTANTS["precisions"]["mixed"], CONSTANTS["precisions"]["float32"]
-NAMES = [name for name in MODELS if name not in ("Llama-3.1-8B", "SmolLM2-135M")]  # of tables
+NAMES = [name for name in MODELS if name != "Llama-3.1-8B"]  # of the tables
 CARDS = (16, 24, 48, 80)  # GB
 FITS = 0.92  # of a card, as in docs/explorer.html
 RANK = 16
@@ -100,7 +99,7 @@ def tables(_: dict) -> dict:
 
 
 # --- real_size ---------------------------------------------------------------------------------
-REAL_SIZES = {"Qwen2.5-0.5B": 1, "SmolLM2-135M": 8}  # and the micro-batch, in rows or pairs
+QWEN = "Qwen2.5-0.5B"
 REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
     "sft": ("sft", dict(max_length=64)),
     "dpo": ("dpo", dict(max_length=64)),
@@ -109,11 +108,11 @@ REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
 }
 
 
-def measure_script(model: str, name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
-    """Two optimiser steps with random models of a real one's size: the tokens of the longest row,
-    and the peak of the second step, without what loading and saving need."""
+def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
+    """Two optimiser steps with random models of the size of Qwen2.5-0.5B: the tokens of the longest
+    row, and the peak of the second step, without what loading and saving need."""
     script = import_module(name)
-    flags = measuring.two_steps(script, REAL_SIZES[model]) | more_flags
+    flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
     lengths = []
 
     def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
@@ -127,7 +126,7 @@ def measure_script(model: str, name: str, more_flags: dict[str, Any]) -> tuple[i
         return highest
 
     with tempfile.TemporaryDirectory() as folder:
-        large_models = measuring.large_models(script, Path(folder), llama_sizes(MODELS[model]))
+        large_models = measuring.large_models(script, Path(folder), llama_sizes(MODELS[QWEN]))
         train(script, output_dir=f"{folder}/first", **flags)  # what is made once
         common.logprobs.pad_rows = script.pad_rows = noted_pad_rows
         before = measuring.reset_peak()
@@ -136,26 +135,25 @@ def measure_script(model: str, name: str, more_flags: dict[str, Any]) -> tuple[i
         return max(lengths), peaks[1] - before
 
 
-def predicted_peak(model: str, algorithm: str, length: int, lora_rank: int) -> float:
-    """Bytes of the update with a micro-batch whose rows have so many tokens."""
+def predicted_peak(algorithm: str, length: int, lora_rank: int) -> float:
+    """Bytes of the update with a micro-batch of one element, of which a row has so many tokens."""
     work = DEFAULTS | {"prompt": length, "completion": 0, "lora_rank": lora_rank}
-    work["micro_batch"] = REAL_SIZES[model]
-    return sum(memory(MODELS[model], ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
+    return sum(memory(MODELS[QWEN], ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
 
 
-def measure_real_size(model: str) -> dict:
-    """Two micro-batches per step, in float32 on a CPU. Needs 16 GB."""
+def measure_real_size() -> dict:
+    """Two micro-batches of one row (or pair) per step, in float32 on a CPU. Needs 16 GB."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     numbers = {algorithm: {} for algorithm in REAL_RUNS}
     for algorithm, lora_rank in product(REAL_RUNS, (0, RANK)):
         script, flags = REAL_RUNS[algorithm]
         all_flags = flags | {"lora_rank": lora_rank}
-        length, highest = measuring.in_own_process(measure_script, model, script, all_flags)
+        length, highest = measuring.in_own_process(measure_script, script, all_flags)
         numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
     return numbers
 
 
-def real_size_tables(name: str, model: str, results: dict) -> dict:
+def real_size_tables(results: dict) -> dict:
     """With all weights and with adapters: GB that are predicted, measured, and their ratio."""
     rows = []
     for algorithm, measured in results["numbers"].items():
@@ -165,23 +163,16 @@ def real_size_tables(name: str, model: str, results: dict) -> dict:
             run += f" --critic-init {flags['critic_init']}"
         cells = []
         for lora_rank in (0, RANK):
-            predicted = predicted_peak(model, algorithm, measured["length"], lora_rank)
+            predicted = predicted_peak(algorithm, measured["length"], lora_rank)
             highest = measured[f"rank {lora_rank}"]
             found = f"{highest / GB:.1f} ({highest / predicted:.2f})"
             cells.append(f"{predicted / GB:.1f}, {found}")
         rows.append([run, str(measured["length"]), *cells])
     columns = ["run", "tokens", "all weights: predicted, measured", f"`--lora-rank {RANK}`"]
-    return {name: {"columns": columns, "rows": rows}}
+    return {"real_size": {"columns": columns, "rows": rows}}
 
 
 EXPERIMENTS = (
     Experiment("model_sizes", more_tables=tables),
-    *(
-        Experiment(
-            name,
-            measure_all=partial(measure_real_size, model),
-            more_tables=partial(real_size_tables, name, model),
-        )
-        for name, model in zip(("real_size", "real_memory"), REAL_SIZES, strict=True)
-    ),
+    Experiment("real_size", measure_all=measure_real_size, more_tables=real_size_tables),
 )

@@ -22,37 +22,25 @@ REWARD_MODEL = (
     f"rm_bradley_terry.py {MODEL} --dataset docs/real/pairs --epochs 2 --batch-size 16 "
     "--micro-batch-size 8 --train-layers 10 --learning-rate 5e-5 --eval-every 15"
 )
-LEARNED = f"--reward-model {{{REWARD_MODEL}}} --eval-reward-fn {TONE}"
-OFFLINE = f"--temperature 0.7 --eval-every 100 --warmup-ratio 0 --eval-reward-fn {TONE}"
 DPO = (
     f"dpo.py {MODEL} --dataset docs/real/pairs --train-split train[:256] --epochs 1 "
-    f"--batch-size 16 --micro-batch-size 8 --beta 0.1 {OFFLINE} --learning-rate"
+    f"--batch-size 16 --micro-batch-size 8 --beta 0.1 --learning-rate 2e-5 --warmup-ratio 0 "
+    f"--temperature 0.7 --eval-every 100 --eval-reward-fn {TONE}"
 )
 COMMANDS = {
     "GRPO after SFT": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 1e-5",
-    "GRPO after SFT, adapters": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 2e-4 --lora-rank 16",
     "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} --prompts-per-rollout 8 "
     "--micro-batch-size 8 --eval-split test[:60] --learning-rate 1e-5",
     "GRPO without SFT": f"grpo.py {MODEL} --dataset docs/real/sums --group-size 8 "
     f"--max-new-tokens 24 --total-rollouts 16 --eval-every 4 {SUMS} --learning-rate 1e-5",
     "reward model": REWARD_MODEL,
-    "DPO": f"{DPO} 2e-5",
-    "KTO": f"kto.py {MODEL} --dataset docs/real/labels --train-split train[:512] --epochs 1 "
-    f"--batch-size 32 --micro-batch-size 16 --eval-rows 48 {OFFLINE} --learning-rate 2e-5",
-    "GRPO": f"{GROUPS} {LEARNED} --beta 0.05 --learning-rate 2e-5 --total-rollouts 10 "
-    "--eval-every 5",
-    "PPO": f"ppo_rlhf.py {FILMS} {LEARNED} --prompts-per-rollout 48 --num-minibatches 2 "
-    "--update-epochs 1 --micro-batch-size 8 --beta 0.05 --learning-rate 1e-5 "
-    "--critic-learning-rate 2e-5 --total-rollouts 10 --eval-every 5",
-    "GRPO, hardly a KL": f"{GROUPS} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
-    "--total-rollouts 14 --eval-every 7",
+    "DPO": DPO,
     "GRPO on the rule itself": f"{GROUPS} --beta 0 --reward-fn {TONE} --learning-rate 1e-5 "
     "--total-rollouts 10 --eval-every 2",
 }
 RATES = {"": ("2e-5", "5e-5", "1e-4"), " --lora-rank 16": ("2e-4", "5e-4", "1e-3")}
 COMMANDS |= {f"SFT{lora}, {r}": f"{SFT} {r}{lora}" for lora in RATES for r in RATES[lora]}
-ONLINE = ("GRPO", "PPO", "GRPO, hardly a KL")
-PREFERENCES = ("DPO", "KTO", *ONLINE, "GRPO on the rule itself")
+PREFERENCES = ("DPO", "GRPO on the rule itself")
 STEPS = (0, 4, 8, 12, 16)
 README_SUM = "What is 55 + 92?"  # one that it learns
 
@@ -61,7 +49,7 @@ def texts(run: Run) -> list[dict]:
     """Of the first held-out prompts about films, the completions before and after."""
     found = []
     for step in (0, run.samples()[-1]["step"]):
-        for sample in run.samples(step)[:3]:
+        for sample in run.samples(step)[:4]:
             prompt = sample["prompt"]
             shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             found.append({"prompt": shown, "text": sample["completion"], "tone": sample["reward"]})
@@ -91,18 +79,12 @@ for label in COMMANDS:
     elif label in PREFERENCES:
         METRICS[label] = [first("eval/reward"), last("eval/reward"), last("eval/length_mean")]
         METRICS[label] += [Metric("texts", texts)]
-        if label in ONLINE:
-            METRICS[label] += [
-                Metric("first reward", lambda run: run.values("reward/mean").iloc[0])
-            ]
-            METRICS[label] += [last("reward/mean"), last("objective/kl")]
-        elif label in ("DPO", "KTO"):
-            METRICS[label] += [last("eval/kl")]
+METRICS["DPO"] += [last("eval/kl")]
 
 
 def tables(results: dict) -> dict[str, dict]:
     numbers, sums, preferences, rates, shown = results["numbers"], [], [], [], []
-    for label in ("GRPO without SFT", "GRPO after SFT", "GRPO after SFT, adapters"):
+    for label in ("GRPO without SFT", "GRPO after SFT"):
         found = numbers[label]
         accuracies = [spread(found[f"eval/accuracy at {step}"], 2) for step in STEPS]
         passes = [spread(found[f"eval/pass_at_4 at {step}"], 2) for step in (0, 16)]
@@ -112,29 +94,20 @@ def tables(results: dict) -> dict[str, dict]:
     sums.append(["REINFORCE after SFT", *accuracies, ""])
     for label in PREFERENCES:
         found = numbers[label]
-        kl = found.get("objective/kl") or found.get("eval/kl")
-        learned = [
-            spread(found[name], 1) for name in ("first reward", "reward/mean") if name in found
-        ]
-        preferences.append(
-            [
-                label,
-                " → ".join(learned),
-                " → ".join(spread(found[name], 2) for name in ("first eval/reward", "eval/reward")),
-                spread(kl, 1) if kl else "",
-                spread(found["eval/length_mean"], 0),
-            ]
-        )
+        rewards = [spread(found[name], 2) for name in ("first eval/reward", "eval/reward")]
+        kl = spread(found["eval/kl"], 1) if label == "DPO" else ""
+        length = spread(found["eval/length_mean"], 0)
+        preferences.append([label, " → ".join(rewards), kl, length])
     for lora, tried in RATES.items():
         losses = [
             f"{rate}: {spread(numbers[f'SFT{lora}, {rate}']['eval/loss'], 3)}" for rate in tried
         ]
         rates.append([f"`{lora.strip()}`" if lora else "all weights", *losses])
-    for label in ("DPO", "GRPO, hardly a KL"):
-        of_seed = numbers[label]["texts"][0]
-        for when, sample in zip(3 * ["before"] + 3 * [f"after {label}"], of_seed, strict=True):
-            if when == "before" and label != "DPO":
-                continue
+    of_seed = numbers["DPO"]["texts"][0]
+    for before, after in zip(
+        of_seed[: len(of_seed) // 2], of_seed[len(of_seed) // 2 :], strict=True
+    ):
+        for when, sample in (("before", before), ("after", after)):
             text = " ".join(sample["text"].split())
             shown.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
     readme = []
@@ -146,7 +119,7 @@ def tables(results: dict) -> dict[str, dict]:
     ):
         accuracy = spread(found[f"eval/accuracy at {step}"], 2)
         readme.append([f'{name} (right: {accuracy}): "{found["answers"][0][step > 0]}"'])
-    columns = ["", "learned reward", "tone", "KL", "tokens"]
+    columns = ["", "tone", "KL", "tokens"]
     return {
         "real sums": {"columns": ["", *(f"{n} rollouts" for n in STEPS), "pass@4"], "rows": sums},
         "real preferences": {"columns": columns, "rows": preferences},
