@@ -29,18 +29,22 @@ DPO = (
 )
 COMMANDS = {
     "GRPO after SFT": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 1e-5",
+    "GRPO after SFT, adapters": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 2e-4 --lora-rank 16",
     "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} --prompts-per-rollout 8 "
     "--micro-batch-size 8 --eval-split test[:60] --learning-rate 1e-5",
     "GRPO without SFT": f"grpo.py {MODEL} --dataset docs/real/sums --group-size 8 "
     f"--max-new-tokens 24 --total-rollouts 16 --eval-every 4 {SUMS} --learning-rate 1e-5",
     "reward model": REWARD_MODEL,
     "DPO": DPO,
+    "KTO": f"kto.py {MODEL} --dataset docs/real/labels --train-split train[:512] --epochs 1 "
+    "--batch-size 32 --micro-batch-size 16 --eval-rows 48 --learning-rate 2e-5 --warmup-ratio 0 "
+    f"--temperature 0.7 --eval-every 100 --eval-reward-fn {TONE}",
     "GRPO on the rule itself": f"{GROUPS} --beta 0 --reward-fn {TONE} --learning-rate 1e-5 "
     "--total-rollouts 10 --eval-every 2",
 }
 RATES = {"": ("2e-5", "5e-5", "1e-4"), " --lora-rank 16": ("2e-4", "5e-4", "1e-3")}
 COMMANDS |= {f"SFT{lora}, {r}": f"{SFT} {r}{lora}" for lora in RATES for r in RATES[lora]}
-PREFERENCES = ("DPO", "GRPO on the rule itself")
+PREFERENCES = ("DPO", "KTO", "GRPO on the rule itself")
 STEPS = (0, 4, 8, 12, 16)
 README_SUM = "What is 55 + 92?"  # one that it learns
 
@@ -79,12 +83,13 @@ for label in COMMANDS:
     elif label in PREFERENCES:
         METRICS[label] = [first("eval/reward"), last("eval/reward"), last("eval/length_mean")]
         METRICS[label] += [Metric("texts", texts)]
-METRICS["DPO"] += [last("eval/kl")]
+for label in ("DPO", "KTO"):
+    METRICS[label] += [last("eval/kl")]
 
 
 def tables(results: dict) -> dict[str, dict]:
     numbers, sums, preferences, rates, shown = results["numbers"], [], [], [], []
-    for label in ("GRPO without SFT", "GRPO after SFT"):
+    for label in ("GRPO without SFT", "GRPO after SFT", "GRPO after SFT, adapters"):
         found = numbers[label]
         accuracies = [spread(found[f"eval/accuracy at {step}"], 2) for step in STEPS]
         passes = [spread(found[f"eval/pass_at_4 at {step}"], 2) for step in (0, 16)]
@@ -95,7 +100,7 @@ def tables(results: dict) -> dict[str, dict]:
     for label in PREFERENCES:
         found = numbers[label]
         rewards = [spread(found[name], 2) for name in ("first eval/reward", "eval/reward")]
-        kl = spread(found["eval/kl"], 1) if label == "DPO" else ""
+        kl = spread(found["eval/kl"], 1) if "eval/kl" in found else ""
         length = spread(found["eval/length_mean"], 0)
         preferences.append([label, " → ".join(rewards), kl, length])
     for lora, tried in RATES.items():
