@@ -297,12 +297,12 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> list[Student
         if args.chat:
             texts = [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in texts]
         try:
-            both = [encode(tokenizer, text, add_generation_prompt=True) for text in texts]
-            length = max(map(len, both))
+            ids, teacher_ids = (encode(tokenizer, x, add_generation_prompt=True) for x in texts)
+            length = max(len(ids), len(teacher_ids))
             longest = max(longest, length)
             if length > args.max_prompt_length:
                 raise UnusableRow("longer than --max-prompt-length")
-            prompts.append(StudentPrompt(texts[0], *both))
+            prompts.append(StudentPrompt(texts[0], ids, teacher_ids))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
     report_rows(split, len(prompts), dropped, longest)

@@ -106,7 +106,7 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
         if t + 1 < uniform.shape[1]:
             logits = decoder.next_logits(tokens)
     completions = [[token for token in row if token >= 0] for row in sampled.tolist()]
-    return completions, logprobs * (sampled >= 0)
+    return completions, logprobs.masked_fill(sampled < 0, 0.0)
 
 
 def make_decoder(model: Any, prompts: list, max_new_tokens: int, left_padded: bool) -> "Decoder":

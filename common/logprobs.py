@@ -85,7 +85,7 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     """
     log_ratio = mask * (logprobs - sampler_logprobs).double()
     kl = ((log_ratio.expm1() - log_ratio).sum() / mask.sum().clamp(min=1)).item()
-    if not kl <= MAX_SAMPLING_KL:
+    if not kl <= MAX_SAMPLING_KL:  # or NaN
         warnings.warn("policy/sampling_kl: what samples is not what is trained", stacklevel=2)
     largest = log_ratio.masked_fill(~mask, -torch.inf).max().exp().item()
     return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": largest}
