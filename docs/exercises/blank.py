@@ -13,7 +13,7 @@ from typing import Literal
 
 import tyro
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {  # of each function, in the order of the course
     "group_advantages": "grpo.py",
     "baseline_advantages": "reinforce.py",
@@ -63,9 +63,11 @@ def main(name: tyro.conf.Positional[Literal[tuple(FILES)]], out: Path | None = N
 
     Args:
         name: the function
-        out: a new folder for the copy; default: a temporary one
+        out: a new folder for the copy, outside the repository; default: a temporary one
     """
     folder = (out or Path(tempfile.mkdtemp(prefix="write_"), name)).resolve()
+    if folder.is_relative_to(ROOT):  # it would be copied into itself
+        raise ValueError(f"--out {folder} lies within the repository")
     write_copy(name, folder)
     print(f"Write {name} in {folder / FILES[name]}, until this passes:\n")
     print(f"    cd {folder} && python -m pytest -n 0 -m '' {' '.join(find_tests(name))}")

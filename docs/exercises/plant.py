@@ -398,7 +398,7 @@ def main(
 
     Args:
         number: number of the exercise
-        out: a new folder for the copy; default: a temporary one
+        out: a new folder for the copy, outside the repository; default: a temporary one
         healthy: leave the bug out
         run: train in the copy; --no-run only writes it
         solution: print the solution, do nothing else
