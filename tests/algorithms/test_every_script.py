@@ -1,6 +1,7 @@
 """What the loops of several scripts have in common, once for all of them."""
 
 import math
+import re
 from dataclasses import fields
 from statistics import mean
 
@@ -24,48 +25,42 @@ EACH = pytest.mark.parametrize("name", SPECS)
 
 
 # --- flags --------------------------------------------------------------------------------------
-MAY_BE_ZERO = set(
-    "seed log_rollouts_every lora_rank train_layers warmup_ratio weight_decay center_coef gamma "
-    "missing_eos_penalty overlong_buffer importance_cap gae_lambda vf_coef ent_coef "
-    "critic_warmup_rollouts "
-    "label_smoothing nll_coef eval_temperature discount".split()
-)
-ALSO_ZERO = {"sft": "temperature", "reinforce": "beta", "ppo_rlhf": "beta", "grpo": "beta"}
-EDGES = [  # the last number that is allowed, and one that is not
-    ("ppo_rlhf", "gamma", 1.0, 1.0001),
-    ("ppo_rlhf", "gae_lambda", 1.0, 1.0001),
-    ("dpo", "label_smoothing", 0.4999, 0.5),
-    ("distill", "discount", 1.0, 1.0001),
-    ("kto", "batch_size", 2, 1),
-    ("kto", "eval_rows", 2, 1),
-    *((name, "warmup_ratio", 0.9999, 1.0) for name in with_flag("warmup_ratio")),
-]
-
-
-def assert_out_of_range(name, flag, value):
-    with pytest.raises(ValidationError, match=rf"^1 validation error for Args\n{flag}\n"):
-        SPECS[name].module.Args(**{flag: value})
+TINY = math.ulp(0.0)  # the smallest number above 0
+FROM_0 = (0.0, -TINY)
+# At each end of a range, the last number that is allowed and the next one, which is not. A flag
+# has one range in all scripts, unless it stands elsewhere with a script's name before it.
+RANGES = {
+    ((1, 0),): "save_every max_length max_prompt_length batch_size micro_batch_size eval_every "
+    "generation_batch_size eval_rows eval_samples max_new_tokens total_rollouts group_size "
+    "prompts_per_rollout update_epochs num_minibatches max_sampling_rounds",
+    ((2, 1),): "grpo.group_size kto.batch_size kto.eval_rows",
+    ((0, -1),): "seed lora_rank log_rollouts_every train_layers overlong_buffer "
+    "critic_warmup_rollouts",
+    ((TINY, 0.0),): "epochs learning_rate critic_learning_rate max_grad_norm temperature dpo.beta "
+    "kto.beta clip_coef clip_coef_high vf_clip_coef target_kl kl_target kl_horizon "
+    "desirable_weight undesirable_weight",
+    (FROM_0,): "weight_decay beta dpo.gamma sft.temperature eval_temperature missing_eos_penalty "
+    "importance_cap ent_coef vf_coef center_coef nll_coef",
+    (FROM_0, (1.0, math.nextafter(1, 2))): "gamma gae_lambda discount",
+    (FROM_0, (math.nextafter(1, 0), 1.0)): "warmup_ratio",
+    (FROM_0, (math.nextafter(0.5, 0), 0.5)): "label_smoothing",
+}
+EDGES = {flag: edges for edges, flags in RANGES.items() for flag in flags.split()}
 
 
 @EACH
-def test_every_number_has_a_range_with_zero_where_it_means_something(name):
+def test_every_number_has_a_range_and_its_edges_are_as_intended(name):
     args = SPECS[name].module.Args
-    types = {field.name: str(field.type).lower() for field in fields(args)}
-    numbers = [flag for flag, kind in types.items() if "int" in kind or "float" in kind]
+    types = {field.name: str(field.type) for field in fields(args)}
+    numbers = [flag for flag in types if re.search(r"\b(int|float)\b", types[flag])]
     numbers = [flag for flag in numbers if "list" not in types[flag]]
-    assert {"seed", "learning_rate", "save_every"} <= {*numbers}
+    assert {*numbers} == {*types} & {*EDGES}
+    beside = short_flags(name, num_minibatches=1, baseline="none")  # what one completion needs
     for flag in numbers:
-        if flag in MAY_BE_ZERO or flag == ALSO_ZERO.get(name):
-            args(**{flag: 0})
-            assert_out_of_range(name, flag, -1)
-        else:
-            assert_out_of_range(name, flag, 0)
-
-
-@pytest.mark.parametrize(("name", "flag", "allowed", "refused"), EDGES)
-def test_the_edges_of_a_range(name, flag, allowed, refused):
-    SPECS[name].module.Args(**{flag: allowed})
-    assert_out_of_range(name, flag, refused)
+        for allowed, refused in EDGES.get(f"{name}.{flag}", EDGES[flag]):
+            args(**beside | {flag: allowed})
+            with pytest.raises(ValidationError, match=rf"^1 validation error for Args\n{flag}\n"):
+                args(**{flag: refused})
 
 
 @pytest.mark.parametrize("name", ["ppo_rlhf", "dpo", "kto"])
