@@ -5,7 +5,8 @@
 
 The model is a Llama of 20M parameters with random weights. FOLDER holds gsm8k/train.jsonl
 (`question`, `answer`) and gsm8k_solutions/train.jsonl (`prompt`, a right solution as `chosen`, a
-wrong one as `rejected`), both from github.com/openai/grade-school-math.
+wrong one as `rejected`), both from github.com/openai/grade-school-math. With --model and
+--data docs/real it is a real model, on docs/real/sums and docs/real/pairs.
 
 Both sides train the same checkpoint on the same rows with the same batch, micro-batch, lengths,
 optimiser and number of optimiser steps, in processes that take turns, on a CPU in float32. The
@@ -200,6 +201,13 @@ def make_inputs(folder: str, source: str, data: Path) -> None:
         write_jsonl(Path(folder, name, "test.jsonl"), rows[-8:])
 
 
+def link_inputs(folder: str, model: Path, data: Path) -> None:
+    """The same names for a model and data that are there."""
+    names = {"policy": model, "prompts": data / "sums", "sft": data / "sums"}
+    for name, path in (names | {"preferences": data / "pairs"}).items():
+        Path(folder, name).symlink_to(path.resolve())
+
+
 # --- the table ---------------------------------------------------------------------------------
 SIDES = {"ours": train_ours, "TRL": train_trl}
 
@@ -219,6 +227,7 @@ def main(
     ],
     data: Path,
     tokenizer: str = "openai-community/gpt2",
+    model: Path | None = None,
     repeats: int = 5,
     steps: int = 4,
 ) -> None:
@@ -228,6 +237,7 @@ def main(
         works: which
         data: folder with the texts
         tokenizer: folder or hub name
+        model: folder of a real one
         repeats: turns of each work and side
         steps: optimiser steps measured
     """
@@ -236,7 +246,10 @@ def main(
         columns += [*(f"{side}, {quantity}" for side in SIDES), "ratio"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        quietly(make_inputs, folder, tokenizer, data)
+        if model:
+            link_inputs(folder, model, data)
+        else:
+            quietly(make_inputs, folder, tokenizer, data)
         all_works = works_in(folder)
         runs = {(work, side): [] for work in works for side in SIDES}
         for _ in range(repeats):

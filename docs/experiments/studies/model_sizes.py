@@ -1,5 +1,5 @@
 """docs/memory.md: memory by algorithm and model size, and how near the formula is to measured peaks
-at the size of Qwen2.5-0.5B.
+at the sizes of Qwen2.5-0.5B and SmolLM2-135M.
 """
 
 import os
@@ -99,7 +99,12 @@ def tables(_: dict) -> dict:
 
 
 # --- real_size ---------------------------------------------------------------------------------
-QWEN = "Qwen2.5-0.5B"
+SIZES = {
+    "Qwen2.5-0.5B": MODELS["Qwen2.5-0.5B"],
+    "SmolLM2-135M": dict(
+        hidden=576, layers=30, query=576, kv=192, ffn=1536, vocab=49_152, tied=True
+    ),
+}
 REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
     "sft": ("sft", dict(max_length=64)),
     "dpo": ("dpo", dict(max_length=64)),
@@ -108,9 +113,9 @@ REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
 }
 
 
-def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
-    """Two optimiser steps with random models of the size of Qwen2.5-0.5B: the tokens of the longest
-    row, and the peak of the second step, without what loading and saving need."""
+def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[int, int]:
+    """Two optimiser steps with random models of a size: the tokens of the longest row, and the peak
+    of the second step, without what loading and saving need."""
     script = import_module(name)
     flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
     lengths = []
@@ -126,7 +131,7 @@ def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
         return highest
 
     with tempfile.TemporaryDirectory() as folder:
-        large_models = measuring.large_models(script, Path(folder), llama_sizes(MODELS[QWEN]))
+        large_models = measuring.large_models(script, Path(folder), llama_sizes(size))
         train(script, output_dir=f"{folder}/first", **flags)  # what is made once
         common.logprobs.pad_rows = script.pad_rows = noted_pad_rows
         before = measuring.reset_peak()
@@ -135,40 +140,47 @@ def measure_script(name: str, more_flags: dict[str, Any]) -> tuple[int, int]:
         return max(lengths), peaks[1] - before
 
 
-def predicted_peak(algorithm: str, length: int, lora_rank: int) -> float:
+def predicted_peak(size: dict, algorithm: str, length: int, lora_rank: int) -> float:
     """Bytes of the update with a micro-batch of one element, of which a row has so many tokens."""
     work = DEFAULTS | {"prompt": length, "completion": 0, "lora_rank": lora_rank}
-    return sum(memory(MODELS[QWEN], ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
+    return sum(memory(size, ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
 
 
 def measure_real_size() -> dict:
     """Two micro-batches of one row (or pair) per step, in float32 on a CPU. Needs 16 GB."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    numbers = {algorithm: {} for algorithm in REAL_RUNS}
-    for algorithm, lora_rank in product(REAL_RUNS, (0, RANK)):
+    numbers = {name: {algorithm: {} for algorithm in REAL_RUNS} for name in SIZES}
+    for name, algorithm, lora_rank in product(SIZES, REAL_RUNS, (0, RANK)):
         script, flags = REAL_RUNS[algorithm]
         all_flags = flags | {"lora_rank": lora_rank}
-        length, highest = measuring.in_own_process(measure_script, script, all_flags)
-        numbers[algorithm] |= {"length": length, f"rank {lora_rank}": highest}
+        length, highest = measuring.in_own_process(measure_script, script, SIZES[name], all_flags)
+        numbers[name][algorithm] |= {"length": length, f"rank {lora_rank}": highest}
     return numbers
 
 
 def real_size_tables(results: dict) -> dict:
     """With all weights and with adapters: GB that are predicted, measured, and their ratio."""
     rows = []
-    for algorithm, measured in results["numbers"].items():
+    for name, algorithm in product(SIZES, REAL_RUNS):
+        measured = results["numbers"][name][algorithm]
         script, flags = REAL_RUNS[algorithm]
         run = f"`{script}.py`"
         if "critic_init" in flags:
             run += f" --critic-init {flags['critic_init']}"
         cells = []
         for lora_rank in (0, RANK):
-            predicted = predicted_peak(algorithm, measured["length"], lora_rank)
+            predicted = predicted_peak(SIZES[name], algorithm, measured["length"], lora_rank)
             highest = measured[f"rank {lora_rank}"]
             found = f"{highest / GB:.1f} ({highest / predicted:.2f})"
             cells.append(f"{predicted / GB:.1f}, {found}")
-        rows.append([run, str(measured["length"]), *cells])
-    columns = ["run", "tokens", "all weights: predicted, measured", f"`--lora-rank {RANK}`"]
+        rows.append([name, run, str(measured["length"]), *cells])
+    columns = [
+        "model",
+        "run",
+        "tokens",
+        "all weights: predicted, measured",
+        f"`--lora-rank {RANK}`",
+    ]
     return {"real_size": {"columns": columns, "rows": rows}}
 
 

@@ -1,54 +1,77 @@
 """docs/real.md: SmolLM2-135M-Instruct, which docs/real/unpack.py has put into runs/."""
 
+from pathlib import Path
+from statistics import mean
+
+from torch import Generator
+
+from common.generation import generate
+from common.tokens import encode
+from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.metrics import Metric, at, first, last
-from docs.experiments.lib.runs import Run
+from docs.experiments.lib.runs import Run, read_jsonl, run_of
 from docs.experiments.lib.tables import spread
+from docs.rewards.tone import tone
 
 MODEL = "--model runs/SmolLM2-135M-Instruct --chat"
-ON_POLICY = "--num-minibatches 1 --micro-batch-size 8 --prompts-per-rollout 8"
 TONE = "docs/rewards/tone.py:tone"
 SFT = (
     f"sft.py {MODEL} --dataset docs/real/sums --train-split train[:64] --epochs 2 "
     "--batch-size 16 --micro-batch-size 8 --eval-rows 100 --eval-samples 8 --learning-rate"
 )
-AFTER_SFT = f"--model {{{SFT} 2e-5}} --chat --dataset docs/real/sums --group-size 8 "
-AFTER_SFT += "--max-new-tokens 24 --total-rollouts 16 --eval-every 4"
-SUMS = f"{ON_POLICY} --beta 0 --eval-rows 60 --eval-samples 4"
-FILMS = f"{MODEL} --dataset docs/real/films --max-new-tokens 40 --temperature 0.7 "
-FILMS += "--eval-temperature 0.7"
-GROUPS = f"grpo.py {FILMS} {ON_POLICY} --group-size 6"
+# --- sums --------------------------------------------------------------------------------------
+ON_POLICY = "--num-minibatches 1 --micro-batch-size 8 --prompts-per-rollout 8"
+ON_SUMS = "--chat --dataset docs/real/sums --group-size 8 --max-new-tokens 24 --total-rollouts 16"
+GRPO_ON_SUMS = f"{ON_SUMS} {ON_POLICY} --beta 0 --eval-every 4 --eval-rows 60 --eval-samples 4"
+AFTER_SFT = f"--model {{{SFT} 2e-5}}"
+SUMS = {
+    "GRPO without SFT": "grpo.py --model runs/SmolLM2-135M-Instruct "
+    f"{GRPO_ON_SUMS} --learning-rate 1e-5",
+    "GRPO after SFT": f"grpo.py {AFTER_SFT} {GRPO_ON_SUMS} --learning-rate 1e-5",
+    "GRPO after SFT, adapters": f"grpo.py {AFTER_SFT} {GRPO_ON_SUMS} --learning-rate 2e-4 "
+    "--lora-rank 16",
+    "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} {ON_SUMS} --prompts-per-rollout 8 "
+    "--micro-batch-size 8 --eval-every 4 --eval-split test[:60] --learning-rate 1e-5",
+}
+RATES = {"": ("2e-5", "5e-5", "1e-4"), " --lora-rank 16": ("2e-4", "5e-4", "1e-3")}
+SFTS = {f"SFT{lora}, {rate}": f"{SFT} {rate}{lora}" for lora in RATES for rate in RATES[lora]}
+# --- preferences -------------------------------------------------------------------------------
 REWARD_MODEL = (
     f"rm_bradley_terry.py {MODEL} --dataset docs/real/pairs --epochs 2 --batch-size 16 "
     "--micro-batch-size 8 --train-layers 10 --learning-rate 5e-5 --eval-every 15"
 )
+LEARNED = f"--reward-model {{{REWARD_MODEL}}} --eval-reward-fn {TONE}"
+FILMS = f"{MODEL} --dataset docs/real/films --max-new-tokens 40 --temperature 0.7 "
+FILMS += "--eval-temperature 0.7"
+GRPO = f"grpo.py {FILMS} {ON_POLICY} --group-size 6"
+PPO = (
+    f"ppo_rlhf.py {FILMS} {LEARNED} --prompts-per-rollout 48 --num-minibatches 2 "
+    "--update-epochs 1 --micro-batch-size 8 --beta 0.05 --total-rollouts 10 --eval-every 5"
+)
+OFFLINE = f"--temperature 0.7 --eval-every 100 --warmup-ratio 0 --eval-reward-fn {TONE}"
 DPO = (
     f"dpo.py {MODEL} --dataset docs/real/pairs --train-split train[:256] --epochs 1 "
-    f"--batch-size 16 --micro-batch-size 8 --beta 0.1 --learning-rate 2e-5 --warmup-ratio 0 "
-    f"--temperature 0.7 --eval-every 100 --eval-reward-fn {TONE}"
+    f"--batch-size 16 --micro-batch-size 8 --beta 0.1 {OFFLINE}"
 )
-COMMANDS = {
-    "GRPO after SFT": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 1e-5",
-    "GRPO after SFT, adapters": f"grpo.py {AFTER_SFT} {SUMS} --learning-rate 2e-4 --lora-rank 16",
-    "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} --prompts-per-rollout 8 "
-    "--micro-batch-size 8 --eval-split test[:60] --learning-rate 1e-5",
-    "GRPO without SFT": f"grpo.py {MODEL} --dataset docs/real/sums --group-size 8 "
-    f"--max-new-tokens 24 --total-rollouts 16 --eval-every 4 {SUMS} --learning-rate 1e-5",
-    "reward model": REWARD_MODEL,
-    "DPO": DPO,
+PREFERENCES = {
+    "DPO": f"{DPO} --learning-rate 2e-5",
+    "DPO, adapters": f"{DPO} --learning-rate 2e-4 --lora-rank 16",
     "KTO": f"kto.py {MODEL} --dataset docs/real/labels --train-split train[:512] --epochs 1 "
-    "--batch-size 32 --micro-batch-size 16 --eval-rows 48 --learning-rate 2e-5 --warmup-ratio 0 "
-    f"--temperature 0.7 --eval-every 100 --eval-reward-fn {TONE}",
-    "GRPO on the rule itself": f"{GROUPS} --beta 0 --reward-fn {TONE} --learning-rate 1e-5 "
+    f"--batch-size 32 --micro-batch-size 16 --eval-rows 48 {OFFLINE} --learning-rate 2e-5",
+    "PPO": f"{PPO} --learning-rate 1e-5 --critic-learning-rate 2e-5",
+    "PPO, adapters": f"{PPO} --learning-rate 1e-4 --critic-learning-rate 2e-4 --lora-rank 16",
+    "GRPO": f"{GRPO} {LEARNED} --beta 0.05 --learning-rate 2e-5 --total-rollouts 10 --eval-every 5",
+    "GRPO, hardly a KL": f"{GRPO} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
+    "--total-rollouts 14 --eval-every 7",
+    "GRPO on the rule itself": f"{GRPO} --beta 0 --reward-fn {TONE} --learning-rate 1e-5 "
     "--total-rollouts 10 --eval-every 2",
 }
-RATES = {"": ("2e-5", "5e-5", "1e-4"), " --lora-rank 16": ("2e-4", "5e-4", "1e-3")}
-COMMANDS |= {f"SFT{lora}, {r}": f"{SFT} {r}{lora}" for lora in RATES for r in RATES[lora]}
-PREFERENCES = ("DPO", "KTO", "GRPO on the rule itself")
 STEPS = (0, 4, 8, 12, 16)
 README_SUM = "What is 55 + 92?"  # one that it learns
 
 
+# --- what is kept of a run ---------------------------------------------------------------------
 def texts(run: Run) -> list[dict]:
     """Of the first held-out prompts about films, the completions before and after."""
     found = []
@@ -69,69 +92,121 @@ def answers(run: Run) -> list[str]:
     return found
 
 
-METRICS = {
-    "reward model": [last("eval/pair_accuracy"), last("eval/loss")],
-    "REINFORCE after SFT": [at("eval/reward", step) for step in STEPS],
-}
-for label in COMMANDS:
-    if label.startswith("SFT"):
-        METRICS[label] = [first("eval/loss"), last("eval/loss")]
-    elif label.startswith("GRPO ") and "SFT" in label:
-        METRICS[label] = [at("eval/accuracy", step) for step in STEPS]
+def judge(source: str | Path) -> dict[str, float]:
+    """Means over eight completions of each held-out prompt about films, at temperature 0.7: the
+    tone, the score of the reward model of seed 1, and the tokens."""
+    policy = sampling.load_policy(source)
+    prompt_ids = []
+    for row in read_jsonl(Path("docs/real/films/test.jsonl")):
+        message = {"role": "user", "content": row["prompt"]}
+        prompt_ids += 8 * [encode(policy.tokenizer, [message], add_generation_prompt=True)]
+    completion_ids, _ = generate(
+        policy.model,
+        prompt_ids,
+        max_new_tokens=40,
+        temperature=0.7,
+        stop_ids=policy.stop_ids,
+        rng=Generator().manual_seed(1),
+        batch_size=48,
+    )
+    completions = policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    reward_model = sampling.load_reward_model(str(run_of(REWARD_MODEL, 1).folder))
+    scores = reward_model(list(zip(prompt_ids, completion_ids, strict=True)))
+    tokens = mean(len(ids) for ids in completion_ids)
+    return {"tone": mean(tone([], completions)), "learned": scores.mean().item(), "tokens": tokens}
+
+
+def kl(run: Run) -> float | None:
+    """To the start, nats per completion: on held-out prompts, or of the last rollout."""
+    logged = [name for name in ("eval/kl", "objective/kl") if name in run.metrics]
+    return run.values(logged[0]).iloc[-1] if logged else None
+
+
+METRICS = {"reward model": [last("eval/pair_accuracy"), last("eval/loss")]}
+METRICS |= {label: [first("eval/loss"), last("eval/loss")] for label in SFTS}
+for label in SUMS:
+    METRICS[label] = [at("eval/reward", step) for step in STEPS]
+    if label.startswith("GRPO"):
         METRICS[label] += [at("eval/pass_at_4", step) for step in (0, 16)]
         METRICS[label] += [Metric("answers", answers)]
-    elif label in PREFERENCES:
-        METRICS[label] = [first("eval/reward"), last("eval/reward"), last("eval/length_mean")]
-        METRICS[label] += [Metric("texts", texts)]
-for label in ("DPO", "KTO"):
-    METRICS[label] += [last("eval/kl")]
+for label in PREFERENCES:
+    METRICS[label] = [Metric("judged", lambda run: judge(run.folder)), Metric("KL", kl)]
+    METRICS[label] += [Metric("texts", texts)]
+METRICS["DPO"] += [Metric("start judged", lambda run: judge("runs/SmolLM2-135M-Instruct"))]
 
 
-def tables(results: dict) -> dict[str, dict]:
-    numbers, sums, preferences, rates, shown = results["numbers"], [], [], [], []
-    for label in ("GRPO without SFT", "GRPO after SFT", "GRPO after SFT, adapters"):
+# --- tables ------------------------------------------------------------------------------------
+def sums_table(numbers: dict) -> dict:
+    rows = []
+    for label in SUMS:
         found = numbers[label]
-        accuracies = [spread(found[f"eval/accuracy at {step}"], 2) for step in STEPS]
-        passes = [spread(found[f"eval/pass_at_4 at {step}"], 2) for step in (0, 16)]
-        sums.append([label, *accuracies, " → ".join(passes)])
-    found = numbers["REINFORCE after SFT"]
-    accuracies = [spread(found[f"eval/reward at {step}"], 2) for step in STEPS]
-    sums.append(["REINFORCE after SFT", *accuracies, ""])
-    for label in PREFERENCES:
-        found = numbers[label]
-        rewards = [spread(found[name], 2) for name in ("first eval/reward", "eval/reward")]
-        kl = spread(found["eval/kl"], 1) if "eval/kl" in found else ""
-        length = spread(found["eval/length_mean"], 0)
-        preferences.append([label, " → ".join(rewards), kl, length])
+        row = [label, *(spread(found[f"eval/reward at {step}"], 2) for step in STEPS)]
+        passes = [found.get(f"eval/pass_at_4 at {step}") for step in (0, 16)]
+        rows.append([*row, " → ".join(spread(of_seeds, 2) for of_seeds in passes if of_seeds)])
+    return {"columns": ["", *(f"{step} rollouts" for step in STEPS), "pass@4"], "rows": rows}
+
+
+def preferences_table(numbers: dict) -> dict:
+    rows = []
+    for label in ("before", *PREFERENCES):
+        found = numbers["DPO" if label == "before" else label]
+        judged = found["start judged"][:1] if label == "before" else found["judged"]
+        cells = [label]
+        for name, digits in (("learned", 2), ("tone", 2), ("tokens", 0)):
+            cells.append(spread([of_seed[name] for of_seed in judged], digits))
+        has_kl = label != "before" and None not in found["KL"]
+        rows.append([*cells, spread(found["KL"], 1) if has_kl else ""])
+    return {"columns": ["", "learned reward", "tone", "tokens", "KL"], "rows": rows}
+
+
+def rates_table(numbers: dict) -> dict:
+    rows = []
     for lora, tried in RATES.items():
         losses = [
             f"{rate}: {spread(numbers[f'SFT{lora}, {rate}']['eval/loss'], 3)}" for rate in tried
         ]
-        rates.append([f"`{lora.strip()}`" if lora else "all weights", *losses])
-    of_seed = numbers["DPO"]["texts"][0]
-    for before, after in zip(
-        of_seed[: len(of_seed) // 2], of_seed[len(of_seed) // 2 :], strict=True
-    ):
-        for when, sample in (("before", before), ("after", after)):
+        rows.append([f"`{lora.strip()}`" if lora else "all weights", *losses])
+    return {"columns": 4 * [""], "rows": rows}
+
+
+def texts_list(numbers: dict) -> dict:
+    """The same prompts before training, after DPO, and where the reward model is hacked."""
+    rows = []
+    before = numbers["DPO"]["texts"][0]
+    for i in range(3):
+        for when, sample in (
+            ("before", before[i]),
+            ("DPO", before[4 + i]),
+            ("GRPO, hardly a KL", numbers["GRPO, hardly a KL"]["texts"][0][4 + i]),
+        ):
             text = " ".join(sample["text"].split())
-            shown.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
-    readme = []
+            rows.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
+    return {"rows": rows}
+
+
+def readme_list(numbers: dict) -> dict:
     untrained, trained = numbers["GRPO without SFT"], numbers["GRPO after SFT"]
+    rows = []
     for name, found, step in (
         ("before", untrained, 0),
         ("after `sft.py` on 64 sums", trained, 0),
         ("after 16 rollouts of `grpo.py`", trained, 16),
     ):
-        accuracy = spread(found[f"eval/accuracy at {step}"], 2)
-        readme.append([f'{name} (right: {accuracy}): "{found["answers"][0][step > 0]}"'])
-    columns = ["", "tone", "KL", "tokens"]
-    return {
-        "real sums": {"columns": ["", *(f"{n} rollouts" for n in STEPS), "pass@4"], "rows": sums},
-        "real preferences": {"columns": columns, "rows": preferences},
-        "real rates": {"columns": ["", "", "", ""], "rows": rates},
-        "real texts": {"rows": shown},
-        "real readme": {"rows": readme},
+        accuracy = spread(found[f"eval/reward at {step}"], 2)
+        rows.append([f'{name} (right: {accuracy}): "{found["answers"][0][step > 0]}"'])
+    return {"rows": rows}
+
+
+def tables(results: dict) -> dict[str, dict]:
+    made = {
+        "sums": sums_table,
+        "preferences": preferences_table,
+        "rates": rates_table,
+        "texts": texts_list,
+        "readme": readme_list,
     }
+    return {f"real {name}": table(results["numbers"]) for name, table in made.items()}
 
 
+COMMANDS = SUMS | SFTS | {"reward model": REWARD_MODEL} | PREFERENCES
 EXPERIMENTS = (Experiment("real", COMMANDS, seeds=(1,), metrics=METRICS, more_tables=tables),)
