@@ -50,21 +50,15 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 def receive_weights(unit: torch.nn.Module, device: torch.device) -> None:
     """Rank 0 has read the weights; the others, with models on the meta device, receive them."""
-    received = {}  # by identity: a tied weight stays tied
-    for module in unit.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or isinstance(tensor, DTensor):  # a part that is sharded already
-                    continue
-                if tensor not in received:
-                    whole = torch.empty_like(tensor, device=device, requires_grad=False)
-                    if RANK == 0:
-                        whole.copy_(tensor.detach())
-                    torch.distributed.broadcast(whole, src=0)
-                    if isinstance(tensor, torch.nn.Parameter):
-                        whole = torch.nn.Parameter(whole, tensor.requires_grad)
-                    received[tensor] = whole
-                tensors[name] = received[tensor]
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        if isinstance(tensor, DTensor):  # a part that is sharded already
+            continue
+        whole = tensor.detach().to(device) if RANK == 0 else torch.empty_like(tensor, device=device)
+        torch.distributed.broadcast(whole, src=0)
+        whole = whole.detach()  # an object of its own: broadcast may hold the other a little longer
+        if isinstance(tensor, torch.nn.Parameter):
+            whole = torch.nn.Parameter(whole, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, whole)  # the same object: a tied weight stays tied
 
 
 def set_types(model: PreTrainedModel, device: torch.device) -> None:
