@@ -63,17 +63,13 @@ def receive_weights(unit: torch.nn.Module, device: torch.device) -> None:
 
 def set_types(model: PreTrainedModel, device: torch.device) -> None:
     """float32 weights, whatever the checkpoint has. CUDA-only: bfloat16 for frozen matrices, which
-    autocast would cast before each product: the same bits in half the memory. Not for embeddings,
-    a head tied to them, or a head of scores.
+    autocast would cast before each product: the same bits in half the memory.
     """
-    matrices = set()
-    if use_bfloat16(device):
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear | Conv1D) and name != "score":
-                matrices.add(module.weight)
-        matrices -= {model.get_input_embeddings().weight}  # a head tied to it
+    modules = [module for name, module in model.named_modules() if name != "score"]
+    matrices = {module.weight for module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
+    matrices -= {model.get_input_embeddings().weight}  # a head tied to it
     for weight in model.parameters():
-        bfloat16 = weight in matrices and not weight.requires_grad
+        bfloat16 = use_bfloat16(device) and weight in matrices and not weight.requires_grad
         weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
 
 
