@@ -138,15 +138,14 @@ def forward_method(function: Callable) -> Callable:
     """Decorator: FSDP gathers a sharded model's weights around `function(model, ...)`, as it does
     around `model(...)`. It may call another one's `__wrapped__` only: no gathering within another.
     """
-    name = function.__name__
 
     @wraps(function)
     def gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, FSDPModule) and not hasattr(model, name):
-            setattr(model, name, partial(function, model))
-            register_fsdp_forward_method(model, name)
-        method = getattr(model, name, partial(function, model))
-        return method(*args, **kwargs)
+        if not isinstance(model, FSDPModule):
+            return function(model, *args, **kwargs)
+        model.gathered = partial(function, model)
+        register_fsdp_forward_method(model, "gathered")
+        return model.gathered(*args, **kwargs)
 
     return gathered
 
