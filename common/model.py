@@ -177,21 +177,20 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
     float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
     """
     if hasattr(model, "peft_config"):
-        trained, adapter = dcp.get_model_state_dict(model, options=TRAINED), {}  # all ranks
-        for name, weight in model.named_parameters():
-            if weight.requires_grad and name in trained:
-                adapter["base_model.model." + name.replace(".default", "")] = trained[name]
-        if RANK == 0:
-            model.peft_config["default"].save_pretrained(folder / "adapter")
-            save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
         model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
         for layer in model.modules():
             if isinstance(layer, LoraLayer):
                 layer.merge()
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered, weights = dcp.get_model_state_dict(model, options=options), {}  # all ranks
-    for name, _ in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
+    gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
+    weights, adapter = {}, {}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
         if name in gathered and "lora_" not in name:
             weights[name.replace(".base_layer", "")] = gathered[name]
+        if name in gathered and weight.requires_grad:  # beside adapters: A, B and heads
+            adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
     if RANK == 0:
         model.save_pretrained(folder, state_dict=weights)
+    if RANK == 0 and hasattr(model, "peft_config"):
+        model.peft_config["default"].save_pretrained(folder / "adapter")
+        save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
