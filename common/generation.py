@@ -132,7 +132,7 @@ class Decoder:
         self.backbone, self.head = backbone(model), output_head(model)
         if use_bfloat16(model.device):
             self.head = self.head._replace(weight=self.head.weight.bfloat16())
-        ids, mask = pad_rows(prompts, model.device, left=True)  # (B, P)
+        ids, mask = pad_rows(prompts, model.device, side="left")  # (B, P)
         self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
         if left_padded:
             # A group's copies of a prompt are read once; the mask tells padding from real tokens.

@@ -30,15 +30,12 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
     return tokenizer
 
 
-def pad_rows(rows: list[list[int]], device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Token ids (B, L) of rows of different lengths, and a bool mask of the real ones.
-    The mask comes from lengths: padding may have any id, and a real EOS is never padding.
-    """
-    side = "left" if left else "right"
-    ids = pad_sequence([torch.LongTensor(row) for row in rows], batch_first=True, padding_side=side)
-    ones = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-    mask = pad_sequence(ones, batch_first=True, padding_side=side)
-    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+def pad_rows(rows: list[list[int]], device: Any, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Ids (B, L) of rows of different lengths, padded with 0, and a bool mask of the real ones."""
+    tensors = [torch.LongTensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+    ids = ids.to(device, non_blocking=True)
+    return ids.clamp(min=0), ids >= 0  # padding is -1, since 0 or EOS may be real
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

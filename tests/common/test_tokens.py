@@ -37,17 +37,17 @@ def text_parts(*texts):
 
 # --- padding and stop ids -------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("left", "expected_ids", "expected_mask"),
+    ("side", "expected_ids", "expected_mask"),
     [
-        (True, [[5, 6, 7], [0, 0, 0], [0, 8, 0]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
-        (False, [[5, 6, 7], [0, 0, 0], [8, 0, 0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+        ("left", [[5, 6, 7], [0, 0, 0], [0, 8, 0]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
+        ("right", [[5, 6, 7], [0, 0, 0], [8, 0, 0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
     ],
 )
-def test_pad_rows_masks_by_length_not_by_id(left, expected_ids, expected_mask):
-    ids, mask = pad_rows([[5, 6, 7], [0], [8, 0]], "cpu", left=left)  # 0 is padding and real
+def test_pad_rows_masks_by_length_not_by_id(side, expected_ids, expected_mask):
+    ids, mask = pad_rows([[5, 6, 7], [0], [8, 0]], "cpu", side=side)  # 0 is padding and real
     assert ids.tolist() == expected_ids and mask.int().tolist() == expected_mask
     assert ids.dtype == torch.long and mask.dtype == torch.bool
-    ids, mask = pad_rows([[], [4]], "cpu", left=left)
+    ids, mask = pad_rows([[], [4]], "cpu", side=side)
     assert ids.tolist() == [[0], [4]] and mask.tolist() == [[False], [True]]
 
 

@@ -120,10 +120,10 @@ def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[i
     flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
     lengths = []
 
-    def noted_pad_rows(rows: list, device: Any, left: bool = False) -> tuple:
+    def noted_pad_rows(rows: list, device: Any, side: str = "right") -> tuple:
         if torch.is_grad_enabled():
             lengths.extend(map(len, rows))
-        return pad_rows(rows, device, left)
+        return pad_rows(rows, device, side)
 
     def peak_of_step() -> int:
         highest = measuring.peak()
