@@ -244,11 +244,9 @@ class GraphDecoder(Decoder):
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Record the kernels of `step` without running them; returns what replays them."""
     graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),  # back to it if the capture fails
-        # CUDA calls of other threads, such as NCCL's, must not invalidate the capture.
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
-    ):
+    stream = torch.cuda.current_stream()  # back to it if the capture fails
+    # CUDA calls of other threads, such as NCCL's, must not invalidate the capture.
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
 
     def replay() -> Tensor:
