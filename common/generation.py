@@ -257,7 +257,7 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class SameTypeStaticCache(StaticCache):
-    """Under autocast rotated keys are float32 and values bfloat16; a StaticCache holds one type."""
+    """Keys of the values' type: under autocast rotated keys are float32, of twice the size."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple:
         return super().update(keys.to(values.dtype), values, *args, **kwargs)

@@ -74,7 +74,7 @@ def test_training_in_bfloat16_with_the_static_cache(name, float32_metrics, tmp_p
     updates = spy_on(SameTypeStaticCache, monkeypatch, "update")
     run_dir = script.main(script.Args(output_dir=str(tmp_path), **RUNS[name]))
     assert_bfloat16(check(run_dir), float32_metrics[name])
-    if hasattr(script, "generate"):  # rotated keys come in float32: what no static cache takes
+    if hasattr(script, "generate"):  # rotated keys come in float32
         trial = {(torch.float32, torch.float32)}  # of the cache, once per model
         taken = {(keys.dtype, values.dtype) for (_, keys, values, *_), _ in updates}
         assert taken - trial == {(torch.float32, torch.bfloat16)}
