@@ -215,14 +215,13 @@ def output_head(model: Any) -> OutputHead:
         cap = cap or getattr(config, name, None)  # Gemma, xLSTM
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
-        types = {weight.dtype for weight in model.parameters()}  # frozen ones may be bfloat16
-        cast = torch.autocast(model.device.type, torch.bfloat16, enabled=types != {torch.float32})
-        with torch.no_grad(), cast:
+        mixed = any(p.dtype != torch.float32 for p in model.parameters())  # frozen, in bfloat16
+        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
             # Not model(...): sharded, it would begin a forward pass within the one that is running.
             inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
             expected = model.forward(**inputs).logits[0].float()
             hidden = backbone(model).forward(**inputs).last_hidden_state[0]
-            tolerance = 1e-5 if types == {torch.float32} else 1e-2
+            tolerance = 1e-2 if mixed else 1e-5
             model.head_is_known = hidden.shape[1:] == head.weight.shape[1:] and bool(
                 (head_logits(hidden, torch.empty_like(expected), head) - expected).norm()
                 <= tolerance * expected.norm()
