@@ -1,6 +1,5 @@
 """Processes of torchrun: their ranks, what they tell each other, the clipped gradient norm."""
 
-import math
 import os
 import sys
 import warnings
@@ -59,7 +58,7 @@ def sums_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
 def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
     """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = (norm.full_tensor() if WORLD_SIZE > 1 else norm).item()
-    if not math.isfinite(norm):
+    norm = norm.full_tensor() if WORLD_SIZE > 1 else norm
+    if not norm.isfinite():
         raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
-    return norm
+    return norm.item()
