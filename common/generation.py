@@ -1,7 +1,6 @@
 """Sample completions from a policy: `sample_tokens` draws a token, the rest makes it fast.
 
-Tokens are drawn from softmax(logits / temperature) over the whole vocabulary, whatever the
-checkpoint's generation config says. `logprobs.py` has that distribution's log-probs.
+Tokens are drawn from the whole vocabulary, whatever the checkpoint's generation config says.
 """
 
 import warnings
@@ -135,8 +134,7 @@ class Decoder:
         ids, mask = pad_rows(prompts, model.device, side="left")  # (B, P)
         self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
         if left_padded:
-            # A group's copies of a prompt are read once; the mask tells padding from real tokens.
-            rows = torch.cat([ids, mask.long()], dim=1)
+            rows = torch.cat([ids, mask.long()], dim=1)  # the mask tells a padded [7] from [0, 7]
             rows, self.prompt_of = rows.unique_consecutive(dim=0, return_inverse=True)
             ids, mask = rows.chunk(2, dim=1)
         self.tokens, self.mask = ids, mask.long()

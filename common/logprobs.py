@@ -24,10 +24,8 @@ MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone was seen t
 def completion_logprobs(
     model: Any, sequences: Sequences, inds: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-prob of each completion token given all tokens before it: (b, T), float32.
-
-    `out[i, t] = log pi(y_t | x, y_<t)` with (x, y) = sequences[inds[i]]; T is the longest
-    completion of all sequences, `inds` may be empty. With `entropy` also that of pi(. | x, y_<t).
+    """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]]. T is the
+    longest of all completions, `inds` may be empty. With `entropy` also that of pi(. | x, y_<t).
     """
     width = max(len(completion) for _, completion in sequences)
     # A rank without rows runs a dummy: sharded, all ranks must run every forward pass.
@@ -67,9 +65,7 @@ def backbone(model: Any) -> torch.nn.Module:
 def rollout_logprobs(
     model: Any, sequences: Sequences, batches: Iterable[Tensor], temperature: float
 ) -> Tensor:
-    """`completion_logprobs` (B, T) of all sequences, without gradient; each row must be in exactly
-    one batch of one rank.
-    """
+    """`completion_logprobs` (B, T) of all sequences; each must be in one batch of one rank."""
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for inds in batches:
@@ -201,9 +197,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 def output_head(model: Any) -> OutputHead:
-    """The model's output head, tried once on two tokens. A ValueError if the model computes
-    its logits in a way that `OutputHead` cannot express.
-    """
+    """The output head, tried once on two tokens; a ValueError if `OutputHead` cannot express it."""
     module, config = model.get_output_embeddings(), model.config.get_text_config()
     unknown = ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")
     if not isinstance(module, torch.nn.Linear):

@@ -147,8 +147,7 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
     tokenised as one text and cut where it departs from the prompt as the model meets it when it
     samples: at its end, or in what a chat template opens an answer with, such as a thought; then a
     warning. An `UnusableRow` if they depart earlier, if one of the two is empty or left out, or if
-    the completion is several messages. A string beside messages is a message too; without a prompt
-    (None) the first token takes its place.
+    the completion is several messages. Without a prompt (None) the first token takes its place.
     """
     refuse_empty(completion)
     if isinstance(prompt, str) and isinstance(completion, list):
@@ -186,9 +185,7 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
 
 
 def report_rows(split: str, num_rows: int, dropped: Counter, longest: int) -> None:
-    """Print how many rows of a split are left, and why others are not. A warning if these are the
-    most, a ValueError if none is left.
-    """
+    """Print how many rows are left; a warning if most were dropped, a ValueError if all were."""
     report = f"{split}: {num_rows} rows, dropped {dict(dropped)}; longest {longest} tokens"
     print(report)
     if num_rows == 0:
