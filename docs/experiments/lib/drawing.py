@@ -43,7 +43,6 @@ GREEN = "#1a7a3a"
 ALGORITHM_STYLES = {
     "SFT": Style("#00707a", "s"),
     "reward model": Style("#4a5a78", "P"),
-    "best of n": Style("#8c3b2e", "*"),
     "REINFORCE": Style("#7a3fc0", "p"),
     "PPO": Style("#0b62c4", "o"),
     "GRPO": Style("#b84a00", "^"),

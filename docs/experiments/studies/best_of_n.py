@@ -16,8 +16,7 @@ from torch import Generator
 import grpo
 import sft
 from docs.experiments.lib import sampling
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, panel
-from docs.experiments.lib.experiment import Experiment, Table, saved_numbers, saved_results
+from docs.experiments.lib.experiment import Experiment, Table, saved_numbers
 from docs.experiments.lib.metrics import measured
 from docs.experiments.lib.runs import train, write_jsonl
 from docs.experiments.lib.tables import spread
@@ -183,35 +182,11 @@ def tables(results: dict) -> dict:
     return {"best_of_n rejection": table}
 
 
-def draw(results: dict) -> dict:
-    """Gold reward on the reviews against the KL."""
-    title = "Best of n stays below 5 nats,\nPPO goes on and is hacked"
-    axis = panel(title, "KL to the start, nats", "gold reward", height=3, xscale="log")
-    ppo = []
-    for label, numbers in saved_results("frontier")["numbers"].items():
-        if label.startswith("PPO, KL in the reward"):
-            ppo.append((mean(numbers["KL of samples"]), mean(numbers["eval/reward"])))
-    # n = 1 has a KL of 0, which log scales cannot show.
-    best = [(kl_bound(n), mean(results["numbers"][str(n)]["gold"])) for n in SIZES[1:]]
-    for points, name, label in (
-        (ppo, "PPO", "PPO, beta 0.5 to 1e-9"),
-        (best, "best of n", f"best of n, n = {SIZES[1]} to {SIZES[-1]}"),
-    ):
-        colour, marker = ALGORITHM_STYLES[name]
-        xs, ys = zip(*sorted(points), strict=True)
-        axis.plot(xs, ys, color=colour, marker=marker, label=label)
-    axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
-    axis.minorticks_off()
-    axis.legend(loc="lower left")
-    return {"best_of_n_gold": axis}
-
-
 EXPERIMENTS = (
     Experiment(
         "best_of_n",
         tables={"best_of_n": BEST},
         measure_seed=measure_seed,
         more_tables=tables,
-        draw=draw,
     ),
 )

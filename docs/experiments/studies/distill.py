@@ -1,7 +1,6 @@
 """docs/distill.md: distillation, GRPO itself, and SFT on the teacher's completions."""
 
 import tempfile
-import time
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -14,7 +13,6 @@ import sft
 from docs.experiments.lib import sampling
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, Lines, Series
 from docs.experiments.lib.experiment import Experiment, saved_results
-from docs.experiments.lib.measuring import noted_steps
 from docs.experiments.lib.metrics import Metric
 from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
 from docs.experiments.lib.tables import spread
@@ -54,25 +52,17 @@ def completed(policy: sampling.Policy, split: str, seed: int) -> tuple[list[dict
 
 
 def measure_seed(seed: int) -> dict[str, dict[str, float]]:
-    """The teacher; SFT on its completion of each training prompt; seconds of one core."""
+    """The teacher; SFT on its completion of each training prompt."""
     teacher = sampling.load_policy(distill.Args().teacher)
     held_out, _ = completed(teacher, "test", seed)
     found = {TEACHER: {"accuracy": accuracy(held_out)}}
     with tempfile.TemporaryDirectory() as folder:
         flags = dict(model=distill.Args.model, seed=seed, output_dir=folder, eval_every=1000)
-        start = time.process_time()
         rows, num_tokens = completed(teacher, "train", seed)
         write_jsonl(Path(folder, "train.jsonl"), rows)
         write_jsonl(Path(folder, "test.jsonl"), held_out)
         run = train(sft, dataset=folder, epochs=1.0, eval_samples=len(held_out), **flags)
-        seconds = time.process_time() - start
-        found[BY_SFT] = {"seconds": seconds, "tokens": num_tokens}
-        found[BY_SFT]["accuracy"] = accuracy(run.samples())
-        for script, optimiser_steps in ((distill, 1), (grpo, 4)):
-            with noted_steps(time.process_time) as ends:
-                train(script, total_rollouts=6, eval_split="test[:8]", **flags)
-            of_five = ends[-1] - ends[optimiser_steps - 1]  # the first starts cold
-            found[script.__name__] = {"seconds per rollout": of_five / 5}
+        found[BY_SFT] = {"tokens": num_tokens, "accuracy": accuracy(run.samples())}
     return found
 
 
@@ -92,29 +82,28 @@ def tables(results: dict) -> dict[str, dict]:
     teacher = numbers[TEACHER]["accuracy"]
     starts = [points[0][2] for points in numbers[BY_TOKEN]["points"]]
 
-    def row(name: str, tokens: list, seconds: list, reached: list) -> list[str]:
+    def row(name: str, tokens: list, reached: list) -> list[str]:
         gains = []
         for value, start, best in zip(reached, starts, teacher, strict=True):
             gains.append((value - start) / (best - start))
-        return [name, spread(tokens, 0), spread(seconds, 0), spread(reached, 3), spread(gains, 2)]
+        return [name, spread(tokens, 0), spread(reached, 3), spread(gains, 2)]
 
     rows = []
-    for name, cost, by_seed, moments in (
-        (BY_TOKEN, "distill", numbers[BY_TOKEN]["points"], (80, 160)),
-        (BY_SUM, "distill", numbers[BY_SUM]["points"], (80, 160)),
-        ("GRPO", "grpo", points_of_grpo(), (20, 60)),
+    for name, by_seed, moments in (
+        (BY_TOKEN, numbers[BY_TOKEN]["points"], (80, 160)),
+        (BY_SUM, numbers[BY_SUM]["points"], (80, 160)),
+        ("GRPO", points_of_grpo(), (20, 60)),
     ):
         for moment in moments:
             then = [point for points in by_seed for point in points if point[0] == moment]
-            seconds = [moment * seconds for seconds in numbers[cost]["seconds per rollout"]]
             tokens = [tokens for _, tokens, _ in then]
             reached = [value for _, _, value in then]
-            rows.append(row(f"{name}, {moment} rollouts", tokens, seconds, reached))
+            rows.append(row(f"{name}, {moment} rollouts", tokens, reached))
     of_sft = numbers[BY_SFT]
     tokens = [number / 1000 for number in of_sft["tokens"]]
-    rows.append(row(BY_SFT, tokens, of_sft["seconds"], of_sft["accuracy"]))
-    rows.append([TEACHER, "", "", spread(teacher, 3), "1"])
-    columns = ["", "sampled tokens, thousands", "seconds of a core", "accuracy"]
+    rows.append(row(BY_SFT, tokens, of_sft["accuracy"]))
+    rows.append([TEACHER, "", spread(teacher, 3), "1"])
+    columns = ["", "sampled tokens, thousands", "accuracy"]
     return {"distill": {"columns": [*columns, "of the teacher's gain"], "rows": rows}}
 
 

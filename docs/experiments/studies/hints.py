@@ -11,13 +11,12 @@ from torch import Generator
 import distill
 import grpo
 import sft
-from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment, Table
 from docs.experiments.lib.metrics import Metric, measured
 from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
 from docs.experiments.studies.distill import accuracy, points
-from docs.experiments.studies.real import SFT
+from docs.experiments.studies.real import SFT, film_prompts
 from tiny.arithmetic.reward import last_number
 
 DEMONSTRATION = 12  # its tokens, with the end
@@ -65,14 +64,16 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
         found = {HINTED: {"tokens": 0.0, "accuracy": accuracy(first.samples())}}
         for rollouts, sampled, reached in of_distill:
             if rollouts in (0, 20, 160):
-                found[f"distill {rollouts}"] = {"tokens": sampled, "accuracy": reached}
+                label = f"self-distillation, {rollouts} rollouts" if rollouts else "the start"
+                found[label] = {"tokens": sampled, "accuracy": reached}
         for steps in (20, 120):
-            shown = 32 * steps * DEMONSTRATION / 1000
+            rows = 32 * steps
             reached = accuracy(by_sft.samples(steps))
-            found[f"sft {steps}"] = {"tokens": shown, "accuracy": reached}
+            cost = rows * DEMONSTRATION / 1000
+            found[f"SFT on {rows:,} demonstrations"] = {"tokens": cost, "accuracy": reached}
         for rollouts in (20, 60):
             reached = by_grpo.values("eval/accuracy")[rollouts]
-            found[f"grpo {rollouts}"] = {"tokens": tokens[rollouts], "accuracy": reached}
+            found[f"GRPO, {rollouts} rollouts"] = {"tokens": tokens[rollouts], "accuracy": reached}
         return found
 
 
@@ -111,10 +112,7 @@ def forgotten(run: Run) -> float:
     completion."""
     model = json.loads((run.folder / "args.json").read_text())["model"]
     start, trained = sampling.load_policy(model), sampling.load_policy(run.folder)
-    prompts = []
-    for row in read_jsonl(Path("docs/real/films/test.jsonl")):
-        message = {"role": "user", "content": row["prompt"]}
-        prompts.append(encode(start.tokenizer, [message], add_generation_prompt=True))
+    prompts = film_prompts(start.tokenizer)
     sequences, _ = sampling.sample(start, prompts, 40, Generator().manual_seed(1))
     return sampling.mean_log_ratio(start, trained, sequences)
 
@@ -124,21 +122,9 @@ AFTER, FORGOTTEN = Metric("after", accuracy_after), Metric("forgotten", forgotte
 REAL_COLUMNS = {"accuracy before": (BEFORE, 2), "after": (AFTER, 2), "forgotten": (FORGOTTEN, 1)}
 
 
-ROWS = {
-    "distill 0": ("the start",),
-    HINTED: (HINTED,),
-    "distill 20": ("distillation from it, 20 rollouts",),
-    "distill 160": ("distillation from it, 160 rollouts",),
-    "sft 20": ("SFT on 640 demonstrations",),
-    "sft 120": ("SFT on 3,840 demonstrations",),
-    "grpo 20": ("GRPO, 20 rollouts",),
-    "grpo 60": ("GRPO, 60 rollouts",),
-}
 COLUMNS = {"tokens, thousands": (measured("tokens"), 0), "accuracy": (measured("accuracy"), 2)}
 EXPERIMENTS = (
-    Experiment(
-        "hints", tables={"hints": Table(COLUMNS, ROWS, heading=("",))}, measure_seed=measure_seed
-    ),
+    Experiment("hints", tables={"hints": Table(COLUMNS, heading=("",))}, measure_seed=measure_seed),
     Experiment(
         "hints_real",
         COMMANDS,

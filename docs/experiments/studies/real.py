@@ -2,14 +2,15 @@
 
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from torch import Generator
 
 from common.generation import generate
 from common.tokens import encode
 from docs.experiments.lib import sampling
-from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.metrics import Metric, at, first, last
+from docs.experiments.lib.experiment import Experiment, Table
+from docs.experiments.lib.metrics import Metric, at, last
 from docs.experiments.lib.runs import Run, read_jsonl, run_of
 from docs.experiments.lib.tables import spread
 from docs.rewards.tone import tone
@@ -34,8 +35,9 @@ SUMS = {
     "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} {ON_SUMS} --prompts-per-rollout 8 "
     "--micro-batch-size 8 --eval-every 4 --eval-split test[:60] --learning-rate 1e-5",
 }
-RATES = {"": ("2e-5", "5e-5", "1e-4"), " --lora-rank 16": ("2e-4", "5e-4", "1e-3")}
-SFTS = {f"SFT{lora}, {rate}": f"{SFT} {rate}{lora}" for lora in RATES for rate in RATES[lora]}
+RATES = ["2e-5", "5e-5", "1e-4"]
+RATES += [f"{rate} --lora-rank 16" for rate in ("2e-4", "5e-4", "1e-3")]
+SFTS = {f"`--learning-rate {rate}`": f"{SFT} {rate}" for rate in RATES}
 # --- preferences -------------------------------------------------------------------------------
 REWARD_MODEL = (
     f"rm_bradley_terry.py {MODEL} --dataset docs/real/pairs --epochs 2 --batch-size 16 "
@@ -72,14 +74,15 @@ README_SUM = "What is 55 + 92?"  # one that it learns
 
 
 # --- what is kept of a run ---------------------------------------------------------------------
-def texts(run: Run) -> list[dict]:
-    """Of the first held-out prompts about films, the completions before and after."""
+def texts(run: Run) -> list[list[dict]]:
+    """Completions of the first held-out prompts about films, before and after."""
     found = []
     for step in (0, run.samples()[-1]["step"]):
+        found.append([])
         for sample in run.samples(step)[:4]:
-            prompt = sample["prompt"]
-            shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            found.append({"prompt": shown, "text": sample["completion"], "tone": sample["reward"]})
+            question = sample["prompt"][-1]["content"]
+            row = {"prompt": question, "text": sample["completion"], "tone": sample["reward"]}
+            found[-1].append(row)
     return found
 
 
@@ -92,14 +95,18 @@ def answers(run: Run) -> list[str]:
     return found
 
 
+def film_prompts(tokenizer: Any) -> list[list[int]]:
+    """The held-out prompts about films, as chat messages: token ids."""
+    rows = read_jsonl(Path("docs/real/films/test.jsonl"))
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    return [encode(tokenizer, chat, add_generation_prompt=True) for chat in chats]
+
+
 def judge(source: str | Path) -> dict[str, float]:
     """Means over eight completions of each held-out prompt about films, at temperature 0.7: the
     tone, the score of the reward model of seed 1, and the tokens."""
     policy = sampling.load_policy(source)
-    prompt_ids = []
-    for row in read_jsonl(Path("docs/real/films/test.jsonl")):
-        message = {"role": "user", "content": row["prompt"]}
-        prompt_ids += 8 * [encode(policy.tokenizer, [message], add_generation_prompt=True)]
+    prompt_ids = 8 * film_prompts(policy.tokenizer)
     completion_ids, _ = generate(
         policy.model,
         prompt_ids,
@@ -123,7 +130,6 @@ def kl(run: Run) -> float | None:
 
 
 METRICS = {"reward model": [last("eval/pair_accuracy"), last("eval/loss")]}
-METRICS |= {label: [first("eval/loss"), last("eval/loss")] for label in SFTS}
 for label in SUMS:
     METRICS[label] = [at("eval/reward", step) for step in STEPS]
     if label.startswith("GRPO"):
@@ -159,26 +165,16 @@ def preferences_table(numbers: dict) -> dict:
     return {"columns": ["", "learned reward", "tone", "tokens", "KL"], "rows": rows}
 
 
-def rates_table(numbers: dict) -> dict:
-    rows = []
-    for lora, tried in RATES.items():
-        losses = [
-            f"{rate}: {spread(numbers[f'SFT{lora}, {rate}']['eval/loss'], 3)}" for rate in tried
-        ]
-        rows.append([f"`{lora.strip()}`" if lora else "all weights", *losses])
-    return {"columns": 4 * [""], "rows": rows}
-
-
 def texts_list(numbers: dict) -> dict:
     """The same prompts before training, after DPO, and where the reward model is hacked."""
     rows = []
-    before = numbers["DPO"]["texts"][0]
-    for i in range(3):
-        for when, sample in (
-            ("before", before[i]),
-            ("DPO", before[4 + i]),
-            ("GRPO, hardly a KL", numbers["GRPO, hardly a KL"]["texts"][0][4 + i]),
+    for i in range(2):
+        for when, label, moment in (
+            ("before", "DPO", 0),
+            ("DPO", "DPO", 1),
+            ("GRPO, hardly a KL", "GRPO, hardly a KL", 1),
         ):
+            sample = numbers[label]["texts"][0][moment][i]
             text = " ".join(sample["text"].split())
             rows.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
     return {"rows": rows}
@@ -201,7 +197,6 @@ def tables(results: dict) -> dict[str, dict]:
     made = {
         "sums": sums_table,
         "preferences": preferences_table,
-        "rates": rates_table,
         "texts": texts_list,
         "readme": readme_list,
     }
@@ -209,4 +204,9 @@ def tables(results: dict) -> dict[str, dict]:
 
 
 COMMANDS = SUMS | SFTS | {"reward model": REWARD_MODEL} | PREFERENCES
-EXPERIMENTS = (Experiment("real", COMMANDS, seeds=(1,), metrics=METRICS, more_tables=tables),)
+LOSS = Table({"held-out loss": (last("eval/loss"), 3)}, {label: (label,) for label in SFTS})
+EXPERIMENTS = (
+    Experiment(
+        "real", COMMANDS, {"real rates": LOSS}, metrics=METRICS, seeds=(1,), more_tables=tables
+    ),
+)
