@@ -37,7 +37,6 @@ from docs.experiments.lib.measuring import (
 from docs.experiments.lib.runs import read_jsonl, write_jsonl
 from docs.experiments.lib.tables import spread
 
-SKIPPED_STEPS = 4  # at the start
 ADAPTERS = dict(lora_rank=16)
 
 
@@ -212,12 +211,12 @@ def link_inputs(folder: str, model: Path, data: Path) -> None:
 SIDES = {"ours": train_ours, "TRL": train_trl}
 
 
-def measure(side: str, work: Work, steps: int) -> tuple[float, float]:
+def measure(side: str, work: Work, skipped: int, steps: int) -> tuple[float, float]:
     """Milliseconds of an optimiser step, and the peak of this process in MB."""
-    num_rows = (SKIPPED_STEPS + steps) * work.rows_per_step
+    num_rows = (skipped + steps) * work.rows_per_step
     with tempfile.TemporaryDirectory() as folder, noted_steps(time.perf_counter) as times:
         SIDES[side](work, num_rows, folder)
-    seconds = (times[-1] - times[SKIPPED_STEPS - 1]) / (len(times) - SKIPPED_STEPS)
+    seconds = (times[-1] - times[skipped - 1]) / (len(times) - skipped)
     return 1e3 * seconds, peak() / 1e6
 
 
@@ -229,6 +228,7 @@ def main(
     tokenizer: str = "openai-community/gpt2",
     model: Path | None = None,
     repeats: int = 5,
+    skipped: int = 4,
     steps: int = 4,
 ) -> None:
     """Compare the speed and memory of works, which take turns.
@@ -239,6 +239,7 @@ def main(
         tokenizer: folder or hub name
         model: folder of a real one
         repeats: turns of each work and side
+        skipped: optimiser steps before the clock starts, at least 1
         steps: optimiser steps measured
     """
     columns = ["workload"]
@@ -254,7 +255,8 @@ def main(
         runs = {(work, side): [] for work in works for side in SIDES}
         for _ in range(repeats):
             for work, side in runs:
-                runs[work, side].append(in_own_process(measure, side, all_works[work], steps))
+                turn = (side, all_works[work], skipped, steps)
+                runs[work, side].append(in_own_process(measure, *turn))
     for work in works:
         cells = [all_works[work].title]
         for quantity in (0, 1):
