@@ -46,7 +46,6 @@ ALGORITHM_STYLES = {
     "REINFORCE": Style("#7a3fc0", "p"),
     "PPO": Style("#0b62c4", "o"),
     "GRPO": Style("#b84a00", "^"),
-    "distillation": Style("#a3286a", "v"),
     "DPO": Style(GREEN, "D"),
 }
 GOLD = Style("#8a6100", "h")  # the gold reward, whatever was trained

@@ -168,17 +168,16 @@ def preferences_table(numbers: dict) -> dict:
 
 
 def texts_list(numbers: dict) -> dict:
-    """The same prompts before training, after DPO, and where the reward model is hacked."""
+    """The second prompt before training, after DPO, and where the reward model is hacked."""
     rows = []
-    for i in range(2):
-        for when, label, moment in (
-            ("before", "DPO", 0),
-            ("DPO", "DPO", 1),
-            ("GRPO, hardly a KL", "GRPO, hardly a KL", 1),
-        ):
-            sample = numbers[label]["texts"][0][moment][i]
-            text = " ".join(sample["text"].split())
-            rows.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
+    for when, label, moment in (
+        ("before", "DPO", 0),
+        ("DPO", "DPO", 1),
+        ("GRPO, hardly a KL", "GRPO, hardly a KL", 1),
+    ):
+        sample = numbers[label]["texts"][0][moment][1]
+        text = " ".join(sample["text"].split())
+        rows.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
     return {"rows": rows}
 
 
