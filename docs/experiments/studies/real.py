@@ -168,16 +168,16 @@ def preferences_table(numbers: dict) -> dict:
 
 
 def texts_list(numbers: dict) -> dict:
-    """The second prompt before training, after DPO, and where the reward model is hacked."""
+    """Before training, after DPO, and where the reward model is hacked."""
     rows = []
-    for when, label, moment in (
-        ("before", "DPO", 0),
-        ("DPO", "DPO", 1),
-        ("GRPO, hardly a KL", "GRPO, hardly a KL", 1),
+    for when, label, moment, prompt in (
+        ("before", "DPO", 0, 0),
+        ("DPO", "DPO", 1, 0),
+        ("GRPO, hardly a KL", "GRPO, hardly a KL", 1, 1),
     ):
-        sample = numbers[label]["texts"][0][moment][1]
+        sample = numbers[label]["texts"][0][moment][prompt]
         text = " ".join(sample["text"].split())
-        rows.append([f'*{sample["prompt"]}* {when}, {sample["tone"]:.2f}: "{text}"'])
+        rows.append([f'*{sample["prompt"]}* {when}, tone {sample["tone"]:.2f}: "{text}"'])
     return {"rows": rows}
 
 
@@ -185,7 +185,7 @@ def readme_list(numbers: dict) -> dict:
     untrained, trained = numbers["GRPO without SFT"], numbers["GRPO after SFT"]
     rows = []
     for name, found, step in (
-        ("before", untrained, 0),
+        ("before, cut off at 24 tokens", untrained, 0),
         ("after `sft.py` on 64 sums", trained, 0),
         ("after 16 rollouts of `grpo.py`", trained, 16),
     ):
@@ -208,6 +208,6 @@ COMMANDS = SUMS | SFTS | {"reward model": REWARD_MODEL} | PREFERENCES
 LOSS = Table({"held-out loss": (last("eval/loss"), 3)}, {label: (label,) for label in SFTS})
 EXPERIMENTS = (
     Experiment(
-        "real", COMMANDS, {"real rates": LOSS}, metrics=METRICS, seeds=(1,), more_tables=tables
+        "real", COMMANDS, {"real rates": LOSS}, metrics=METRICS, seeds=(1, 2, 3), more_tables=tables
     ),
 )
