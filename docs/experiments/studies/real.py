@@ -9,7 +9,7 @@ from torch import Generator
 from common.generation import generate
 from common.tokens import encode
 from docs.experiments.lib import sampling
-from docs.experiments.lib.experiment import Experiment, Table
+from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.metrics import Metric, at, last
 from docs.experiments.lib.runs import Run, read_jsonl, run_of
 from docs.experiments.lib.tables import spread
@@ -205,9 +205,4 @@ def tables(results: dict) -> dict[str, dict]:
 
 
 COMMANDS = SUMS | SFTS | {"reward model": REWARD_MODEL} | PREFERENCES
-LOSS = Table({"held-out loss": (last("eval/loss"), 3)}, {label: (label,) for label in SFTS})
-EXPERIMENTS = (
-    Experiment(
-        "real", COMMANDS, {"real rates": LOSS}, metrics=METRICS, seeds=(1, 2, 3), more_tables=tables
-    ),
-)
+EXPERIMENTS = (Experiment("real", COMMANDS, metrics=METRICS, seeds=(1, 2, 3), more_tables=tables),)
