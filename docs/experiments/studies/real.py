@@ -132,6 +132,7 @@ def kl(run: Run) -> float | None:
 
 
 METRICS = {"reward model": [last("eval/pair_accuracy"), last("eval/loss")]}
+METRICS |= {label: [last("eval/loss")] for label in SFTS}
 for label in SUMS:
     METRICS[label] = [at("eval/reward", step) for step in STEPS]
     if label.startswith("GRPO"):
