@@ -119,7 +119,7 @@ def forgotten(run: Run) -> float:
 
 BEFORE = Metric("before", lambda run: accuracy_after(run, 0))
 AFTER, FORGOTTEN = Metric("after", accuracy_after), Metric("forgotten", forgotten)
-REAL_COLUMNS = {"accuracy before": (BEFORE, 2), "after": (AFTER, 2), "forgotten": (FORGOTTEN, 1)}
+REAL_COLUMNS = {"accuracy before": (BEFORE, 2), "after": (AFTER, 2), "forgotten": (FORGOTTEN, 2)}
 
 
 COLUMNS = {"tokens, thousands": (measured("tokens"), 0), "accuracy": (measured("accuracy"), 2)}
