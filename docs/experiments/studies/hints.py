@@ -89,6 +89,8 @@ COMMANDS = {
     "--total-rollouts 16 --learning-rate 2e-5",
     "SFT on the demonstrations": f"{SFT_ON_SUMS} --model {{{START}}} "
     "--train-split train[128:640] --batch-size 32 --eval-samples 100",
+}
+ONE_SEED = {
     "GRPO": f"grpo.py {ON_SUMS} --model {{{START}}} --train-split train[128:] --eval-rows 100 "
     "--total-rollouts 16 --prompts-per-rollout 4 --group-size 8 --num-minibatches 1 "
     "--max-new-tokens 24 --beta 0 --learning-rate 1e-5",
@@ -131,4 +133,5 @@ EXPERIMENTS = (
         tables={"hints_real": Table(REAL_COLUMNS, heading=("",))},
         seeds=(1, 2, 3),
     ),
+    Experiment("hints_grpo", ONE_SEED, metrics={"GRPO": [BEFORE, AFTER, FORGOTTEN]}, seeds=(1,)),
 )
