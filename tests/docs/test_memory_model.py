@@ -11,8 +11,10 @@ from scripts import REVIEWS, SCRIPTS, short_flags
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from common.logprobs import ChunkedLogprobs
 from common.model import add_adapters, checkpoint_activations, transformer_layers
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
+from docs.experiments.lib.measuring import peak, reset_peak
 
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 FLOAT32 = CONSTANTS["precisions"]["float32"]
@@ -172,3 +174,24 @@ def test_nothing_is_kept_below_the_first_trained_layer(kind):
     assert of_four == kept_bytes(kind, layers=2, train_layers=2)
     one_more = kept_bytes(kind, layers=4, train_layers=3) - of_four
     assert one_more == pytest.approx(bytes_of_a_layer(kind), rel=0.005)
+
+
+@pytest.mark.parametrize(("hidden", "vocab", "lora_rank"), [(8, 2**15, 1), (1024, 2**15, 0)])
+def test_the_head_needs_a_chunk_of_logits_twice_or_once_with_its_gradient(hidden, vocab, lora_rank):
+    """Frozen under adapters, the forward pass takes more; trained, the backward pass."""
+    states = torch.randn(512, hidden, requires_grad=True)
+    weight = torch.randn(vocab, hidden, requires_grad=lora_rank == 0)
+
+    def forward_and_backward(number):
+        y = torch.zeros(number, 1, dtype=torch.long)
+        logprobs, _ = ChunkedLogprobs.apply(states[:number], y, 1.0, True, weight, None, 1.0, None)
+        logprobs.sum().backward()
+
+    forward_and_backward(8)  # what is made once
+    weight.grad = None
+    before = reset_peak()
+    forward_and_backward(len(states))
+    model = dict(hidden=hidden, layers=0, query=0, kv=0, ffn=0, vocab=vocab, tied=False)
+    work = DEFAULTS | dict(prompt=0, completion=len(states), lora_rank=lora_rank)
+    predicted = memory(model, ALGORITHMS["grpo"], FLOAT32, **work)["update"]["activations"]
+    assert peak() - before == pytest.approx(predicted, rel=0.1)

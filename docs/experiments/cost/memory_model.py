@@ -229,8 +229,9 @@ def memory(
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
-    # The backward pass has the logits first, and then, one after another, the layers' activations;
-    # last the embeddings' gradient, for which that of a head tied to them has waited.
+    # The forward pass ends with a chunk and its exponentials. The backward pass has a chunk first,
+    # and then, one after another, the layers' activations; last the embeddings' gradient, for which
+    # that of a head tied to them has waited.
     if compute_bytes == 4:
         kind = "float32"
     else:
@@ -247,12 +248,12 @@ def memory(
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
         chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
         head_gradient = end_gradient
+    kept_bytes, recomputed_bytes = tokens * trained_layers * bytes_per_token, 0
     if checkpointing:
-        inputs = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
-        one_layer = tokens * bytes_per_token if trained_layers > 0 else 0
-        first_bytes = inputs + max(one_layer, chunk_bytes) + head_gradient
-    else:
-        first_bytes = tokens * trained_layers * bytes_per_token + chunk_bytes + head_gradient
+        kept_bytes = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
+        recomputed_bytes = tokens * bytes_per_token if trained_layers > 0 else 0
+    backward_bytes = max(recomputed_bytes, chunk_bytes) + head_gradient
+    first_bytes = kept_bytes + max(2 * chunk_bytes, backward_bytes)
     update["activations"] = float(max(first_bytes, last_bytes))
     if not algorithm["samples"] and not algorithm["evaluated"]:
         return {"update": update}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-import common.logprobs
-from common.tokens import pad_rows
+from common.logprobs import Sequences
 from docs.experiments.cost.memory_model import (
     CONSTANTS,
     DEFAULTS,
@@ -113,17 +113,18 @@ REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
 }
 
 
-def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[int, int]:
-    """Two optimiser steps with random models of a size: the tokens of the longest row, and the peak
-    of the second step, without what loading and saving need."""
+def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[int, int, int]:
+    """Two optimiser steps with random models of a size: the tokens of the longest row, prompt and
+    completion, and the peak of the second step, without what loading and saving need."""
     script = import_module(name)
     flags = measuring.two_steps(script, micro_batch_size=1) | more_flags
+    completion_logprobs = script.completion_logprobs
     lengths = []
 
-    def noted_pad_rows(rows: list, device: Any, side: str = "right") -> tuple:
+    def noted_logprobs(model: Any, sequences: Sequences, inds: Tensor, *rest: Any, **flags: Any):
         if torch.is_grad_enabled():
-            lengths.extend(map(len, rows))
-        return pad_rows(rows, device, side)
+            lengths.extend(tuple(map(len, sequences[i])) for i in inds)
+        return completion_logprobs(model, sequences, inds, *rest, **flags)
 
     def peak_of_step() -> int:
         highest = measuring.peak()
@@ -133,16 +134,17 @@ def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[i
     with tempfile.TemporaryDirectory() as folder:
         large_models = measuring.large_models(script, Path(folder), llama_sizes(size))
         train(script, output_dir=f"{folder}/first", **flags)  # what is made once
-        common.logprobs.pad_rows = script.pad_rows = noted_pad_rows
+        script.completion_logprobs = noted_logprobs
         before = measuring.reset_peak()
         with measuring.noted_steps(peak_of_step) as peaks:
             train(script, output_dir=f"{folder}/second", **flags | large_models)
-        return max(lengths), peaks[1] - before
+        return *max(lengths, key=sum), peaks[1] - before
 
 
-def predicted_peak(size: dict, algorithm: str, length: int, lora_rank: int) -> float:
-    """Bytes of the update with a micro-batch of one element, of which a row has so many tokens."""
-    work = DEFAULTS | {"prompt": length, "completion": 0, "lora_rank": lora_rank}
+def predicted_peak(size: dict, algorithm: str, measured: dict[str, int], lora_rank: int) -> float:
+    """Bytes of the update with a micro-batch of one element, whose rows are as long as measured."""
+    lengths = {name: measured[name] for name in ("prompt", "completion")}
+    work = DEFAULTS | lengths | {"lora_rank": lora_rank}
     return sum(memory(size, ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
 
 
@@ -153,8 +155,9 @@ def measure_real_size() -> dict:
     for name, algorithm, lora_rank in product(SIZES, REAL_RUNS, (0, RANK)):
         script, flags = REAL_RUNS[algorithm]
         all_flags = flags | {"lora_rank": lora_rank}
-        length, highest = measuring.in_own_process(measure_script, script, SIZES[name], all_flags)
-        numbers[name][algorithm] |= {"length": length, f"rank {lora_rank}": highest}
+        measured = measuring.in_own_process(measure_script, script, SIZES[name], all_flags)
+        keys = ("prompt", "completion", f"rank {lora_rank}")
+        numbers[name][algorithm] |= dict(zip(keys, measured, strict=True))
     return numbers
 
 
@@ -169,11 +172,12 @@ def real_size_tables(results: dict) -> dict:
             run += f" --critic-init {flags['critic_init']}"
         cells = []
         for lora_rank in (0, RANK):
-            predicted = predicted_peak(SIZES[name], algorithm, measured["length"], lora_rank)
+            predicted = predicted_peak(SIZES[name], algorithm, measured, lora_rank)
             highest = measured[f"rank {lora_rank}"]
             found = f"{highest / GB:.1f} ({highest / predicted:.2f})"
             cells.append(f"{predicted / GB:.1f}, {found}")
-        rows.append([name, run, str(measured["length"]), *cells])
+        tokens = f"{measured['prompt']} + {measured['completion']}"
+        rows.append([name, run, tokens, *cells])
     columns = [
         "model",
         "run",
