@@ -50,9 +50,13 @@ def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def sample(
-    policy: Policy, prompt_ids: list[list[int]], max_new_tokens: int, rng: Generator
+    policy: Policy,
+    prompt_ids: list[list[int]],
+    max_new_tokens: int,
+    rng: Generator,
+    temperature: float = 1.0,
 ) -> tuple[Sequences, list[str]]:
-    """A completion for each prompt at temperature 1: pairs (prompt, completion) of ids, and texts.
+    """A completion for each prompt: pairs (prompt, completion) of ids, and texts.
 
     The same as in a script's evaluation, if the generator has its --seed.
     """
@@ -60,7 +64,7 @@ def sample(
         policy.model,
         prompt_ids,
         max_new_tokens=max_new_tokens,
-        temperature=1.0,
+        temperature=temperature,
         stop_ids=policy.stop_ids,
         rng=rng,
         batch_size=BATCH_SIZE,

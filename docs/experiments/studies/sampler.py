@@ -74,19 +74,10 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     return numbers
 
 
-EXPERIMENTS = (
-    Experiment(
-        "sampler",
-        tables={
-            "sampler": Table(
-                {
-                    "accuracy": (METRICS[0], 2),
-                    "KL to the start": (measured("KL"), 1),
-                    "`policy/sampling_kl`": (METRICS[1], 4),
-                },
-                heading=("rollouts are drawn from",),
-            ),
-        },
-        measure_seed=measure_seed,
-    ),
-)
+COLUMNS = {
+    "accuracy": (METRICS[0], 2),
+    "KL to the start": (measured("KL"), 1),
+    "`policy/sampling_kl`": (METRICS[1], 4),
+}
+TABLE = Table(COLUMNS, heading=("rollouts are drawn from",))
+EXPERIMENTS = (Experiment("sampler", tables={"sampler": TABLE}, measure_seed=measure_seed),)

@@ -44,18 +44,11 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
         }
 
 
+COLUMNS = {
+    "share of samples with working": (measured("share"), 2),
+    "accuracy": (measured("accuracy"), 2),
+}
+TABLE = Table(COLUMNS, heading=("60 rollouts of GRPO",))
 EXPERIMENTS = (
-    Experiment(
-        "shown_working",
-        tables={
-            "shown_working": Table(
-                {
-                    "share of samples with working": (measured("share"), 2),
-                    "accuracy": (measured("accuracy"), 2),
-                },
-                heading=("60 rollouts of GRPO",),
-            ),
-        },
-        measure_seed=measure_seed,
-    ),
+    Experiment("shown_working", tables={"shown_working": TABLE}, measure_seed=measure_seed),
 )
