@@ -122,8 +122,6 @@ def forgotten(run: Run) -> float:
 BEFORE = Metric("before", lambda run: accuracy_after(run, 0))
 AFTER, FORGOTTEN = Metric("after", accuracy_after), Metric("forgotten", forgotten)
 REAL_COLUMNS = {"accuracy before": (BEFORE, 2), "after": (AFTER, 2), "forgotten": (FORGOTTEN, 2)}
-
-
 COLUMNS = {"tokens, thousands": (measured("tokens"), 0), "accuracy": (measured("accuracy"), 2)}
 EXPERIMENTS = (
     Experiment("hints", tables={"hints": Table(COLUMNS, heading=("",))}, measure_seed=measure_seed),
