@@ -229,10 +229,9 @@ def memory(
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
-    # The forward pass ends with a chunk and its exponentials. The backward pass has a chunk first,
-    # whose gradient and the head's are made in the precision of products too, and then, one after
-    # another, the layers' activations; last the embeddings' gradient, for which that of a head tied
-    # to them has waited.
+    # The forward pass ends with a chunk and its exponentials. The backward pass has a chunk first
+    # (in bfloat16 also casts of its gradient and of the head's), and then, one after another, the
+    # layers' activations; last the embeddings' gradient, for which that of a tied head has waited.
     if compute_bytes == 4:
         kind = "float32"
     else:
@@ -253,8 +252,8 @@ def memory(
     if checkpointing:
         kept_bytes = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
         recomputed_bytes = tokens * bytes_per_token if trained_layers > 0 else 0
-    low_bytes = (chunk_bytes + head_gradient) / 2 if compute_bytes == 2 else 0
-    backward_bytes = max(recomputed_bytes, chunk_bytes + low_bytes) + head_gradient
+    cast_bytes = (chunk_bytes + head_gradient) / 2 if compute_bytes == 2 else 0
+    backward_bytes = max(recomputed_bytes, chunk_bytes + cast_bytes) + head_gradient
     first_bytes = kept_bytes + max(2 * chunk_bytes, backward_bytes)
     update["activations"] = float(max(first_bytes, last_bytes))
     if not algorithm["samples"] and not algorithm["evaluated"]:

@@ -121,10 +121,10 @@ def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[i
     completion_logprobs = script.completion_logprobs
     lengths = []
 
-    def noted_logprobs(model: Any, sequences: Sequences, inds: Tensor, *rest: Any, **flags: Any):
+    def noted_logprobs(model: Any, sequences: Sequences, inds: Tensor, *rest: Any, **options: Any):
         if torch.is_grad_enabled():
             lengths.extend(tuple(map(len, sequences[i])) for i in inds)
-        return completion_logprobs(model, sequences, inds, *rest, **flags)
+        return completion_logprobs(model, sequences, inds, *rest, **options)
 
     def peak_of_step() -> int:
         highest = measuring.peak()

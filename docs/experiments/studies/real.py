@@ -49,8 +49,7 @@ FILMS += "--eval-temperature 0.7"
 GRPO = f"grpo.py {FILMS} {ON_POLICY} --group-size 6"
 PPO = (
     f"ppo_rlhf.py {FILMS} {LEARNED} --prompts-per-rollout 48 --num-minibatches 2 "
-    "--update-epochs 1 --micro-batch-size 8 --beta 0.05 --total-rollouts 10 --eval-every 5 "
-    "--critic-learning-rate"
+    "--update-epochs 1 --micro-batch-size 8 --beta 0.05 --total-rollouts 10 --eval-every 5"
 )
 OFFLINE = f"--temperature 0.7 --eval-every 100 --warmup-ratio 0 --eval-reward-fn {TONE}"
 DPO = (
@@ -63,9 +62,10 @@ PREFERENCES = {
     "DPO, adapters at 4e-4": f"{DPO} --learning-rate 4e-4 --lora-rank 16",
     "KTO": f"kto.py {MODEL} --dataset docs/real/labels --train-split train[:512] --epochs 1 "
     f"--batch-size 32 --micro-batch-size 16 --eval-rows 48 {OFFLINE} --learning-rate 2e-5",
-    "PPO at 1e-5": f"{PPO} 2e-5 --learning-rate 1e-5",
-    "PPO at 2e-5": f"{PPO} 2e-5 --learning-rate 2e-5",
-    "PPO, adapters at 1e-4": f"{PPO} 2e-4 --learning-rate 1e-4 --lora-rank 16",
+    "PPO at 1e-5": f"{PPO} --learning-rate 1e-5 --critic-learning-rate 2e-5",
+    "PPO at 2e-5": f"{PPO} --learning-rate 2e-5 --critic-learning-rate 2e-5",
+    "PPO, adapters at 1e-4": f"{PPO} --learning-rate 1e-4 --critic-learning-rate 2e-4 "
+    "--lora-rank 16",
     "GRPO": f"{GRPO} {LEARNED} --beta 0.05 --learning-rate 2e-5 --total-rollouts 10 --eval-every 5",
     "GRPO, hardly a KL": f"{GRPO} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
     "--total-rollouts 14 --eval-every 7",
