@@ -26,10 +26,9 @@ import json
 import os
 import sys
 import warnings
-import zlib
-from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -48,11 +47,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
-from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, report_rows
-from common.tokens import rollout_row
+from common.tokens import checksum, encode, encode_rows, find_stop_ids, load_tokenizer, rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -78,6 +77,7 @@ class Args:
     teacher_prompt_column: str | None = None  # column of what the teacher reads in its place
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt of both in tokens; longer ones are dropped
     # --- distillation ---
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
@@ -109,14 +109,14 @@ class StudentPrompt(NamedTuple):
 # --- the mathematics ---------------------------------------------------------------------------
 def token_rewards(
     policy: Any, teacher: Any, sequences: Sequences, teacher_sequences: Sequences, batches: list
-) -> Tensor:
-    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion. The
-    teacher reads the same completions, after prompts x of its own.
+) -> tuple[Tensor, Tensor]:
+    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion, and
+    log pi. The teacher reads the same completions, after prompts x of its own.
     """
     policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
     with adapters_off(policy):  # which is the teacher, if there is no other
         teacher_logprobs = rollout_logprobs(teacher, teacher_sequences, batches, temperature=1.0)
-    return teacher_logprobs - policy_logprobs
+    return teacher_logprobs - policy_logprobs, policy_logprobs
 
 
 def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
@@ -143,7 +143,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     stop_ids = {*find_stop_ids(args.model, tokenizer)}
     if args.teacher:  # the student learns to end as its teacher does
         stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
@@ -158,17 +158,19 @@ def main(args: Args) -> Path:
     teacher = policy  # without its adapters
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
+        if len(teacher.get_input_embeddings().weight) < len(policy.get_input_embeddings().weight):
+            raise ValueError(f"--teacher {args.teacher} has fewer tokens than the student")
         shard(teacher.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences]:
+    def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences, Tensor]:
         """A completion for each prompt: pairs (prompt, completion) of token ids, with the student's
-        prompts and with the teacher's."""
+        prompts and with the teacher's, and the log-probs (B, T) with which they were sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids, _ = generate(
+        completion_ids, sampler_logprobs = generate(
             policy,
             prompt_ids,
             max_new_tokens=args.max_new_tokens,
@@ -179,10 +181,10 @@ def main(args: Args) -> Path:
         )
         sequences = list(zip(prompt_ids, completion_ids, strict=True))
         teacher_ids = [prompt.teacher_ids for prompt in prompts]
-        return sequences, list(zip(teacher_ids, completion_ids, strict=True))
+        return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
 
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": zlib.crc32(repr(train_prompts).encode())}
+    state = {"step": 0, "data": checksum(train_prompts)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -195,11 +197,14 @@ def main(args: Args) -> Path:
         # 1. Roll out: a completion per prompt, from the student as it is now.
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
-        sequences, teacher_sequences = sample([train_prompts[i] for i in prompt_inds], rng)  # B
+        prompts = [train_prompts[i] for i in prompt_inds]
+        sequences, teacher_sequences, sampler_logprobs = sample(prompts, rng)  # B of each
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Rewards: how much more probable than the student the teacher finds each token.
-        rewards = token_rewards(policy, teacher, sequences, teacher_sequences, batches)  # (B, T)
+        rewards, old_logprobs = token_rewards(
+            policy, teacher, sequences, teacher_sequences, batches
+        )  # (B, T) each
         advantages = discounted_sums(rewards, args.discount)  # (B, T)
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
@@ -214,13 +219,14 @@ def main(args: Args) -> Path:
         optimizer.zero_grad()
 
         # 4. Log, evaluate, save.
-        lengths = [len(completion) for _, completion in sequences]
+        lengths = torch.tensor([len(completion) for _, completion in sequences], device=device)
+        mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
         completion_rewards = rewards.sum(dim=1)  # (B,)
-        metrics = {
+        metrics = sampling_metrics(old_logprobs, sampler_logprobs, mask) | {
             "objective/kl": -completion_rewards.mean().item(),  # to the teacher, nats a completion
             "policy/grad_norm": grad_norm,
-            "completions/length_mean": np.mean(lengths),
+            "completions/length_mean": lengths.float().mean().item(),
             "completions/truncated_fraction": np.mean(truncated),
         }
         rollouts, samples = [], []
@@ -246,9 +252,9 @@ def evaluate(
 ) -> tuple[dict, list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     # The same numbers each time.
-    sequences, teacher_sequences = sample(prompts, Generator().manual_seed(args.seed))
+    sequences, teacher_sequences, _ = sample(prompts, Generator().manual_seed(args.seed))
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
-    rewards = token_rewards(policy, teacher, sequences, teacher_sequences, batches)  # (B, T)
+    rewards, _ = token_rewards(policy, teacher, sequences, teacher_sequences, batches)  # (B, T)
     rewards = rewards.sum(dim=1).tolist()  # (B,)
     completion_ids = [completion for _, completion in sequences]
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -279,9 +285,14 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -290,23 +301,18 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_student_prompts(args: Args, split: str, tokenizer: Any) -> list[StudentPrompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
-    prompts, dropped, longest = [], Counter(), 0
     columns = [args.prompt_column, args.teacher_prompt_column or args.prompt_column]
-    for row in load_rows(args, split, {*columns}):
+
+    def encode_row(row: dict) -> tuple[StudentPrompt, list[list[int]]]:
         texts = [row[column] for column in columns]
         if args.chat:
             texts = [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in texts]
-        try:
-            ids, teacher_ids = (encode(tokenizer, x, add_generation_prompt=True) for x in texts)
-            length = max(len(ids), len(teacher_ids))
-            longest = max(longest, length)
-            if length > args.max_prompt_length:
-                raise UnusableRow("longer than --max-prompt-length")
-            prompts.append(StudentPrompt(texts[0], ids, teacher_ids))
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-    report_rows(split, len(prompts), dropped, longest)
-    return prompts
+        ids, teacher_ids = (encode(tokenizer, x, add_generation_prompt=True) for x in texts)
+        return StudentPrompt(texts[0], ids, teacher_ids), [ids, teacher_ids]
+
+    rows = load_rows(args, split, {*columns})
+    flag = "--max-prompt-length"
+    return encode_rows(split, rows, encode_row, tokenizer, flag, args.max_prompt_length)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -341,10 +347,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -358,7 +362,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -394,4 +399,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

@@ -39,11 +39,12 @@ import runpy
 import sys
 import time
 import warnings
-import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from datetime import datetime
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -64,10 +65,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
+from common.tokens import UnusableRow, checksum, encode_pair, encode_rows, find_stop_ids
+from common.tokens import load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -91,6 +93,7 @@ class Args:
     rejected_column: str = "rejected"  # column of the other completion
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
     # sigmoid: DPO's own; sigmoid_norm: with log-ratios per token (OLMo 2, Tulu 3)
@@ -191,7 +194,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
@@ -221,7 +224,7 @@ def main(args: Args) -> Path:
     )
     training = {"policy": (policy, optimizer)}
     trained_on = [(pair.prompt.ids, pair.chosen_ids, pair.rejected_ids) for pair in train_pairs]
-    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
+    state = {"step": 0, "data": checksum(trained_on)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -434,14 +437,18 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=texts, **columns)
-        rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+        try:
+            found = function(**deepcopy(columns))  # which it may change
+        except SystemExit as error:  # would end the run without an error
+            raise RuntimeError(f"reward {name} called sys.exit") from error
+        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
+        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-            expected = f"{len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {rewards}")
+            expected = f"a list of {len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -465,9 +472,14 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -478,29 +490,24 @@ def load_preference_pairs(
     args: Args, split: str, tokenizer: Any, stop_ids: list[int]
 ) -> list[PreferencePair]:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
-    pairs, dropped, longest = [], Counter(), 0
+
+    def encode_row(row: dict) -> tuple[PreferencePair, list[list[int]]]:
+        prompt, chosen, rejected = to_pair(args, row)
+        prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
+        rejected_prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+        # Of what a chat template opens one answer alone with, both have it in the completion.
+        start = min(len(prompt_ids), len(rejected_prompt_ids))
+        chosen_ids = prompt_ids[start:] + chosen_ids
+        rejected_ids = rejected_prompt_ids[start:] + rejected_ids
+        prompt_ids = prompt_ids[:start]
+        if chosen_ids == rejected_ids:
+            raise UnusableRow("with chosen equal to rejected")
+        pair = PreferencePair(Prompt(prompt, prompt_ids, row), chosen_ids, rejected_ids)
+        return pair, [prompt_ids + chosen_ids, prompt_ids + rejected_ids]
+
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
-    for row in load_rows(args, split, columns):
-        try:
-            prompt, chosen, rejected = to_pair(args, row)
-            prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
-            rejected_prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
-            # Of what a chat template opens one answer alone with, both have it in the completion.
-            start = min(len(prompt_ids), len(rejected_prompt_ids))
-            chosen_ids = prompt_ids[start:] + chosen_ids
-            rejected_ids = rejected_prompt_ids[start:] + rejected_ids
-            prompt_ids = prompt_ids[:start]
-            length = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
-            longest = max(longest, length)
-            if length > args.max_length:
-                raise UnusableRow("longer than --max-length")
-            if chosen_ids == rejected_ids:
-                raise UnusableRow("with chosen equal to rejected")
-            pairs.append(PreferencePair(Prompt(prompt, prompt_ids, row), chosen_ids, rejected_ids))
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-    report_rows(split, len(pairs), dropped, longest)
-    return pairs
+    rows = load_rows(args, split, columns)
+    return encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
@@ -555,10 +562,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -572,7 +577,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -608,4 +614,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

@@ -12,8 +12,8 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
 Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. Where another
-policy pi_sampler has sampled, --importance-cap C multiplies the loss of o_i by the constant
-min(prod_t pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling.
+policy pi_sampler has sampled, --importance-cap C multiplies the loss of each token by the constant
+min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -34,12 +34,13 @@ import runpy
 import sys
 import time
 import warnings
-import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
+from glob import escape
 from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -63,10 +64,10 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
-from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, pad_rows, report_rows
+from common.tokens import checksum, encode, encode_rows, find_stop_ids, load_tokenizer, pad_rows
 from common.tokens import rollout_row
 
 
@@ -91,6 +92,7 @@ class Args:
     answer_column: str = "answer"  # column that reward functions receive as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
     # path/to/file.py:function, one or more; default: 1 if the last number is the answer, else 0
@@ -128,7 +130,7 @@ class Args:
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     # leave cut-off completions out of the loss (DAPO) and its means: the others then weigh more
     mask_truncated: bool = False
-    # cap C of a completion's weight, where another program samples (usual: 2); 0: no weights
+    # cap C of a token's weight, where another program samples (usual: 2); 0: no weights
     importance_cap: NonNegativeFloat = 0.0
     # a ratio for each token (GRPO), or one for the whole completion (GSPO)
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -300,7 +302,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
     eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
@@ -320,6 +322,8 @@ def main(args: Args) -> Path:
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
+        if getattr(getattr(reward_model, "score", None), "out_features", 0) != 1:
+            raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
         shard(reward_model.requires_grad_(False), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
@@ -330,8 +334,8 @@ def main(args: Args) -> Path:
     sample = partial(sample_completions, args, policy, stop_ids)
     evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
-    trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
-    state = {"step": 0, "prompts_read": 0, "data": zlib.crc32(repr(trained_on).encode())}
+    trained_on = ((prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts)
+    state = {"step": 0, "prompts_read": 0, "data": checksum(trained_on)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -356,6 +360,8 @@ def main(args: Args) -> Path:
         rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
+        if args.mask_truncated and not ended.any():
+            warnings.warn("--mask-truncated leaves no completion to train on", stacklevel=1)
         mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T)
         rollout_time = time.perf_counter()
 
@@ -407,8 +413,8 @@ def main(args: Args) -> Path:
                         old_logprobs[idx] = logprobs.detach()
                     step_weights = weights[inds].to(device, non_blocking=True)
                     if args.importance_cap > 0:
-                        log_ratio = (old_logprobs - sampler_logprobs)[idx].sum(dim=1, keepdim=True)
-                        step_weights *= log_ratio.exp().clamp(max=args.importance_cap)
+                        sampler_ratio = (old_logprobs - sampler_logprobs)[idx].exp()  # (b, T)
+                        step_weights *= sampler_ratio.clamp(max=args.importance_cap)
                     loss, loss_sums = grpo_loss(
                         logprobs,
                         old_logprobs[idx],
@@ -429,7 +435,8 @@ def main(args: Args) -> Path:
                     for name, value in loss_sums.items():
                         sums[name] += value.detach().double()
                 grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
-                optimizer.step()
+                if len(minibatch) > 0:  # else AdamW would move by its momentum
+                    optimizer.step()
                 optimizer.zero_grad()
 
         # 5. Log, evaluate, save.
@@ -456,7 +463,7 @@ def main(args: Args) -> Path:
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
-        progress.set_postfix({name: metrics.get(name) for name in shown})
+        progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
@@ -619,14 +626,18 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=texts, **columns)
-        rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+        try:
+            found = function(**deepcopy(columns))  # which it may change
+        except SystemExit as error:  # would end the run without an error
+            raise RuntimeError(f"reward {name} called sys.exit") from error
+        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
+        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-            expected = f"{len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {rewards}")
+            expected = f"a list of {len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -666,9 +677,14 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -677,24 +693,20 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
-    prompts, dropped, longest = [], Counter(), 0
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    for row in load_rows(args, split, columns):
+
+    def encode_row(row: dict) -> tuple[Prompt, list[list[int]]]:
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        try:
-            ids = encode(tokenizer, text, add_generation_prompt=True)
-            longest = max(longest, len(ids))
-            if len(ids) > args.max_prompt_length:
-                raise UnusableRow("longer than --max-prompt-length")
-            prompts.append(Prompt(text, ids, row))
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-    report_rows(split, len(prompts), dropped, longest)
-    return prompts
+        ids = encode(tokenizer, text, add_generation_prompt=True)
+        return Prompt(text, ids, row), [ids]
+
+    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
+    rows = load_rows(args, split, columns)
+    flag = "--max-prompt-length"
+    return encode_rows(split, rows, encode_row, tokenizer, flag, args.max_prompt_length)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -729,10 +741,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -746,7 +756,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -782,4 +793,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

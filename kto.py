@@ -29,11 +29,11 @@ import runpy
 import sys
 import time
 import warnings
-import zlib
-from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from datetime import datetime
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -53,10 +53,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
+from common.tokens import checksum, encode_pair, encode_rows, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -80,6 +80,7 @@ class Args:
     label_column: str = "label"  # column that is true or 1 for desirable completions, or false or 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
     beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
@@ -165,7 +166,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
@@ -193,8 +194,8 @@ def main(args: Args) -> Path:
         evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_rows
     )
     training = {"policy": (policy, optimizer)}
-    trained_on = [(row.prompt.ids, row.completion_ids, row.label) for row in train_rows]
-    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
+    trained_on = ((row.prompt.ids, row.completion_ids, row.label) for row in train_rows)
+    state = {"step": 0, "data": checksum(trained_on)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -376,14 +377,18 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=texts, **columns)
-        rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+        try:
+            found = function(**deepcopy(columns))  # which it may change
+        except SystemExit as error:  # would end the run without an error
+            raise RuntimeError(f"reward {name} called sys.exit") from error
+        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
+        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-            expected = f"{len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {rewards}")
+            expected = f"a list of {len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -407,9 +412,14 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -418,26 +428,22 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> list[LabelledRow]:
     """The rows of a split, without those that are empty or longer than --max-length."""
-    rows, dropped, longest = [], Counter(), 0
     columns = [args.prompt_column, args.completion_column, args.label_column]
-    for row in load_rows(args, split, {*columns}):
+
+    def encode_row(row: dict) -> tuple[LabelledRow, list[list[int]]]:
         prompt, completion, label = [row.pop(column) for column in columns]
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
         if args.chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        try:
-            prompt_ids, completion_ids = encode_pair(tokenizer, prompt or "", completion, stop_ids)
-            length = len(prompt_ids) + len(completion_ids)
-            longest = max(longest, length)
-            if length > args.max_length:
-                raise UnusableRow("longer than --max-length")
-            rows.append(LabelledRow(Prompt(prompt, prompt_ids, row), completion_ids, bool(label)))
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-    report_rows(split, len(rows), dropped, longest)
-    print(f"{split}: {sum(row.label for row in rows)} of them desirable")
-    return rows
+        prompt_ids, completion_ids = encode_pair(tokenizer, prompt or "", completion, stop_ids)
+        labelled = LabelledRow(Prompt(prompt, prompt_ids, row), completion_ids, bool(label))
+        return labelled, [prompt_ids + completion_ids]
+
+    rows = load_rows(args, split, {*columns})
+    labelled = encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
+    print(f"{split}: {sum(row.label for row in labelled)} of them desirable")
+    return labelled
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -472,10 +478,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -489,7 +493,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -525,4 +530,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

@@ -44,13 +44,13 @@ import runpy
 import sys
 import time
 import warnings
-import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
+from glob import escape
 from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -73,10 +73,10 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import shard
+from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
-from common.tokens import UnusableRow, encode, find_stop_ids, load_tokenizer, pad_rows, report_rows
+from common.tokens import checksum, encode, encode_rows, find_stop_ids, load_tokenizer, pad_rows
 from common.tokens import rollout_row
 
 
@@ -101,6 +101,7 @@ class Args:
     answer_column: str = "answer"  # column that reward functions receive as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
     reward_model: str | None = "tiny/reviews/reward_model"  # classifier with one label; or None
@@ -122,7 +123,7 @@ class Args:
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda: 0 trusts the critic alone
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
-    vf_coef: NonNegativeFloat = 0.5  # factor of the value loss; matters with --critic-init policy
+    vf_coef: NonNegativeFloat = 0.5  # factor of the value loss, before the gradient is clipped
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     target_kl: PositiveFloat | None = None  # no further pass if policy/approx_kl is above this
@@ -153,6 +154,8 @@ class Args:
         completions_per_rollout = self.prompts_per_rollout * self.group_size
         if self.num_minibatches > completions_per_rollout:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
+        if self.critic_warmup_rollouts >= self.total_rollouts:
+            raise ValueError("--critic-warmup-rollouts: the policy would never be trained")
         if self.reference and self.beta == 0:
             raise ValueError("--reference needs --beta above 0")
         if self.kl_target and self.beta == 0:
@@ -303,7 +306,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- rewards, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
     eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
@@ -337,8 +340,8 @@ def main(args: Args) -> Path:
     sample = partial(sample_completions, args, policy, stop_ids)
     evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
-    trained_on = [(prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts]
-    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode()), "beta": args.beta}
+    trained_on = ((prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts)
+    state = {"step": 0, "data": checksum(trained_on), "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -391,6 +394,8 @@ def main(args: Args) -> Path:
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         factor = lr_factor(args, step, args.total_rollouts)
         is_warmup = step < args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
+        if step == args.critic_warmup_rollouts:
+            policy_optimizer.state.clear()  # moments of an untrained critic's advantages
         policy_optimizer.param_groups[0]["lr"] = 0.0 if is_warmup else args.learning_rate * factor
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * factor
         sums, policy_grad_norms, critic_grad_norms = defaultdict(float), [], []
@@ -467,7 +472,7 @@ def main(args: Args) -> Path:
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
-        progress.set_postfix({name: metrics.get(name) for name in shown})
+        progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1, "beta": beta})
 
@@ -648,14 +653,18 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        prompt_texts = [prompt.text for prompt in prompts]
-        rewards = function(prompts=prompt_texts, completions=texts, **columns)
-        rewards = np.asarray(rewards, dtype=np.float32)  # None becomes NaN
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+        try:
+            found = function(**deepcopy(columns))  # which it may change
+        except SystemExit as error:  # would end the run without an error
+            raise RuntimeError(f"reward {name} called sys.exit") from error
+        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
+        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-            expected = f"{len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {rewards}")
+            expected = f"a list of {len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -666,6 +675,8 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int, device: torch.
     """
     kind = AutoModelForSequenceClassification
     model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
+    if getattr(getattr(model, "score", None), "out_features", 0) != 1:
+        raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
     if args.lora_rank > 0 and args.critic_init == "reward_model":
         add_adapters(model, args.lora_rank, args.seed)
         model.value_head = deepcopy(model.score).requires_grad_(True)
@@ -707,9 +718,14 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -718,24 +734,20 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
-    prompts, dropped, longest = [], Counter(), 0
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    for row in load_rows(args, split, columns):
+
+    def encode_row(row: dict) -> tuple[Prompt, list[list[int]]]:
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        try:
-            ids = encode(tokenizer, text, add_generation_prompt=True)
-            longest = max(longest, len(ids))
-            if len(ids) > args.max_prompt_length:
-                raise UnusableRow("longer than --max-prompt-length")
-            prompts.append(Prompt(text, ids, row))
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-    report_rows(split, len(prompts), dropped, longest)
-    return prompts
+        ids = encode(tokenizer, text, add_generation_prompt=True)
+        return Prompt(text, ids, row), [ids]
+
+    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
+    rows = load_rows(args, split, columns)
+    flag = "--max-prompt-length"
+    return encode_rows(split, rows, encode_row, tokenizer, flag, args.max_prompt_length)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -770,10 +782,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -787,7 +797,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -823,4 +834,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

@@ -29,10 +29,9 @@ import os
 import sys
 import time
 import warnings
-import zlib
-from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -49,12 +48,12 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from common.logprobs import hidden_states, micro_batches
-from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
-from common.model import transformer_layers
+from common.model import TRAINED, add_adapters, checkpoint_activations, replaced, save_weights
+from common.model import shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, pad_rows
-from common.tokens import report_rows
+from common.tokens import UnusableRow, checksum, encode_pair, encode_rows, find_stop_ids
+from common.tokens import load_tokenizer, pad_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -78,6 +77,7 @@ class Args:
     margin_column: str | None = "margin"  # column of m, which is 0 without one; None: always 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     # --- training and evaluation ---
     train_layers: NonNegativeInt | None = None  # last layers trained, 0: the head alone; None: all
@@ -142,7 +142,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
@@ -157,7 +157,7 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     training = {"model": (model, optimizer)}
-    state = {"step": 0, "data": zlib.crc32(repr(train_pairs).encode()), "score_mean": 0.0}
+    state = {"step": 0, "data": checksum(train_pairs), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -314,9 +314,14 @@ def load_classifier(
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -325,30 +330,25 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list[Comparison]:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
-    pairs, dropped, longest = [], Counter(), 0
-    columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
-    columns -= {"prompt", "margin", None}  # these need not be there
-    for row in load_rows(args, split, columns):
+
+    def encode_row(row: dict) -> tuple[Comparison, list[list[int]]]:
         margin = row.get(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
-        try:
-            prompt, chosen, rejected = to_pair(args, row)
-            prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
-            chosen_ids = prompt_ids + chosen_ids
-            prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
-            rejected_ids = prompt_ids + rejected_ids
-            length = max(len(chosen_ids), len(rejected_ids))
-            longest = max(longest, length)
-            if length > args.max_length:
-                raise UnusableRow("longer than --max-length")
-            if chosen_ids == rejected_ids:
-                raise UnusableRow("with chosen equal to rejected")
-            pairs.append(Comparison(chosen_ids, rejected_ids, margin))
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-    report_rows(split, len(pairs), dropped, longest)
-    return pairs
+        prompt, chosen, rejected = to_pair(args, row)
+        prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
+        chosen_ids = prompt_ids + chosen_ids
+        prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+        rejected_ids = prompt_ids + rejected_ids
+        if chosen_ids == rejected_ids:
+            raise UnusableRow("with chosen equal to rejected")
+        return Comparison(chosen_ids, rejected_ids, margin), [chosen_ids, rejected_ids]
+
+    columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
+    rows = load_rows(args, split, columns - {"prompt", "margin", None})  # these need not be there
+    if args.margin_column in rows.column_names:
+        print(f"{split}: margins m from the column `{args.margin_column}`")
+    return encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
@@ -403,10 +403,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -420,7 +418,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -456,4 +455,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

@@ -26,9 +26,9 @@ import os
 import sys
 import time
 import warnings
-import zlib
-from collections import Counter
 from datetime import datetime
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -47,10 +47,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, add_adapters, checkpoint_activations, save_weights, shard
+from common.model import TRAINED, add_adapters, checkpoint_activations, replaced, save_weights
+from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, encode_pair, find_stop_ids, load_tokenizer, report_rows
+from common.tokens import UnusableRow, checksum, encode_pair, encode_rows, find_stop_ids
+from common.tokens import load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -72,6 +74,7 @@ class Args:
     completion_column: str = "completion"  # column; without it `messages` or `text` is read
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
     # --- optimisation and evaluation ---
@@ -112,7 +115,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_data = load_demonstrations(args, args.train_split, tokenizer, stop_ids)
     eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
@@ -135,8 +138,8 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     training = {"policy": (policy, optimizer)}
-    trained_on = [(row.prompt_ids, row.completion_ids) for row in train_data]
-    state = {"step": 0, "data": zlib.crc32(repr(trained_on).encode())}
+    trained_on = ((row.prompt_ids, row.completion_ids) for row in train_data)
+    state = {"step": 0, "data": checksum(trained_on)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -254,9 +257,14 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
-    source, data_files = args.dataset, None
-    if os.path.isfile(source):  # all its rows are of the split `train`
-        source, data_files = os.path.split(os.path.abspath(source))
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    if path.is_file():  # its rows are the split `train`
+        name, paths = "train", [path]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    source = str(paths[0].parent) if files else args.dataset
+    data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
     if missing := columns - {*dataset.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
@@ -265,28 +273,36 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list:
     """The demonstrations of a split, without those that are empty or longer than --max-length."""
-    data, dropped, longest = [], Counter(), 0
+
+    def encode_pair_of_row(pair: tuple) -> tuple[Demonstration, list[list[int]]]:
+        prompt, completion = pair
+        prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
+        return Demonstration(prompt, prompt_ids, completion_ids), [prompt_ids + completion_ids]
+
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
-    for row in load_rows(args, split, columns):
-        for prompt, completion in to_pairs(args, row):
-            try:
-                prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
-                length = len(prompt_ids) + len(completion_ids)
-                longest = max(longest, length)
-                if length > args.max_length:
-                    raise UnusableRow("longer than --max-length")
-                data.append(Demonstration(prompt, prompt_ids, completion_ids))
-            except UnusableRow as reason:
-                dropped[str(reason)] += 1
-    report_rows(split, len(data), dropped, longest)
-    return data
+    return encode_rows(
+        split,
+        load_rows(args, split, columns),
+        encode_pair_of_row,
+        tokenizer,
+        "--max-length",
+        args.max_length,
+        parts_of=partial(to_pairs, args),
+    )
 
 
 def to_pairs(args: Args, row: dict) -> list[tuple]:
     """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
     if "messages" in row and args.completion_column not in row:
-        turns = row["messages"]
-        replies = [i for i in range(1, len(turns)) if turns[i]["role"] == "assistant"]
+        turns = row["messages"] or []
+        if not isinstance(turns, list):
+            raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
+        roles = [turn.get("role") for turn in turns]
+        # OpenAI's `weight`: a turn of weight 0 is read, not learned.
+        replies = [i for i in range(1, len(turns)) if roles[i] == "assistant"]
+        replies = [i for i in replies if turns[i].get("weight") != 0]
+        if not replies:
+            raise UnusableRow(f"with no assistant's reply to learn, only {[*dict.fromkeys(roles)]}")
         pairs = [(turns[:i], [turns[i]]) for i in replies]
         # The last pair holds all turns: it is enough where prompts are learned too.
         return pairs[-1:] if args.train_on_prompt else pairs
@@ -333,10 +349,8 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        torch.save(state, run_dir / "checkpoint.tmp")
-        with open(run_dir / "checkpoint.tmp", "rb+") as file:
-            os.fsync(file)  # on the disk before it gets its name
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
@@ -350,7 +364,8 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        dcp.set_model_state_dict(model, weights, options=TRAINED)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
@@ -386,4 +401,5 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -
 
 if __name__ == "__main__":
     main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
     leave_processes()

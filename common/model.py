@@ -1,5 +1,6 @@
 """A model on its device: sharding, types, adapters, activation checkpointing, whole weights."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -143,9 +144,10 @@ def forward_method(function: Callable) -> Callable:
     def gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, FSDPModule):
             return function(model, *args, **kwargs)
-        model.gathered = partial(function, model)
+        # Bound here, since FSDP would walk through arguments: all token ids of a rollout.
+        model.gathered = partial(function, model, *args, **kwargs)
         register_fsdp_forward_method(model, "gathered")
-        return model.gathered(*args, **kwargs)
+        return model.gathered()
 
     return gathered
 
@@ -170,6 +172,19 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
 TRAINED = dcp.StateDictOptions(
     full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
 )
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Write a new version of a file beside it, which takes its place once it is on the disk."""
+    beside = path.with_suffix(".tmp")
+    try:
+        yield beside
+        with open(beside, "rb+") as file:
+            os.fsync(file)
+    except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+        raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
+    os.replace(beside, path)
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:

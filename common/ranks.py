@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 def join_processes() -> torch.device:
     """Connect the processes that torchrun has started, if it has; returns this one's device."""
     logging.disable_progress_bar()  # of loading weights, on every rank
+    with suppress(AttributeError):  # a notebook's stdout takes every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         # An H100's first choice, which compiles for every length that it meets.

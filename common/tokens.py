@@ -3,29 +3,45 @@
 import json
 import re
 import warnings
+import zlib
 from collections import Counter
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import date
+from functools import cache, partial
 from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
 
-def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
+def load_tokenizer(
+    source: str, chat_template_kwargs: str = "{}", today: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object,
+    and a date YYYY-MM-DD for today's. A ValueError if the model has adapters or is quantised.
+    """
+    flags = "--model, --reference, --reward-model, --teacher"
     if find_adapter_config_file(source):  # transformers would go on with the model below it
-        flags = "--model, --reference, --reward-model, --teacher"
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
+    with suppress(OSError):  # a tokenizer alone has no config
+        if "quantization_config" in PretrainedConfig.get_config_dict(source)[0]:
+            raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
     words = re.findall(r"\w+", str(tokenizer.chat_template))
     if unknown := values.keys() - {*words}:
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
+    if today and "strftime_now(" in str(tokenizer.chat_template):  # else midnight changes prompts
+        values["chat_template"] = re.sub(
+            r"strftime_now\((['\"])(.*?)\1\)",
+            lambda call: repr(date.fromisoformat(today).strftime(call[2])),
+            tokenizer.get_chat_template(),
+        )
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return tokenizer
 
@@ -88,13 +104,25 @@ class UnusableRow(ValueError):
     """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
 
 
+@cache
+def special_tokens(tokenizer: Any) -> re.Pattern:
+    """Matches each special token, such as <|im_end|>, that a text spells out."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
 def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> list[int]:
     """Token ids of a string, with the tokenizer's BOS and without an EOS that it appends, or of
     chat messages through the chat template. A ValueError if that leaves out a message; an
-    `UnusableRow` if the text is empty, or if an assistant's turn is to be answered.
+    `UnusableRow` if the text is empty, if a message spells out a special token, which would end or
+    begin a turn, or if an assistant's turn is to be answered. A warning if a prompt is a string
+    that goes without the chat template that there is.
     """
     refuse_empty(text)
     if isinstance(text, str):
+        is_rendered = special_tokens(tokenizer).search(text)
+        if add_generation_prompt and tokenizer.chat_template and not is_rendered:
+            warnings.warn("--chat: without it string prompts get no chat template", stacklevel=2)
         ids = tokenizer(text).input_ids
         if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
             ids = ids[:-1]  # a prompt that ends with EOS would be over
@@ -102,6 +130,8 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         if add_generation_prompt and text[-1]["role"] == "assistant":
             raise UnusableRow("whose prompt ends with an assistant's turn")
         messages = [message | {"content": content(message)} for message in text]
+        if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
+            raise UnusableRow("with a special token in the text of a message")
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -136,32 +166,39 @@ def answer(text: str) -> str:
 
 
 def refuse_empty(text: Any) -> None:
-    """An `UnusableRow` if a string, or the last of some chat messages, says nothing."""
+    """An `UnusableRow` if a string, or the last of some chat messages, is empty; a ValueError if
+    the text is neither.
+    """
+    if not isinstance(text, str | list | None):
+        raise ValueError(f"expected a string or a list of chat messages, found {text!r:.200}")
     last_turn = content(text[-1]) if text and isinstance(text, list) else text
     if not last_turn or not last_turn.strip():
-        raise UnusableRow("with an empty prompt or completion")
+        if isinstance(text, list) and text and text[-1].get("tool_calls"):
+            raise UnusableRow("with a tool call instead of a text")
+        raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
 
 
 def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) -> tuple[list, list]:
     """Token ids of a prompt and of its completion, which ends with its first stop id. The two are
     tokenised as one text and cut where it departs from the prompt as the model meets it when it
     samples: at its end, or in what a chat template opens an answer with, such as a thought; then a
-    warning. An `UnusableRow` if they depart earlier, if one of the two is empty or left out, or if
-    the completion is several messages. Without a prompt (None) the first token takes its place.
+    warning. An `UnusableRow` if they depart earlier, if one of the two is empty or left out, if
+    the completion is several messages, or if a string goes on after its end. Without a prompt
+    (None) the first token takes its place, and all others are learned.
     """
     refuse_empty(completion)
+    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if prompt is None:  # several documents or turns may stand in one text
+        ids = encode(tokenizer, completion)
+        return ids[:1], [*ids[1:], *([] if ids[-1] in stop_ids else [eos])]
     if isinstance(prompt, str) and isinstance(completion, list):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     if isinstance(completion, list) and len(completion) > 1:
         raise UnusableRow("with a completion of several messages")
-    if prompt is None:
-        ids = encode(tokenizer, completion)
-        prompt_ids = ids[:1]
-    else:
-        prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
-        ids = encode(tokenizer, prompt + completion)
+    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
+    ids = encode(tokenizer, prompt + completion)
     if isinstance(completion, list) and completion[0]["role"] != "assistant":
         raise UnusableRow("whose completion is not an assistant's turn")
     start = len(commonprefix([prompt_ids, ids]))  # it takes any sequences
@@ -176,19 +213,66 @@ def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) ->
         trained = trained.partition(said)[0]
         difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
         warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
-    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     prompt_ids, completion_ids = prompt_ids[:start], [*ids[start:], eos]
     end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)
     if end == 0 and isinstance(completion, list):  # no token of what the message says
         raise UnusableRow("whose completion the chat template leaves out")
+    rest = tokenizer.decode(completion_ids[end + 1 :], skip_special_tokens=True)
+    if rest.strip() and isinstance(completion, str):
+        raise UnusableRow("whose completion goes on after a stop id")
     return prompt_ids, completion_ids[: end + 1]
 
 
-def report_rows(split: str, num_rows: int, dropped: Counter, longest: int) -> None:
-    """Print how many rows are left; a warning if most were dropped, a ValueError if all were."""
-    report = f"{split}: {num_rows} rows, dropped {dict(dropped)}; longest {longest} tokens"
-    print(report)
-    if num_rows == 0:
+def encode_rows(
+    split: str,
+    rows: Iterable,
+    encode_row: Callable[[Any], tuple[Any, list[list[int]]]],
+    tokenizer: Any,
+    flag: str,
+    max_length: int,
+    parts_of: Callable[[dict], list] = lambda row: [row],
+) -> list:
+    """The items that `encode_row` makes of rows, or of their parts, each beside its sequences of
+    token ids. What is unusable, or longer than the `max_length` of a flag, is dropped and counted;
+    a warning if most are, a ValueError if all are. Prints the counts and the first row.
+    """
+    items, dropped, longest, first = [], Counter(), 0, ""
+    for number, row in enumerate(rows):
+        parts = []
+        with counted(dropped, f"row {number} of {split}"):
+            parts = parts_of(row)
+        for part in parts:
+            with counted(dropped, f"row {number} of {split}"):
+                item, sequences = encode_row(part)
+                length = max(map(len, sequences))
+                longest = max(longest, length)
+                if length > max_length:
+                    raise UnusableRow(f"longer than {flag}")
+                items.append(item)
+                first = first or tokenizer.decode(sequences[0])
+    report = f"{split}: {len(items)} rows, dropped {dict(dropped)}; longest {longest} tokens"
+    print(f"{report}\n    {first if len(first) < 1000 else first[:500] + ' ... ' + first[-500:]!r}")
+    if not items:
         raise ValueError(f"--dataset: no row is left of {report}")
-    if num_rows < dropped.total():
+    if len(items) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
+    return items
+
+
+@contextmanager
+def counted(dropped: Counter, place: str) -> Iterator[None]:
+    """Count an `UnusableRow` by its message; a ValueError tells the place of any other error."""
+    try:
+        yield
+    except UnusableRow as reason:
+        dropped[str(reason)] += 1
+    except Exception as error:
+        raise ValueError(f"--dataset: {place}: {type(error).__name__}: {error}") from error
+
+
+def checksum(rows: Iterable) -> int:
+    """CRC-32 of what is trained on, by which --resume sees that it has changed."""
+    crc = 0
+    for row in rows:
+        crc = zlib.crc32(repr(row).encode(), crc)
+    return crc

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from fractions import Fraction
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import mean, stdev
 
 import algorithms
@@ -358,6 +358,21 @@ def test_a_model_rewards_a_run(tmp_path):
 
 
 # --- the loop -----------------------------------------------------------------------------------
+def test_without_a_completion_that_ended_there_is_no_step(tmp_path, monkeypatch):
+    """AdamW would move by its momentum."""
+    steps = watch_steps(monkeypatch)
+    flags = dict(mask_truncated=True, num_minibatches=8, total_rollouts=2, max_new_tokens=4)
+    run(tmp_path, **flags)
+    moved = []
+    for (before, gradient, _), (after, _, _) in pairwise(steps):
+        is_empty = all(g.abs().max() == 0 for g in gradient)
+        moved.append((is_empty, not all(map(torch.equal, before, after))))
+    assert {*moved} == {(True, False), (False, True)}
+    with pytest.warns(UserWarning, match="--mask-truncated leaves no completion to train on"):
+        row = metrics_of(run(tmp_path, **flags | dict(max_new_tokens=1)))[-1]
+    assert row["policy/grad_norm"] == row["objective/loss"] == 0
+
+
 # Each with all that belongs to it.
 WHOLE = [
     dict(missing_eos_penalty=3.0, overlong_buffer=8, scale_rewards="none", loss_norm="token")

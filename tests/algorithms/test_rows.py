@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 EACH = pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].kind == "rows"])
 PAIRS = pytest.mark.parametrize("name", ["rm_bradley_terry", "dpo"])
+EMPTY = "with an empty prompt or completion (in a csv also NA and null)"
 CHATS = pytest.mark.parametrize("chat", [False, True])
 
 
@@ -64,12 +65,14 @@ def assert_sequences(name, rows, prompt, completions):
 
 @EACH
 def test_a_completion_ends_with_its_first_stop_id(name, tmp_path):
-    rows = [row_of("on wednesday", text) for text in (" a film", " a film <eos> was")]
+    rows = [row_of("on wednesday", text) for text in (" a film", " a film <eos> <pad>")]
     loaded = load(name, tmp_path, rows)
     assert_sequences(name, loaded, "on wednesday", ["a film <eos>", "a film <eos>"])
-    rows = [row_of("on wednesday", " a film . it was")]
-    loaded = load(name, tmp_path, rows, stop_ids=[EOS, *ids(".")])
+    stop_ids = [EOS, *ids(".")]
+    loaded = load(name, tmp_path, [row_of("on wednesday", " a film .")], stop_ids=stop_ids)
     assert_sequences(name, loaded, "on wednesday", ["a film ."])
+    with pytest.raises(ValueError, match="'whose completion goes on after a stop id': 1"):
+        load(name, tmp_path, [row_of("on wednesday", " a film . it")], stop_ids=stop_ids)
 
 
 @CHATS
@@ -79,12 +82,12 @@ def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_pat
     over = "on wednesday i saw jaws ."
     rows = [row_of("on wednesday", text) for text in (" a film", fits, long)]
     rows += [row_of(over, " the plot was dull"), row_of("on wednesday", " \n")]
-    dropped = {"longer than --max-length": 2, "with an empty prompt or completion": 1}
+    dropped = {"longer than --max-length": 2, EMPTY: 1}
     is_pair = name in ("dpo", "rm_bradley_terry")
     if is_pair:
         rows += [row_of("on wednesday", "  it "), row_of("on wednesday", " a film", long)]
         rows += [row_of("on wednesday", " a film", "")]
-        dropped = {"longer than --max-length": 3, "with an empty prompt or completion": 2}
+        dropped = {"longer than --max-length": 3, EMPTY: 2}
         dropped["with chosen equal to rejected"] = 1  # as tokens
     tail, length = "", 8  # <bos> on wednesday, and five more
     if chat:

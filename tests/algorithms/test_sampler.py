@@ -13,7 +13,7 @@ from runs import metrics_of
 from scripts import SPECS
 from spies import spy_on, watch_steps
 
-ROLLOUTS = ["grpo", "ppo_rlhf", "reinforce"]
+ROLLOUTS = ["grpo", "ppo_rlhf", "reinforce", "distill"]
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
@@ -62,6 +62,7 @@ def log_ratios(sampled, model):
         ("grpo", dict(mask_truncated=True, max_new_tokens=8)),
         ("ppo_rlhf", dict(prompts_per_rollout=9)),
         ("reinforce", dict(micro_batch_size=3)),
+        ("distill", dict(prompts_per_rollout=9)),
     ],
 )
 def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_path):
@@ -79,9 +80,9 @@ def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_p
     assert row["policy/sampling_ratio_max"] == pytest.approx(log_ratio.exp().max().item(), rel=1e-4)
 
 
-def test_the_gradient_with_a_cap_is_trls_sequence_truncate(other_sampler, tmp_path, monkeypatch):
-    """By the definition of vllm_importance_sampling_correction: a completion's loss times
-    min(exp(sum_t (log pi_old - log pi_sampler)), cap)."""
+def test_the_gradient_with_a_cap_is_trls_token_truncate(other_sampler, tmp_path, monkeypatch):
+    """By the definition of vllm_importance_sampling_correction: a token's loss times
+    min(exp(log pi_old - log pi_sampler), cap)."""
     steps, sampled = watch_steps(monkeypatch), other_sampler("grpo")
     judged = spy_on(SPECS["grpo"].module, monkeypatch, "rule_rewards")
     flags = dict(beta=0.0, group_size=8, micro_batch_size=5, importance_cap=0.6)
@@ -90,8 +91,8 @@ def test_the_gradient_with_a_cap_is_trls_sequence_truncate(other_sampler, tmp_pa
     (weights, gradient, _), (_, rewards) = steps[0], judged[1]
     policy = plain_model(SPECS["grpo"].module.Args.model)
     set_weights(policy, weights)
-    ratios = torch.stack([ratio.sum().exp() for ratio in log_ratios(sampled[1], policy)])
-    assert (ratios < 0.6).any() and (ratios > 0.6).any()
+    ratios = [ratio.exp() for ratio in log_ratios(sampled[1], policy)]
+    assert (torch.cat(ratios) < 0.6).any() and (torch.cat(ratios) > 0.6).any()
     groups = rewards.view(-1, 8)
     std = groups.std(dim=1, keepdim=True)
     advantages = ((groups - groups.mean(dim=1, keepdim=True)) / (std + 1e-4)).flatten()
@@ -99,8 +100,8 @@ def test_the_gradient_with_a_cap_is_trls_sequence_truncate(other_sampler, tmp_pa
     policy.zero_grad()
     for i, (prompt, completion) in enumerate(zip(arguments[1], completions, strict=True)):
         logprobs, _ = plain_logprobs(policy, prompt, completion)
-        weight = min(ratios[i].item(), 0.6) * advantages[i].item() / len(completions)
-        (-weight * logprobs.mean()).backward()
+        weights = ratios[i].clamp(max=0.6) * advantages[i].item() / len(completions)
+        (-(weights * logprobs).mean()).backward()
     assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
 
 

@@ -1,7 +1,7 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
+import json
 import warnings
-from collections import Counter
 from os.path import commonprefix
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
-from common.tokens import UnusableRow, encode, encode_pair, find_stop_ids, load_tokenizer
-from common.tokens import pad_rows, report_rows, rollout_row, token_texts
+from common.tokens import UnusableRow, checksum, encode, encode_pair, encode_rows, find_stop_ids
+from common.tokens import load_tokenizer, pad_rows, rollout_row, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -122,6 +122,8 @@ IMAGE = {"type": "image", "url": "x.png"}
         (["1+2"], NO_ROLE),
         ([message("human", "5+6"), message("assistant", "3")], LEFT_OUT),
         ("<bos>1+2=", "two BOS"),
+        (12, "expected a string or a list of chat messages, found 12"),  # of a csv
+        (message("user", "1+2"), r"expected a string or a list .*, found \{'role': 'user'"),
     ],
 )
 def test_a_text_that_cannot_be_read(text, error, tokenizer):
@@ -132,6 +134,42 @@ def test_a_text_that_cannot_be_read(text, error, tokenizer):
 def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
     with pytest.raises(ValueError, match="leaves out what 'gpt' says"):
         encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_special_token_that_a_message_spells_out(turn, tokenizer):
+    """It would end the turn, or open another's. In a string it may be a rendered template's."""
+    turns = [message("user", "5+6"), message("assistant", "11")]
+    turns[turn]["content"] += "<eos>1"
+    with pytest.raises(UnusableRow, match="a special token in the text of a message"):
+        encode_pair(tokenizer, turns[:1], turns[1:], [2])
+    assert tokenizer.decode(encode(tokenizer, "5<eos>6")) == "<bos>5<eos>6"
+
+
+def test_a_prompt_that_goes_without_the_chat_template_is_warned_of(tokenizer):
+    with pytest.warns(UserWarning, match="--chat: without it string prompts get no chat template"):
+        encode_pair(tokenizer, "5+6=", "11", [2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_pair(tokenizer, "5+6=<pad>", "11", [2])  # a rendered template
+        encode(tokenizer, "5+6=11")  # a text
+        tokenizer.chat_template = None
+        encode_pair(tokenizer, "5+6=", "11", [2])
+
+
+def test_a_template_is_told_the_runs_date(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ strftime_now('%d.%m.') | replace('.', '+') }}" + CHAT
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path), today="2031-02-03")
+    assert loaded.decode(encode(loaded, [message("user", "5")])) == "03+02+5="
+
+
+def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    config = dict(model_type="llama", quantization_config=dict(quant_method="fp8"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"--model, .*: {tmp_path} is quantised"):
+        load_tokenizer(str(tmp_path))
 
 
 # --- strings --------------------------------------------------------------------------------------
@@ -152,6 +190,19 @@ def test_an_appended_eos_is_taken_off(appending, tokenizer):
     assert tokenizer.decode(prompt + completion) == "<bos>1+2=#3<eos>"
     # One that the text itself ends with stays.
     assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1+2=#3", "<bos>1+2=#3<eos>"),
+        ("1+2=#3<eos>", "<bos>1+2=#3<eos>"),
+        ("1+2=<eos>#3<eos>4", "<bos>1+2=<eos>#3<eos>4<eos>"),  # turns, or documents
+    ],
+)
+def test_of_a_text_alone_all_is_learned(text, expected, tokenizer):
+    first, rest = encode_pair(tokenizer, None, text, [2])
+    assert len(first) == 1 and tokenizer.decode(first + rest) == expected
 
 
 # What a prompt ends in for sampling, and what stands before a rendered answer; `,` opens a thought,
@@ -266,17 +317,52 @@ def test_a_completion_that_makes_a_row_unusable(template, completion, error, tok
         encode_pair(tokenizer, QUESTION, completion, [2])
 
 
-def test_rows_that_are_left_are_reported(capsys):
-    few, many = Counter(empty=1, long=2), Counter(empty=1, long=1)
+@pytest.mark.parametrize(
+    ("completion", "error"),
+    [
+        (dict(message("assistant", None), tool_calls=[{"name": "add"}]), "a tool call instead of"),
+        (None, r"an empty prompt or completion \(in a csv also NA and null\)"),
+        ("1<eos>1", "goes on after a stop id"),
+    ],
+)
+def test_what_a_reason_says(completion, error, tokenizer):
+    prompt = QUESTION
+    if isinstance(completion, dict):
+        completion = [completion]
+    elif completion:
+        prompt = "5+6="
+        assert encode_pair(tokenizer, prompt, "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
+    with pytest.raises(UnusableRow, match=error):
+        encode_pair(tokenizer, prompt, completion, [2])
+
+
+def test_rows_that_are_left_are_reported(tokenizer, capsys):
+    def encode_row(text):
+        if not text:
+            raise UnusableRow("empty")
+        return text, [encode(tokenizer, text), [7] * 9]
+
+    def load(*rows):
+        return encode_rows("train", rows, encode_row, tokenizer, "--max-length", 9)
+
+    long = "1+2+3+4+5="
     with pytest.warns(UserWarning, match="MOST ROWS ARE LOST of train: 2 rows"):
-        report_rows("train", 2, few, 9)
+        assert load("", "1+2=", long, long, "3+4=") == ["1+2=", "3+4="]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report_rows("train", 2, many, 9)
-    line = "train: 2 rows, dropped {'empty': 1, 'long': 1}; longest 9 tokens"
-    assert capsys.readouterr().out.splitlines()[-1] == line
+        load("", "1+2=", long, "3+4=")
+    line = "train: 2 rows, dropped {'empty': 1, 'longer than --max-length': 1}; longest 11 tokens"
+    assert capsys.readouterr().out.splitlines()[-2:] == [line, "    '<bos>1+2='"]
     with pytest.raises(ValueError, match="--dataset: no row is left of train: 0 rows"):
-        report_rows("train", 0, many, 9)
+        load("", "")
+    with pytest.raises(ValueError, match=r"--dataset: row 1 of train: ValueError: .*found 12"):
+        load("1+2=", 12)
+
+
+def test_a_checksum_sees_what_has_changed():
+    rows = [([1, 2], "3"), ([4], None)]
+    sums = [checksum(rows), checksum(iter(rows)), checksum(rows[::-1]), checksum(rows[:1])]
+    assert sums[0] == sums[1] and len({*sums}) == 3
 
 
 # --- back to texts --------------------------------------------------------------------------------

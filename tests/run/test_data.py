@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from datasets import Dataset
-from scripts import ONE_PER_LOADER, SPECS, WITH_ROLLOUTS, short_flags, with_flag
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import PreTrainedModel
+from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoTokenizer, BertConfig, PreTrainedModel
 
 import dpo
 import grpo
@@ -18,6 +18,7 @@ import kto
 import ppo_rlhf
 import rm_bradley_terry
 import sft
+from common.tokens import UnusableRow
 
 EACH = pytest.mark.parametrize("name", SPECS)
 EACH_LOADER = pytest.mark.parametrize("name", ONE_PER_LOADER)
@@ -106,6 +107,29 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
 
 
+@pytest.mark.parametrize("name", with_flag("reward_model"))
+@pytest.mark.parametrize("num_labels", [2, "BERT"])
+def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
+    folder = str(tmp_path / "model")
+    AutoTokenizer.from_pretrained("tiny/reviews/policy").save_pretrained(folder)
+    config = AutoConfig.from_pretrained("tiny/reviews/policy", num_labels=2)
+    if num_labels == "BERT":
+        config = BertConfig(vocab_size=200, num_hidden_layers=1, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    flags = REVIEWS | dict(reward_model=folder)
+    fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
+
+
+def test_a_teacher_with_fewer_tokens_than_the_student(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    model.resize_token_embeddings(99)  # rounded up, as many are: the last ids are no token's
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(folder)
+    message = "--teacher tiny/arithmetic/teacher has fewer tokens than the student"
+    fails("distill", tmp_path, ValueError, message, model=folder, teacher_prompt_column=None)
+
+
 @EACH
 def test_more_tokens_than_positions(name, tmp_path):
     each = [dict(max_length=129), dict(max_new_tokens=126)]
@@ -142,10 +166,11 @@ def test_prompts_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_pa
     args = module.Args(dataset=write_dataset(tmp_path / "data", rows), max_prompt_length=5)
     loaded = getattr(module, SPECS[name].loader)(args, "train", tokenizer)
     assert len(loaded) == 2
-    (printed,) = capsys.readouterr().out.splitlines()
+    printed, first = capsys.readouterr().out.splitlines()
+    assert first == "    '<bos>1+2='"  # as the model meets it
     assert re.match(r"train: 2 rows, dropped \{", printed)
     assert re.search(r"'longer than --max-[a-z-]+': 1[,}]", printed)
-    assert sum(map(int, re.findall(r"empty[a-z ,-]*': (\d)[,}]", printed))) == 2
+    assert sum(map(int, re.findall(r"empty[^']*': (\d)[,}]", printed))) == 2
     assert printed.endswith("; longest 11 tokens")  # with BOS
 
 
@@ -169,6 +194,33 @@ def test_a_single_file(tmp_path):
         assert loaded["prompt"] == ["2+2=", "3+2="]
     with pytest.raises(ValueError, match="Unknown split"):
         kto.load_rows(args, "test", {"prompt"})
+
+
+BESIDE = ("train_unfiltered.jsonl", "train.old.jsonl", "train.jsonl.bak", "eval.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("files", "dataset"),
+    [
+        (("train.jsonl", "test.jsonl", *BESIDE, "old/train.jsonl"), "."),
+        (("train.csv", "test.json", "retrain.csv"), "."),
+        (("data/train-00000-of-00001.parquet",), "."),  # as on the hub
+        (("rows[v2].jsonl", "rowsv.jsonl", "rows2.jsonl"), "rows[v2].jsonl"),
+        (("a[bc]/train.jsonl", "ab/train.jsonl"), "a[bc]"),
+    ],
+)
+def test_the_files_that_are_named_and_no_others(files, dataset, tmp_path):
+    """`datasets` alone takes each file with the split in its name, and `[v2]` for a pattern."""
+    for number, name in enumerate(files):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        table = Dataset.from_list([row_of(f"{number}+2=", "#3")])
+        writer = {".csv": table.to_csv, ".parquet": table.to_parquet}
+        writer.get(path.suffix, table.to_json)(path)
+    args = kto.Args(dataset=str(tmp_path / dataset))
+    for number, split in enumerate(("train[:100%]", "test")):
+        if split == "train[:100%]" or any("test" in file for file in files):
+            assert kto.load_rows(args, split, {"prompt"})["prompt"] == [f"{number}+2="]
 
 
 def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
@@ -214,6 +266,47 @@ def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer)
     row = dict(text="1+2=#3", question="1+2=")
     with pytest.raises(ValueError, match="no column completion"):
         sft.to_pairs(sft.Args(prompt_column="question"), row)
+
+
+def turn(role, text, **more):
+    return dict(role=role, content=text, **more)
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([turn("assistant", "hi"), *TURNS], 1),
+        ([*TURNS, *OTHER], 2),
+        ([TURNS[0], turn("assistant", "#3", weight=0), *OTHER], 1),  # OpenAI's
+        ([TURNS[0], turn("assistant", "#3", weight=0)], "only ['user', 'assistant']"),
+        ([], "with no assistant's reply to learn, only []"),
+        (None, "with no assistant's reply to learn, only []"),
+        (TURNS[:1], "only ['user']"),
+        ([turn("assistant", "hi")], "only ['assistant']"),
+        ([TURNS[0], turn("gpt", "#3")], "only ['user', 'gpt']"),
+        ("[]", ValueError),
+    ],
+)
+def test_which_turns_are_learned(turns, expected):
+    if expected is ValueError:
+        with pytest.raises(ValueError, match="`messages` is not a list of chat messages: '"):
+            sft.to_pairs(sft.Args(), dict(messages=turns))
+    elif isinstance(expected, str):  # why the row is dropped
+        with pytest.raises(UnusableRow, match=re.escape(expected)):
+            sft.to_pairs(sft.Args(), dict(messages=turns))
+    else:
+        pairs = sft.to_pairs(sft.Args(), dict(messages=turns))
+        assert len(pairs) == expected and pairs[-1] == (turns[:-1], turns[-1:])
+
+
+def test_an_error_names_the_row_and_a_margin_that_is_used_is_printed(tokenizer, tmp_path, capsys):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    rows = [row_of("1+2=", "#3", margin=0.5), row_of("1+2=", 4, margin=0.5)]
+    args = dict(dataset=write_dataset(tmp_path / "data", rows[:1]))
+    rm_bradley_terry.load_comparisons(rm_bradley_terry.Args(**args), "train", tokenizer, [2])
+    assert "train: margins m from the column `margin`\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--dataset: row 0 of train: TemplateError: roles must"):
+        grpo.load_prompts(grpo.Args(chat=True, **args), "train", tokenizer)
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)

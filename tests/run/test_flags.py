@@ -58,6 +58,7 @@ CONTRADICTIONS = [
         dict(reward_model=None, reward_fn=["tiny/reviews/gold.py:sentiment"]),
         "and another --critic-init",
     ),
+    ("ppo_rlhf", dict(critic_warmup_rollouts=30), "the policy would never be trained"),
     ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=128.0, group_size=8), "--kl-horizon is so short"),

@@ -148,8 +148,19 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
     statuses = torchrun(2, ["grpo.py", *words(flags)], tmp_path / "output")
     assert all(statuses)
     printed = "".join((tmp_path / f"output.{rank}").read_text() for rank in range(2))
-    assert printed.count("rule.py: 5 finite numbers expected") == 1
+    assert printed.count("rule.py: a list of 5 finite numbers expected") == 1
     assert [*tmp_path.glob("runs/*")] == []
+
+
+def test_wandb_gets_the_whole_run(tmp_path):
+    """The processes end without Python's shutdown, and with it that of wandb."""
+    flags = SPECS["grpo"].short_flags | {"output_dir": tmp_path / "runs", "total_rollouts": 2}
+    command = ["grpo.py", *words(flags | {"track": True})]
+    wandb = dict(WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+    assert torchrun(2, command, tmp_path / "output", **wandb) == [0, 0]
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    # History and summary: of each rollout, and of three evaluations.
+    assert file.read_bytes().count(b"policy/grad_norm") >= 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from functools import cache
 from pathlib import Path
@@ -152,6 +153,55 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(copied, monkeypatch
     monkeypatch.setattr(os, "replace", lambda a, b: calls.append(b) or replace(a, b))
     resume("grpo", copied)
     assert [*map(str, calls)] == [str(copied / f"checkpoint.{end}") for end in ("tmp", "pt")]
+
+
+def test_a_checkpoint_of_another_model_is_refused(copied):
+    """torch would go on with the weights that the model has."""
+    saved = torch.load(copied / "checkpoint.pt", weights_only=True)
+    weights, moments = saved["policy"]
+    moments["state"] = {f"encoder.{name}": state for name, state in moments["state"].items()}
+    saved["policy"] = {f"encoder.{name}": weight for name, weight in weights.items()}, moments
+    torch.save(saved, copied / "checkpoint.pt")
+    with pytest.raises(ValueError, match=f"--resume {copied}: its weights are not those of tiny/"):
+        resume("grpo", copied)
+
+
+def test_a_run_keeps_its_date(tmp_path):
+    """A chat template that writes it would change the rows at midnight."""
+    model, flags = tmp_path / "model", SPECS["reinforce"].short_flags
+    shutil.copytree(SPECS["reinforce"].module.Args.model, model)
+    template = "{{ strftime_now('%d') }}={% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    flags = flags | dict(model=str(model), chat=True, date="2031-02-03", output_dir=str(tmp_path))
+    script = SPECS["reinforce"].module
+    with keep_earlier_checkpoints():
+        run_dir = script.main(script.Args(**flags))
+    assert '"prompt": "03=' in (run_dir / "rollouts.jsonl").read_text()
+    assert json.loads((run_dir / "args.json").read_text())["date"] == "2031-02-03"
+    copy = killed_earlier(run_dir, tmp_path / "copy")
+    resume("reinforce", copy)
+    assert_same_run(copy, run_dir)
+
+
+@pytest.mark.parametrize("warmup", [6, 7])
+def test_in_the_critics_warm_up_and_at_its_end(warmup, tmp_path):
+    """The checkpoint of step 6 is resumed: there the policy's optimiser begins afresh, or later."""
+    script, flags = SPECS["ppo_rlhf"].module, SPECS["ppo_rlhf"].short_flags
+    flags = flags | dict(critic_warmup_rollouts=warmup, total_rollouts=8, save_every=6)
+    with keep_earlier_checkpoints():
+        run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path)))
+    copy = killed_earlier(run_dir, tmp_path / "copy")
+    resume("ppo_rlhf", copy)
+    assert_same_run(copy, run_dir)
+
+
+def test_a_full_disk_is_said_to_be_one(copied, monkeypatch):
+    def full(state, path):
+        raise RuntimeError("unexpected pos 704 vs 598")  # torch's words
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=f"{copied}/checkpoint.pt cannot be written, is the disk ful"):
+        resume("grpo", copied)
 
 
 FAILING = """

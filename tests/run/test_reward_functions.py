@@ -40,6 +40,14 @@ def own_path(monkeypatch):
         ("12,345 and 6", 6, 1),  # answers may be numbers
         ("-$5", "-5", 1),
         ("5", "five", None),  # which nothing can be compared with
+        ("\u22125", "5", 0),  # a minus sign
+        ("-5", "x = \u22125", 1),
+        ("it is \u20135", "-5", 1),  # an en dash
+        ("3\u20135", "5", 1),  # from 3 to 5
+        ("2/3", "1/3", 0),
+        ("\\frac{1}{3}", "1/3", 1),
+        ("so 10/2", "5", 1),
+        ("5/0", "5", 0),
     ],
 )
 def test_last_number(completion, answer, reward):
@@ -80,9 +88,48 @@ def test_a_function_gets_prompts_completions_and_columns(call, tokenizer):
     assert torch.equal(call(rule), torch.tensor([1.3, -2.0]))
 
 
+def test_it_may_change_what_it_gets_and_a_column_may_have_an_arguments_name(tokenizer):
+    def rule(prompts, completions, completion_ids, answer):
+        assert completions == TEXTS  # not the column
+        prompts[0][0]["content"] = answer[0]["value"] = completion_ids[0][0] = None
+        for values in (prompts, completions, completion_ids, answer, completion_ids[0]):
+            values.pop()
+        return [1.0, 2.0]
+
+    columns = {"answer": {"value": 3}, "completions": ["4"]}
+    prompts = [grpo.Prompt([{"role": "user", "content": "1+2="}], [1], columns)] * 2
+    sequences = [([1], ids) for ids in tokenizer(TEXTS, add_special_tokens=False).input_ids]
+    before = repr((prompts, sequences))
+    assert grpo.rule_rewards(rule, tokenizer, prompts, sequences).tolist() == [1, 2]
+    assert repr((prompts, sequences)) == before
+
+
+def test_a_function_that_exits_ends_the_run_with_an_error(call):
+    """Python would take it for the end of a run without an error."""
+
+    def rule(completions, **columns):
+        exec("import sys; sys.exit()", {})
+
+    with pytest.raises(RuntimeError, match=r"reward rule of .*test_reward_functions called sys"):
+        call(rule)
+
+
+def test_the_default_rule_without_answers(tokenizer):
+    prompts = [grpo.Prompt("1+2=", [1], {})]
+    with pytest.raises(ValueError, match="--answer-column"):
+        grpo.rule_rewards(last_number, tokenizer, prompts, [([1], [5])])
+
+
+async def coroutine():
+    return [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "rewards",
     [
+        {0: 1.0, 1: 1.0},
+        (1.0 for _ in range(2)),
+        coroutine(),
         [1.0],
         None,
         [1.0, None],
@@ -95,7 +142,7 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
     def rule(prompts, completions, **columns):
         return rewards
 
-    message = r"reward rule of .*: 2 finite numbers expected|could not convert|must be a string or"
+    message = r"reward rule of .*: a list of 2 finite numbers expected, found|could not convert"
     with pytest.raises((ValueError, TypeError), match=message):
         call(rule)
 

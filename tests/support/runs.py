@@ -63,15 +63,17 @@ def run_as_main(command: list, output: Path, environment: dict, before: str) -> 
     runpy.run_path(command[0], run_name="__main__")
 
 
-def torchrun(ranks: int, command: list[str], output: Path, before: str = "") -> list[int]:
+def torchrun(
+    ranks: int, command: list[str], output: Path, before: str = "", **more: str
+) -> list[int]:
     """`torchrun --nproc_per_node=RANKS COMMAND`; returns the exit statuses.
 
-    What a rank prints goes to the file `output`.{rank}. If one fails, or after five minutes, the
-    others are ended.
+    What a rank prints goes to the file `output`.{rank}; `more` is added to its environment. If one
+    fails, or after five minutes, the others are ended.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, WORLD_SIZE=ranks)
-    environment |= dict(TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+    environment |= dict(TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0) | more
     processes = []
     for rank in range(ranks):
         own = {key: str(value) for key, value in (environment | {"RANK": rank}).items()}

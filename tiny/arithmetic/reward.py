@@ -6,17 +6,26 @@ list of numbers. docs/rewards.md says more.
 """
 
 import re
+from math import nan
 from typing import Any
 
 # 72, -3, +4, 1,234.50, $5, .5; a sign right behind a digit, a letter or a bracket is an operator.
-NUMBER = r"((?:(?<![\w.)])[-+])?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+DIGITS = r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+NUMBER = rf"((?:(?<![\w.)])[-+])?)\$?{DIGITS}(?:/{DIGITS})?"  # and 1/3
+# What people and models write for - and +: hyphens, dashes, a minus sign, wide characters.
+SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b", 7 * "-" + "+")
+FRACTION = r"\\[dt]?frac\{(\d+)\}\{(\d+)\}"  # LaTeX
 
 
-def last_number(prompts: list, completions: list[str], answer: list, **columns: list) -> list:
+def last_number(
+    prompts: list, completions: list[str], answer: list | None = None, **columns: list
+) -> list:
     """1 where the completion's last number is the answer's last number, else 0.
 
     None, which the scripts refuse, where the answer has no number.
     """
+    if answer is None:
+        raise ValueError("last_number needs a column `answer`: which one is it, --answer-column?")
     rewards = []
     for completion, right_answer in zip(completions, answer, strict=True):
         right_number = find_last_number(right_answer)
@@ -28,8 +37,10 @@ def last_number(prompts: list, completions: list[str], answer: list, **columns: 
 
 
 def find_last_number(text: Any) -> float | None:
-    numbers = re.findall(NUMBER, str(text), re.ASCII)
+    text = re.sub(FRACTION, r"\1/\2", str(text).translate(SIGNS))
+    numbers = re.findall(NUMBER, text, re.ASCII)
     if not numbers:
         return None
-    sign, digits = numbers[-1]
-    return float(sign + digits.replace(",", ""))
+    sign, digits, denominator = numbers[-1]
+    number = float(sign + digits.replace(",", ""))
+    return number / (float(denominator.replace(",", "") or 1) or nan)
