@@ -51,7 +51,8 @@ from common.logprobs import sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
-from common.tokens import checksum, encode, encode_rows, find_stop_ids, load_tokenizer, rollout_row
+from common.tokens import EncodedRows, Encoding, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -184,7 +185,7 @@ def main(args: Args) -> Path:
         return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
 
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": checksum(train_prompts)}
+    state = {"step": 0, "data": train_prompts.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -299,16 +300,17 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_student_prompts(args: Args, split: str, tokenizer: Any) -> list[StudentPrompt]:
+def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     columns = [args.prompt_column, args.teacher_prompt_column or args.prompt_column]
 
-    def encode_row(row: dict) -> tuple[StudentPrompt, list[list[int]]]:
+    def encode_row(row: dict) -> Encoding:
         texts = [row[column] for column in columns]
         if args.chat:
             texts = [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in texts]
-        ids, teacher_ids = (encode(tokenizer, x, add_generation_prompt=True) for x in texts)
-        return StudentPrompt(texts[0], ids, teacher_ids), [ids, teacher_ids]
+        ids = yield from encode(tokenizer, texts[0], add_generation_prompt=True)
+        teacher_ids = yield from encode(tokenizer, texts[1], add_generation_prompt=True)
+        return StudentPrompt(texts[0], ids, teacher_ids), [ids, teacher_ids], None
 
     rows = load_rows(args, split, {*columns})
     flag = "--max-prompt-length"

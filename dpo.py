@@ -68,8 +68,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
-from common.tokens import UnusableRow, checksum, encode_pair, encode_rows, find_stop_ids
-from common.tokens import load_tokenizer
+from common.tokens import EncodedRows, Encoding, UnusableRow, encode_pairs, encode_rows
+from common.tokens import find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -223,8 +223,7 @@ def main(args: Args) -> Path:
         evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_pairs
     )
     training = {"policy": (policy, optimizer)}
-    trained_on = [(pair.prompt.ids, pair.chosen_ids, pair.rejected_ids) for pair in train_pairs]
-    state = {"step": 0, "data": checksum(trained_on)}
+    state = {"step": 0, "data": train_pairs.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -488,13 +487,13 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
 
 def load_preference_pairs(
     args: Args, split: str, tokenizer: Any, stop_ids: list[int]
-) -> list[PreferencePair]:
+) -> EncodedRows:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
 
-    def encode_row(row: dict) -> tuple[PreferencePair, list[list[int]]]:
-        prompt, chosen, rejected = to_pair(args, row)
-        prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
-        rejected_prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
+    def encode_row(row: dict) -> Encoding:
+        prompt, *completions = to_pair(args, row)
+        both = yield from encode_pairs(tokenizer, prompt, completions, stop_ids)
+        (prompt_ids, chosen_ids), (rejected_prompt_ids, rejected_ids) = both
         # Of what a chat template opens one answer alone with, both have it in the completion.
         start = min(len(prompt_ids), len(rejected_prompt_ids))
         chosen_ids = prompt_ids[start:] + chosen_ids
@@ -503,7 +502,7 @@ def load_preference_pairs(
         if chosen_ids == rejected_ids:
             raise UnusableRow("with chosen equal to rejected")
         pair = PreferencePair(Prompt(prompt, prompt_ids, row), chosen_ids, rejected_ids)
-        return pair, [prompt_ids + chosen_ids, prompt_ids + rejected_ids]
+        return pair, [prompt_ids + chosen_ids, prompt_ids + rejected_ids], None
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
     rows = load_rows(args, split, columns)

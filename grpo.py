@@ -35,7 +35,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -67,8 +67,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
-from common.tokens import checksum, encode, encode_rows, find_stop_ids, load_tokenizer, pad_rows
-from common.tokens import rollout_row
+from common.tokens import EncodedRows, Encoding, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.tokens import pad_rows, rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -334,8 +334,7 @@ def main(args: Args) -> Path:
     sample = partial(sample_completions, args, policy, stop_ids)
     evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
-    trained_on = ((prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts)
-    state = {"step": 0, "prompts_read": 0, "data": checksum(trained_on)}
+    state = {"step": 0, "prompts_read": 0, "data": train_prompts.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -471,11 +470,12 @@ def main(args: Args) -> Path:
     return run_dir
 
 
-def shuffled(rows: list, seed: int, skip: int) -> Iterator:
+def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
     orders = (torch.randperm(len(rows), generator=rng) for _ in count())
-    return islice((rows[i] for order in orders for i in order), skip, None)
+    inds = islice((i for order in orders for i in order), skip, None)
+    return (rows[i] for i in inds)
 
 
 def roll_out(
@@ -691,17 +691,17 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
+def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def encode_row(row: dict) -> tuple[Prompt, list[list[int]]]:
+    def encode_row(row: dict) -> Encoding:
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        ids = encode(tokenizer, text, add_generation_prompt=True)
-        return Prompt(text, ids, row), [ids]
+        ids = yield from encode(tokenizer, text, add_generation_prompt=True)
+        return Prompt(text, ids, row), [ids], row.get("answer")
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args, split, columns)

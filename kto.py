@@ -56,7 +56,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import checksum, encode_pair, encode_rows, find_stop_ids, load_tokenizer
+from common.tokens import EncodedRows, Encoding, encode_pairs, encode_rows, find_stop_ids
+from common.tokens import load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -194,8 +195,7 @@ def main(args: Args) -> Path:
         evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_rows
     )
     training = {"policy": (policy, optimizer)}
-    trained_on = ((row.prompt.ids, row.completion_ids, row.label) for row in train_rows)
-    state = {"step": 0, "data": checksum(trained_on)}
+    state = {"step": 0, "data": train_rows.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -426,23 +426,25 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> list[LabelledRow]:
+def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
     """The rows of a split, without those that are empty or longer than --max-length."""
     columns = [args.prompt_column, args.completion_column, args.label_column]
 
-    def encode_row(row: dict) -> tuple[LabelledRow, list[list[int]]]:
+    def encode_row(row: dict) -> Encoding:
         prompt, completion, label = [row.pop(column) for column in columns]
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
         if args.chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        prompt_ids, completion_ids = encode_pair(tokenizer, prompt or "", completion, stop_ids)
+        pairs = yield from encode_pairs(tokenizer, prompt or "", [completion], stop_ids)
+        prompt_ids, completion_ids = pairs[0]
         labelled = LabelledRow(Prompt(prompt, prompt_ids, row), completion_ids, bool(label))
-        return labelled, [prompt_ids + completion_ids]
+        return labelled, [prompt_ids + completion_ids], labelled.label
 
     rows = load_rows(args, split, {*columns})
     labelled = encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
-    print(f"{split}: {sum(row.label for row in labelled)} of them desirable")
+    labels = [*rows[args.label_column]]
+    print(f"{split}: {sum(labels[number] for number, *_ in labelled.kept)} of them desirable")
     return labelled
 
 

@@ -56,7 +56,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import checksum, encode, encode_rows, find_stop_ids, load_tokenizer, rollout_row
+from common.tokens import EncodedRows, Encoding, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -183,8 +184,7 @@ def main(args: Args) -> Path:
 
     evaluate_policy = partial(evaluate, args, sample, reward_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
-    trained_on = ((prompt.ids, prompt.columns.get("answer")) for prompt in train_prompts)
-    state = {"step": 0, "data": checksum(trained_on)}
+    state = {"step": 0, "data": train_prompts.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -340,17 +340,17 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_prompts(args: Args, split: str, tokenizer: Any) -> list[Prompt]:
+def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def encode_row(row: dict) -> tuple[Prompt, list[list[int]]]:
+    def encode_row(row: dict) -> Encoding:
         text = row.pop(args.prompt_column)
         if args.chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        ids = encode(tokenizer, text, add_generation_prompt=True)
-        return Prompt(text, ids, row), [ids]
+        ids = yield from encode(tokenizer, text, add_generation_prompt=True)
+        return Prompt(text, ids, row), [ids], row.get("answer")
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args, split, columns)

@@ -52,8 +52,8 @@ from common.model import TRAINED, add_adapters, checkpoint_activations, replaced
 from common.model import shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, checksum, encode_pair, encode_rows, find_stop_ids
-from common.tokens import load_tokenizer, pad_rows
+from common.tokens import EncodedRows, Encoding, UnusableRow, encode_pairs, encode_rows
+from common.tokens import find_stop_ids, load_tokenizer, pad_rows
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -157,7 +157,7 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     training = {"model": (model, optimizer)}
-    state = {"step": 0, "data": checksum(train_pairs), "score_mean": 0.0}
+    state = {"step": 0, "data": train_pairs.checksum(), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -328,21 +328,19 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list[Comparison]:
+def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
 
-    def encode_row(row: dict) -> tuple[Comparison, list[list[int]]]:
+    def encode_row(row: dict) -> Encoding:
         margin = row.get(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
-        prompt, chosen, rejected = to_pair(args, row)
-        prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, stop_ids)
-        chosen_ids = prompt_ids + chosen_ids
-        prompt_ids, rejected_ids = encode_pair(tokenizer, prompt, rejected, stop_ids)
-        rejected_ids = prompt_ids + rejected_ids
+        prompt, *completions = to_pair(args, row)
+        both = yield from encode_pairs(tokenizer, prompt, completions, stop_ids)
+        chosen_ids, rejected_ids = [prompt_ids + ids for prompt_ids, ids in both]
         if chosen_ids == rejected_ids:
             raise UnusableRow("with chosen equal to rejected")
-        return Comparison(chosen_ids, rejected_ids, margin), [chosen_ids, rejected_ids]
+        return Comparison(chosen_ids, rejected_ids, margin), [chosen_ids, rejected_ids], margin
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
     rows = load_rows(args, split, columns - {"prompt", "margin", None})  # these need not be there

@@ -51,8 +51,8 @@ from common.model import TRAINED, add_adapters, checkpoint_activations, replaced
 from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import UnusableRow, checksum, encode_pair, encode_rows, find_stop_ids
-from common.tokens import load_tokenizer
+from common.tokens import EncodedRows, Encoding, UnusableRow, encode_pairs, encode_rows, encode_text
+from common.tokens import find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -138,8 +138,7 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     training = {"policy": (policy, optimizer)}
-    trained_on = ((row.prompt_ids, row.completion_ids) for row in train_data)
-    state = {"step": 0, "data": checksum(trained_on)}
+    state = {"step": 0, "data": train_data.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -271,50 +270,58 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     return dataset
 
 
-def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list) -> list:
+def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
     """The demonstrations of a split, without those that are empty or longer than --max-length."""
 
-    def encode_pair_of_row(pair: tuple) -> tuple[Demonstration, list[list[int]]]:
-        prompt, completion = pair
-        prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion, stop_ids)
-        return Demonstration(prompt, prompt_ids, completion_ids), [prompt_ids + completion_ids]
+    def encode_part(part: tuple) -> Encoding:
+        prompt, completion = to_texts(args, *part)
+        if prompt is None:
+            prompt_ids, completion_ids = yield from encode_text(tokenizer, completion, stop_ids)
+        else:
+            pairs = yield from encode_pairs(tokenizer, prompt, [completion], stop_ids)
+            prompt_ids, completion_ids = pairs[0]
+        sequence = prompt_ids + completion_ids
+        return Demonstration(prompt, prompt_ids, completion_ids), [sequence], None
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
-    return encode_rows(
-        split,
-        load_rows(args, split, columns),
-        encode_pair_of_row,
-        tokenizer,
-        "--max-length",
-        args.max_length,
-        parts_of=partial(to_pairs, args),
-    )
+    rows, turns = load_rows(args, split, columns), partial(learned_turns, args)
+    return encode_rows(split, rows, encode_part, tokenizer, "--max-length", args.max_length, turns)
 
 
-def to_pairs(args: Args, row: dict) -> list[tuple]:
-    """The (prompt, completion) pairs of a row: one, or one per assistant turn of `messages`."""
+def learned_turns(args: Args, row: dict) -> list[tuple[dict, int | None]]:
+    """The row with the place of each assistant's turn of `messages` that is learned; one that has
+    none, once.
+    """
+    turns = row.get("messages") if args.completion_column not in row else None
+    places = []
+    for i, turn in enumerate(turns if isinstance(turns, list) else []):
+        # OpenAI's `weight`: a turn of weight 0 is read, not learned.
+        if i > 0 and turn.get("role") == "assistant" and turn.get("weight") != 0:
+            places.append(i)
+    if args.train_on_prompt:  # the last pair holds all turns: it is enough
+        places = places[-1:]
+    return [(row, place) for place in places] or [(row, None)]
+
+
+def to_texts(args: Args, row: dict, turn: int | None) -> tuple:
+    """The prompt and the completion of a row, or of a turn of its `messages`."""
+    if turn is not None:
+        return row["messages"][:turn], [row["messages"][turn]]
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"] or []
         if not isinstance(turns, list):
             raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
-        roles = [turn.get("role") for turn in turns]
-        # OpenAI's `weight`: a turn of weight 0 is read, not learned.
-        replies = [i for i in range(1, len(turns)) if roles[i] == "assistant"]
-        replies = [i for i in replies if turns[i].get("weight") != 0]
-        if not replies:
-            raise UnusableRow(f"with no assistant's reply to learn, only {[*dict.fromkeys(roles)]}")
-        pairs = [(turns[:i], [turns[i]]) for i in replies]
-        # The last pair holds all turns: it is enough where prompts are learned too.
-        return pairs[-1:] if args.train_on_prompt else pairs
+        roles = dict.fromkeys(turn.get("role") for turn in turns)
+        raise UnusableRow(f"with no assistant's reply to learn, only {[*roles]}")
     if "text" in row and not {args.prompt_column, args.completion_column} & {*row}:
-        return [(None, row["text"])]
+        return None, row["text"]
     for column in (args.prompt_column, args.completion_column):
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
     if args.chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return [(prompt or "", completion)]
+    return prompt or "", completion
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -4,19 +4,26 @@ import json
 import re
 import warnings
 import zlib
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cache, partial
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
+
+from common.ranks import RANK, WORLD_SIZE, all_gather
+
+BATCH_ROWS = 1000  # tokenised at a time
 
 
 def load_tokenizer(
@@ -104,6 +111,12 @@ class UnusableRow(ValueError):
     """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
 
 
+# --- texts and chats to token ids --------------------------------------------------------------
+# Yields a text, and whether special tokens are added; is sent its ids; returns what becomes of
+# them. So the texts of many rows are tokenised at once, see `encode_all`.
+Encoding = Generator[tuple[str, bool], list[int], Any]
+
+
 @cache
 def special_tokens(tokenizer: Any) -> re.Pattern:
     """Matches each special token, such as <|im_end|>, that a text spells out."""
@@ -111,7 +124,7 @@ def special_tokens(tokenizer: Any) -> re.Pattern:
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
-def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> list[int]:
+def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> Encoding:
     """Token ids of a string, with the tokenizer's BOS and without an EOS that it appends, or of
     chat messages through the chat template. A ValueError if that leaves out a message; an
     `UnusableRow` if the text is empty, if a message spells out a special token, which would end or
@@ -123,7 +136,7 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         is_rendered = special_tokens(tokenizer).search(text)
         if add_generation_prompt and tokenizer.chat_template and not is_rendered:
             warnings.warn("--chat: without it string prompts get no chat template", stacklevel=2)
-        ids = tokenizer(text).input_ids
+        ids = yield text, True
         if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
             ids = ids[:-1]  # a prompt that ends with EOS would be over
     else:
@@ -142,7 +155,7 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
                 raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
         if text[-1]["role"] == "assistant" and answer(messages[-1]["content"]) not in rendered:
             raise UnusableRow("whose completion the chat template leaves out")
-        ids = tokenizer(rendered, add_special_tokens=False).input_ids
+        ids = yield rendered, False
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
@@ -178,101 +191,181 @@ def refuse_empty(text: Any) -> None:
         raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
 
 
-def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list) -> tuple[list, list]:
-    """Token ids of a prompt and of its completion, which ends with its first stop id. The two are
-    tokenised as one text and cut where it departs from the prompt as the model meets it when it
-    samples: at its end, or in what a chat template opens an answer with, such as a thought; then a
-    warning. An `UnusableRow` if they depart earlier, if one of the two is empty or left out, if
-    the completion is several messages, or if a string goes on after its end. Without a prompt
-    (None) the first token takes its place, and all others are learned.
+def encode_text(tokenizer: Any, text: Any, stop_ids: list[int]) -> Encoding:
+    """Token ids of a text without a prompt: the first one, and the others with an EOS. Stop ids
+    within it, of several turns or documents, end nothing.
     """
-    refuse_empty(completion)
+    ids = yield from encode(tokenizer, text)
+    if ids[-1] not in stop_ids:
+        ids = [*ids, stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
+    return ids[:1], ids[1:]
+
+
+def encode_pairs(tokenizer: Any, prompt: Any, completions: list, stop_ids: list[int]) -> Encoding:
+    """Token ids (prompt, completion) of a prompt with each of some completions, which end with
+    their first stop id. The two are tokenised as one text and cut where it departs from the prompt
+    as the model meets it when it samples: at its end, or in what a chat template opens an answer
+    with, such as a thought; then a warning. An `UnusableRow` if they depart earlier, if one of the
+    two is empty or left out, if the completion is several messages, or if a string goes on after a
+    stop id.
+    """
     eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    if prompt is None:  # several documents or turns may stand in one text
-        ids = encode(tokenizer, completion)
-        return ids[:1], [*ids[1:], *([] if ids[-1] in stop_ids else [eos])]
-    if isinstance(prompt, str) and isinstance(completion, list):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    if isinstance(completion, list) and len(completion) > 1:
-        raise UnusableRow("with a completion of several messages")
-    prompt_ids = encode(tokenizer, prompt, add_generation_prompt=True)
-    ids = encode(tokenizer, prompt + completion)
-    if isinstance(completion, list) and completion[0]["role"] != "assistant":
-        raise UnusableRow("whose completion is not an assistant's turn")
-    start = len(commonprefix([prompt_ids, ids]))  # it takes any sequences
-    if start < len(prompt_ids):
-        turns = prompt_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
-        if start < len(commonprefix([prompt_ids, turns])):
-            raise UnusableRow("whose prompt's last token changes with the completion: a space?")
-        sampled, trained = tokenizer.decode(prompt_ids[start:]), tokenizer.decode(ids[start:])
-        said = answer(content(completion[0]))
-        if not said or said not in trained:
-            raise UnusableRow("whose answer begins as the chat template's opening of a thought")
-        trained = trained.partition(said)[0]
-        difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
-        warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
-    prompt_ids, completion_ids = prompt_ids[:start], [*ids[start:], eos]
-    end = min(completion_ids.index(stop_id) for stop_id in stop_ids if stop_id in completion_ids)
-    if end == 0 and isinstance(completion, list):  # no token of what the message says
-        raise UnusableRow("whose completion the chat template leaves out")
-    rest = tokenizer.decode(completion_ids[end + 1 :], skip_special_tokens=True)
-    if rest.strip() and isinstance(completion, str):
-        raise UnusableRow("whose completion goes on after a stop id")
-    return prompt_ids, completion_ids[: end + 1]
+    pairs, sampled_ids = [], None
+    for completion in completions:
+        refuse_empty(completion)
+        if isinstance(prompt, str) and isinstance(completion, list):
+            prompt, sampled_ids = [{"role": "user", "content": prompt}], None
+        if isinstance(prompt, list) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        if isinstance(completion, list) and len(completion) > 1:
+            raise UnusableRow("with a completion of several messages")
+        if sampled_ids is None:
+            sampled_ids = yield from encode(tokenizer, prompt, add_generation_prompt=True)
+        ids = yield from encode(tokenizer, prompt + completion)
+        if isinstance(completion, list) and completion[0]["role"] != "assistant":
+            raise UnusableRow("whose completion is not an assistant's turn")
+        start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
+        if start < len(sampled_ids):
+            turns = sampled_ids
+            if isinstance(prompt, list):
+                turns = yield from encode(tokenizer, prompt)
+            if start < len(commonprefix([sampled_ids, turns])):
+                raise UnusableRow("whose prompt's last token changes with the completion: a space?")
+            sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
+            said = answer(content(completion[0]))
+            if not said or said not in trained:
+                raise UnusableRow("whose answer begins as the chat template's opening of a thought")
+            trained = trained.partition(said)[0]
+            difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
+            warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
+        ids = [*ids[start:], eos]
+        end = min(ids.index(stop_id) for stop_id in stop_ids if stop_id in ids)
+        if end == 0 and isinstance(completion, list):  # no token of what the message says
+            raise UnusableRow("whose completion the chat template leaves out")
+        rest = tokenizer.decode(ids[end + 1 :], skip_special_tokens=True)
+        if rest.strip() and isinstance(completion, str):
+            raise UnusableRow("whose completion goes on after a stop id")
+        pairs.append((sampled_ids[:start], ids[: end + 1]))
+    return pairs
+
+
+def encode_all(tokenizer: Any, encodings: list[Encoding]) -> list[tuple[Any, list]]:
+    """Of each encoding what it returns, or the error that it raises, and the token ids that it was
+    sent. Texts that are waited for at the same time are tokenised together: fast tokenizers do
+    that in parallel.
+    """
+    results, sent = [None] * len(encodings), [[] for _ in encodings]
+    running = range(len(encodings))
+    while running:
+        waiting = {True: {}, False: {}}  # with special tokens and without: texts by encoding
+        for i in running:
+            try:
+                text, add_special_tokens = encodings[i].send(sent[i][-1] if sent[i] else None)
+                waiting[add_special_tokens][i] = text
+            except StopIteration as end:
+                results[i] = end.value
+            except Exception as error:
+                results[i] = error
+        for add_special_tokens, texts in waiting.items():
+            if texts:
+                batch = tokenizer([*texts.values()], add_special_tokens=add_special_tokens)
+                for i, ids in zip(texts, batch.input_ids, strict=True):
+                    sent[i].append(ids)
+        running = [*waiting[True], *waiting[False]]
+    return list(zip(results, sent, strict=True))
+
+
+# --- the rows of a split -----------------------------------------------------------------------
+class EncodedRows(Sequence):
+    """The usable rows of a split as items. An item is made when it is read: its encoding is sent
+    the token ids of its texts again. These are kept, in 4 bytes each; all else stays where
+    `datasets` has it, on the disk.
+    """
+
+    def __init__(self, rows: Any, encode_row: Callable, parts_of: Callable, kept: list[tuple]):
+        self.rows, self.encode_row, self.parts_of = rows, encode_row, parts_of
+        # Of each item the numbers of its row and of its part of it, its texts, and a checksum of
+        # what else of it is trained on. Of a text: how many ids of the one before it it repeats,
+        # and the others.
+        self.kept = kept
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        number, part, texts, _ = self.kept[index]
+        encoding, ids = self.encode_row(self.parts_of(self.rows[number])[part]), []
+        next(encoding)
+        try:
+            for shared, rest in texts:
+                ids = ids[:shared] + rest.tolist()
+                encoding.send(ids)
+        except StopIteration as end:
+            return end.value[0]
+
+    def checksum(self) -> int:
+        """CRC-32 of what is trained on, by which --resume sees that it has changed."""
+        crc = 0
+        for _, _, texts, of_rest in self.kept:
+            crc = zlib.crc32(b"%d" % of_rest, crc)
+            for _, ids in texts:
+                crc = zlib.crc32(ids, crc)
+        return crc
 
 
 def encode_rows(
     split: str,
-    rows: Iterable,
-    encode_row: Callable[[Any], tuple[Any, list[list[int]]]],
+    rows: Any,
+    encode_row: Callable[[Any], Encoding],
     tokenizer: Any,
     flag: str,
     max_length: int,
     parts_of: Callable[[dict], list] = lambda row: [row],
-) -> list:
-    """The items that `encode_row` makes of rows, or of their parts, each beside its sequences of
-    token ids. What is unusable, or longer than the `max_length` of a flag, is dropped and counted;
-    a warning if most are, a ValueError if all are. Prints the counts and the first row.
+) -> EncodedRows:
+    """The items of a split's rows, or of their parts. `encode_row` returns an item, its sequences
+    of token ids, and what else of it is trained on. What is unusable, or longer than the
+    `max_length` of a flag, is dropped and counted; a warning if most are, a ValueError if all are,
+    or if a row fails otherwise. Prints the counts and the first row. Each rank encodes some rows.
     """
-    items, dropped, longest, first = [], Counter(), 0, ""
-    for number, row in enumerate(rows):
-        parts = []
-        with counted(dropped, f"row {number} of {split}"):
+    kept, dropped, longest, first = [], Counter(), 0, ""
+    mine = range(len(rows) * RANK // WORLD_SIZE, len(rows) * (RANK + 1) // WORLD_SIZE)
+    progress = tqdm(desc=split, total=len(mine), unit=" rows", delay=3, disable=RANK > 0)
+    for start in mine[::BATCH_ROWS]:
+        numbers = range(start, min(start + BATCH_ROWS, mine.stop))
+        places, encodings = [], []
+        for number, row in zip(numbers, rows.select(numbers), strict=True):
             parts = parts_of(row)
-        for part in parts:
-            with counted(dropped, f"row {number} of {split}"):
-                item, sequences = encode_row(part)
+            places += [(number, part) for part in range(len(parts))]
+            encodings += map(encode_row, parts)
+        encoded = encode_all(tokenizer, encodings)
+        for (number, part), (result, texts) in zip(places, encoded, strict=True):
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                _, sequences, rest = result
                 length = max(map(len, sequences))
                 longest = max(longest, length)
                 if length > max_length:
                     raise UnusableRow(f"longer than {flag}")
-                items.append(item)
+                shared = [len(commonprefix(pair)) for pair in pairwise([[], *texts])]
+                texts = [(n, array("i", ids[n:])) for n, ids in zip(shared, texts, strict=True)]
+                kept.append((number, part, texts, zlib.crc32(repr(rest).encode())))
                 first = first or tokenizer.decode(sequences[0])
-    report = f"{split}: {len(items)} rows, dropped {dict(dropped)}; longest {longest} tokens"
+            except UnusableRow as reason:
+                dropped[str(reason)] += 1
+            except Exception as error:
+                place = f"--dataset: row {number} of {split}"
+                raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+        progress.update(len(numbers))
+    progress.close()
+    kept, dropped = all_gather(kept), sum(all_gather([dropped]), Counter())
+    longest = max(all_gather([longest]))
+    report = f"{split}: {len(kept)} rows, dropped {dict(dropped)}; longest {longest} tokens"
     print(f"{report}\n    {first if len(first) < 1000 else first[:500] + ' ... ' + first[-500:]!r}")
-    if not items:
+    if not kept:
         raise ValueError(f"--dataset: no row is left of {report}")
-    if len(items) < dropped.total():
+    if len(kept) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
-    return items
-
-
-@contextmanager
-def counted(dropped: Counter, place: str) -> Iterator[None]:
-    """Count an `UnusableRow` by its message; a ValueError tells the place of any other error."""
-    try:
-        yield
-    except UnusableRow as reason:
-        dropped[str(reason)] += 1
-    except Exception as error:
-        raise ValueError(f"--dataset: {place}: {type(error).__name__}: {error}") from error
-
-
-def checksum(rows: Iterable) -> int:
-    """CRC-32 of what is trained on, by which --resume sees that it has changed."""
-    crc = 0
-    for row in rows:
-        crc = zlib.crc32(repr(row).encode(), crc)
-    return crc
+    return EncodedRows(rows, encode_row, parts_of, kept)

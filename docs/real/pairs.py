@@ -21,7 +21,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM
 
 from common.generation import generate
-from common.tokens import encode, find_stop_ids, load_tokenizer
+from common.tokens import find_stop_ids, load_tokenizer
+from docs.experiments.lib.sampling import encode_prompts
 from docs.rewards.tone import tone
 
 FILMS = "docs/real/films"
@@ -37,7 +38,7 @@ def main(model: tyro.conf.Positional[str], temperature: float = 0.7, seed: int =
     for split, pairs_per_prompt in PAIRS.items():
         prompts = [*load_dataset(FILMS, split=split)["prompt"]] * pairs_per_prompt
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        prompt_ids = [encode(tokenizer, chat, add_generation_prompt=True) for chat in messages]
+        prompt_ids = encode_prompts(tokenizer, messages)
         completion_ids, _ = generate(
             policy,
             [ids for ids in prompt_ids for _ in range(GROUP_SIZE)],

@@ -24,7 +24,7 @@ def load(name, tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
     tokenizer.chat_template = chat_template
     script = SPECS[name].module
     args = script.Args(dataset=dataset(tmp_path, rows), model=POLICY, **flags)
-    return getattr(script, SPECS[name].loader)(args, "train", tokenizer, list(stop_ids))
+    return [*getattr(script, SPECS[name].loader)(args, "train", tokenizer, list(stop_ids))]
 
 
 def message(role, content):

@@ -1,17 +1,22 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
 import json
+import re
 import warnings
+from collections import Counter
 from os.path import commonprefix
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from encoded import encode, encode_pair, result_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
-from common.tokens import UnusableRow, checksum, encode, encode_pair, encode_rows, find_stop_ids
-from common.tokens import load_tokenizer, pad_rows, rollout_row, token_texts
+from common import tokens
+from common.tokens import UnusableRow, encode_rows, encode_text, find_stop_ids, load_tokenizer
+from common.tokens import pad_rows, rollout_row, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -201,7 +206,7 @@ def test_an_appended_eos_is_taken_off(appending, tokenizer):
     ],
 )
 def test_of_a_text_alone_all_is_learned(text, expected, tokenizer):
-    first, rest = encode_pair(tokenizer, None, text, [2])
+    first, rest = result_of(tokenizer, encode_text(tokenizer, text, [2]))
     assert len(first) == 1 and tokenizer.decode(first + rest) == expected
 
 
@@ -276,10 +281,13 @@ def test_what_a_tool_says_may_be_written_otherwise(tokenizer):
 QUESTION = [message("user", "5+6")]
 OPENING = CHAT.replace("m['content'] }}<", "m['content'].split('>')[-1] }}<")
 OPENING += "{% if add_generation_prompt %},+{% endif %}"
-EMPTY = ["", " \n", []]
-UNUSABLE = [("5+6=", empty) for empty in [*EMPTY, None]]
-UNUSABLE += [(empty, answer) for empty in EMPTY for answer in ("11", [message("assistant", "11")])]
-for nothing in [*EMPTY, text_parts("", " "), None]:
+NOTHING = ["", " \n", []]
+EMPTY = "with an empty prompt or completion (in a csv also NA and null)"
+UNUSABLE = [("5+6=", empty) for empty in [*NOTHING, None]]
+UNUSABLE += [
+    (empty, answer) for empty in NOTHING for answer in ("11", [message("assistant", "11")])
+]
+for nothing in [*NOTHING, text_parts("", " "), None]:
     UNUSABLE.append(([message("user", nothing)], [message("assistant", "11")]))
     UNUSABLE.append((QUESTION, [message("assistant", nothing)]))
 
@@ -321,7 +329,7 @@ def test_a_completion_that_makes_a_row_unusable(template, completion, error, tok
     ("completion", "error"),
     [
         (dict(message("assistant", None), tool_calls=[{"name": "add"}]), "a tool call instead of"),
-        (None, r"an empty prompt or completion \(in a csv also NA and null\)"),
+        (None, re.escape(EMPTY)),
         ("1<eos>1", "goes on after a stop id"),
     ],
 )
@@ -336,33 +344,80 @@ def test_what_a_reason_says(completion, error, tokenizer):
         encode_pair(tokenizer, prompt, completion, [2])
 
 
+def load(tokenizer, rows, **options):
+    """The items of some texts, which are their ids."""
+
+    def encode_row(row):
+        ids = yield from tokens.encode(tokenizer, row["text"])
+        return (row["text"], ids), [ids], row.get("label")
+
+    rows = Dataset.from_list(rows)
+    return encode_rows("train", rows, encode_row, tokenizer, "--max-length", 9, **options)
+
+
+def texts(*values):
+    return [{"text": value} for value in values]
+
+
 def test_rows_that_are_left_are_reported(tokenizer, capsys):
-    def encode_row(text):
-        if not text:
-            raise UnusableRow("empty")
-        return text, [encode(tokenizer, text), [7] * 9]
-
-    def load(*rows):
-        return encode_rows("train", rows, encode_row, tokenizer, "--max-length", 9)
-
     long = "1+2+3+4+5="
     with pytest.warns(UserWarning, match="MOST ROWS ARE LOST of train: 2 rows"):
-        assert load("", "1+2=", long, long, "3+4=") == ["1+2=", "3+4="]
+        loaded = load(tokenizer, texts("", "1+2=", long, long, "3+4="))
+    assert [*loaded] == loaded[:] == [(text, encode(tokenizer, text)) for text in ("1+2=", "3+4=")]
+    capsys.readouterr()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load("", "1+2=", long, "3+4=")
-    line = "train: 2 rows, dropped {'empty': 1, 'longer than --max-length': 1}; longest 11 tokens"
-    assert capsys.readouterr().out.splitlines()[-2:] == [line, "    '<bos>1+2='"]
+        load(tokenizer, texts(long, "1+2=", None, "3+4="))
+    counts = {"longer than --max-length": 1, EMPTY: 1}  # in the order of the rows
+    line = f"train: 2 rows, dropped {counts}; longest 11 tokens"
+    assert capsys.readouterr().out.splitlines() == [line, "    '<bos>1+2='"]
     with pytest.raises(ValueError, match="--dataset: no row is left of train: 0 rows"):
-        load("", "")
-    with pytest.raises(ValueError, match=r"--dataset: row 1 of train: ValueError: .*found 12"):
-        load("1+2=", 12)
+        load(tokenizer, texts("", ""))
+    with pytest.raises(ValueError, match="--dataset: row 1 of train: ValueError: every chat"):
+        load(tokenizer, [{"text": [message(role, "5")]} for role in ("user", None)])
 
 
-def test_a_checksum_sees_what_has_changed():
-    rows = [([1, 2], "3"), ([4], None)]
-    sums = [checksum(rows), checksum(iter(rows)), checksum(rows[::-1]), checksum(rows[:1])]
-    assert sums[0] == sums[1] and len({*sums}) == 3
+def test_a_checksum_sees_what_has_changed(tokenizer):
+    rows = [dict(text="1+2=", label=1), dict(text="1+3=", label=2)]
+    changed = [rows, rows[::-1], rows[:1], [rows[0], rows[1] | dict(label=1)]]
+    changed += [[rows[0], rows[1] | dict(text="1+3")]]
+    sums = [load(tokenizer, rows).checksum() for rows in (rows, *changed)]
+    assert sums[0] == sums[1] and len({*sums}) == len(changed)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_batch_gives_what_each_row_gives_alone(ranks, tokenizer, monkeypatch):
+    """Forms of rows that take one, two or three texts, with rows between them that are dropped."""
+    tokenizer.chat_template = OPENING
+    user, replies = [message("user", "5+6")], ["11", "1,#</think>", "", "1<eos>", "12"]
+    pairs = [(prompt, reply) for prompt in ("5+6=", user, "", user * 2) for reply in replies]
+    pairs += [("5+6", "=11"), ("5+6=", "1<eos>1"), ("1+2=", "3")]
+    rows = [dict(number=number) for number in range(len(pairs))]
+
+    def encode_row(row):
+        prompt, completion = pairs[row["number"]]
+        both = yield from tokens.encode_pairs(tokenizer, prompt, [completion, "4"], [2])
+        return both, [prompt + completion for prompt, completion in both], None
+
+    alone, reasons = [], []
+    for row in rows:
+        try:
+            alone.append(result_of(tokenizer, encode_row(row))[0])
+        except UnusableRow as reason:
+            reasons.append(str(reason))
+    assert len(alone) > 5 and len({*reasons}) == 4
+    gathered = []
+    monkeypatch.setattr(tokens, "BATCH_ROWS", 5)
+    monkeypatch.setattr(tokens, "WORLD_SIZE", ranks)
+    monkeypatch.setattr(tokens, "all_gather", lambda items: gathered.append(items) or items)
+    found = []
+    for rank in range(ranks):
+        monkeypatch.setattr(tokens, "RANK", rank)
+        rows = Dataset.from_list(rows)
+        found += encode_rows("train", rows, encode_row, tokenizer, "--max-length", 99)
+    assert found == alone
+    dropped = sum((counts for items in gathered[1::3] for counts in items), Counter())
+    assert dropped == Counter(reasons)
 
 
 # --- back to texts --------------------------------------------------------------------------------

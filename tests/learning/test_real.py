@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from encoded import encode_pair
 from transformers import AutoTokenizer
 
 import sft
@@ -30,7 +31,7 @@ def test_phi3_chat_ends_a_turn_at_its_end_token():
     turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     stop_ids = find_stop_ids(str(REAL), tokenizer)
     assert stop_ids == sorted([tokenizer.eos_token_id, end])
-    prompt, completion = sft.encode_pair(tokenizer, turns[:1], turns[1:], stop_ids)
+    prompt, completion = encode_pair(tokenizer, turns[:1], turns[1:], stop_ids)
     assert tokenizer.decode(prompt).endswith("<|assistant|>")
     assert completion[-1] == end
     assert completion.count(end) == 1
@@ -41,8 +42,8 @@ def test_gpt2_has_no_pad_and_no_bos():
     tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers" / "gpt2")
     eos = tokenizer.eos_token_id
     assert tokenizer.pad_token_id is None
-    prompt, completion = sft.encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
+    prompt, completion = encode_pair(tokenizer, "2 + 2 =", " 4", [eos])
     assert prompt == tokenizer("2 + 2 =").input_ids
     assert completion == [*tokenizer(" 4").input_ids, eos]
     with pytest.raises(sft.UnusableRow, match="prompt's last token changes with the completion"):
-        sft.encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"
+        encode_pair(tokenizer, "2 + 2 = ", "four", [eos])  # " four"

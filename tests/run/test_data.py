@@ -234,6 +234,11 @@ TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "
 OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
 
 
+def pairs_of(row, **flags):
+    args = sft.Args(**flags)
+    return [sft.to_texts(args, *part) for part in sft.learned_turns(args, row)]
+
+
 def test_pairs_of_dialogues_as_text():
     """hh-rlhf; the answers begin alike, and hold the marker that only one of them has."""
     before = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1+2?\n\nAssistant:"
@@ -262,10 +267,10 @@ def test_pairs_without_a_side_or_a_prompt_are_dropped(row, tokenizer, tmp_path):
 
 def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer):
     row = dict(messages=TURNS, text="1+2=#3")
-    assert sft.to_pairs(sft.Args(), row) == [(TURNS[:1], TURNS[1:])]
+    assert pairs_of(row) == [(TURNS[:1], TURNS[1:])]
     row = dict(text="1+2=#3", question="1+2=")
     with pytest.raises(ValueError, match="no column completion"):
-        sft.to_pairs(sft.Args(prompt_column="question"), row)
+        pairs_of(row, prompt_column="question")
 
 
 def turn(role, text, **more):
@@ -290,13 +295,14 @@ def turn(role, text, **more):
 def test_which_turns_are_learned(turns, expected):
     if expected is ValueError:
         with pytest.raises(ValueError, match="`messages` is not a list of chat messages: '"):
-            sft.to_pairs(sft.Args(), dict(messages=turns))
+            pairs_of(dict(messages=turns))
     elif isinstance(expected, str):  # why the row is dropped
         with pytest.raises(UnusableRow, match=re.escape(expected)):
-            sft.to_pairs(sft.Args(), dict(messages=turns))
+            pairs_of(dict(messages=turns))
     else:
-        pairs = sft.to_pairs(sft.Args(), dict(messages=turns))
+        pairs = pairs_of(dict(messages=turns))
         assert len(pairs) == expected and pairs[-1] == (turns[:-1], turns[-1:])
+        assert pairs_of(dict(messages=turns), train_on_prompt=True) == pairs[-1:]
 
 
 def test_an_error_names_the_row_and_a_margin_that_is_used_is_printed(tokenizer, tmp_path, capsys):

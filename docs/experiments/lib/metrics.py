@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from common.logprobs import Sequences
-from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.runs import Run
 from tiny.reviews.gold import grammatical
@@ -60,7 +59,7 @@ def sampled_sequences(run: Run, tokenizer: PreTrainedTokenizerBase) -> Sequences
     for sample in run.samples():
         ids = tokenizer(sample["completion"], add_special_tokens=False).input_ids
         ids += [tokenizer.eos_token_id] * (sample["length"] - len(ids))
-        sequences.append((encode(tokenizer, sample["prompt"]), ids))
+        sequences.append((*sampling.encode_prompts(tokenizer, [sample["prompt"]]), ids))
     return sequences
 
 

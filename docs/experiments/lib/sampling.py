@@ -17,7 +17,7 @@ from transformers import (
 import grpo
 from common.generation import generate
 from common.logprobs import Sequences, micro_batches, rollout_logprobs
-from common.tokens import find_stop_ids
+from common.tokens import encode, encode_all, find_stop_ids
 from docs.experiments.lib.measuring import quietly
 
 BATCH_SIZE = 256  # sequences sampled at a time
@@ -46,7 +46,13 @@ def load_reward_model(source: str) -> Callable[[Sequences], Tensor]:
 
 def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> list[grpo.Prompt]:
     """The prompts of a script's --dataset."""
-    return quietly(grpo.load_prompts, args, split, tokenizer)
+    return [*quietly(grpo.load_prompts, args, split, tokenizer)]
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list) -> list[list[int]]:
+    """The token ids of strings or chats, as they are sampled from."""
+    encodings = [encode(tokenizer, prompt, add_generation_prompt=True) for prompt in prompts]
+    return [ids for ids, _ in encode_all(tokenizer, encodings)]
 
 
 def sample(

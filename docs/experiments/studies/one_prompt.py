@@ -18,7 +18,6 @@ import dpo
 import grpo
 import ppo_rlhf
 from common.logprobs import Sequences, completion_logprobs
-from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.tables import fixed
@@ -80,7 +79,7 @@ def measure() -> dict:
 def sample(policy: sampling.Policy, number: int, seed: int) -> Sequences:
     """Completions of the prompt."""
     rng = Generator().manual_seed(seed)
-    prompts = [encode(policy.tokenizer, PROMPT)] * number
+    prompts = sampling.encode_prompts(policy.tokenizer, [PROMPT] * number)
     sequences, _ = sampling.sample(policy, prompts, GRPO.max_new_tokens, rng)
     return sequences
 

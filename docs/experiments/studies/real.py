@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Generator
 
-from common.tokens import encode
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.metrics import Metric, at, last
@@ -102,7 +101,7 @@ def film_prompts(tokenizer: Any) -> list[list[int]]:
     """The held-out prompts about films, as chat messages: token ids."""
     rows = read_jsonl(Path("docs/real/films/test.jsonl"))
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    return [encode(tokenizer, chat, add_generation_prompt=True) for chat in chats]
+    return sampling.encode_prompts(tokenizer, chats)
 
 
 def judge(source: str | Path) -> dict[str, float]:
