@@ -444,7 +444,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
     rows = load_rows(args, split, {*columns})
     labelled = encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
     labels = [*rows[args.label_column]]
-    print(f"{split}: {sum(labels[number] for number, *_ in labelled.kept)} of them desirable")
+    print(f"{split}: {sum(labels[number] for number in labelled.places[::2])} of them desirable")
     return labelled
 
 

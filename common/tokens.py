@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from os.path import commonprefix
 from typing import Any
 
@@ -119,9 +119,9 @@ Encoding = Generator[tuple[str, bool], list[int], Any]
 
 @cache
 def special_tokens(tokenizer: Any) -> re.Pattern:
-    """Matches each special token, such as <|im_end|>, that a text spells out."""
+    """Matches before each special token, such as <|im_end|>, that a text spells out."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+    return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> Encoding:
@@ -257,22 +257,39 @@ def encode_all(tokenizer: Any, encodings: list[Encoding]) -> list[tuple[Any, lis
     results, sent = [None] * len(encodings), [[] for _ in encodings]
     running = range(len(encodings))
     while running:
-        waiting = {True: {}, False: {}}  # with special tokens and without: texts by encoding
+        waiting = {True: {}, False: {}}  # with special tokens and without: pieces by encoding
         for i in running:
             try:
                 text, add_special_tokens = encodings[i].send(sent[i][-1] if sent[i] else None)
-                waiting[add_special_tokens][i] = text
+                is_rendered = not add_special_tokens and can_split(tokenizer)
+                pieces = special_tokens(tokenizer).split(text) if is_rendered else [text]
+                waiting[add_special_tokens][i] = pieces
             except StopIteration as end:
                 results[i] = end.value
             except Exception as error:
                 results[i] = error
-        for add_special_tokens, texts in waiting.items():
-            if texts:
-                batch = tokenizer([*texts.values()], add_special_tokens=add_special_tokens)
-                for i, ids in zip(texts, batch.input_ids, strict=True):
-                    sent[i].append(ids)
+        for add_special_tokens, pieces_of in waiting.items():
+            # A system message, a pair's prompt or an earlier turn stands in many texts.
+            pieces = [*dict.fromkeys(piece for pieces in pieces_of.values() for piece in pieces)]
+            if pieces:
+                batch = tokenizer(
+                    pieces, add_special_tokens=add_special_tokens, return_attention_mask=False
+                )
+                ids_of = dict(zip(pieces, batch.input_ids, strict=True))
+                for i, pieces in pieces_of.items():
+                    sent[i].append([token for piece in pieces for token in ids_of[piece]])
         running = [*waiting[True], *waiting[False]]
     return list(zip(results, sent, strict=True))
+
+
+@cache
+def can_split(tokenizer: Any) -> bool:
+    """Whether a text that is split before each special token gives the tokens of the whole. Not
+    where such a token takes the space before it.
+    """
+    return tokenizer.is_fast and not any(
+        token.special and token.lstrip for token in tokenizer.added_tokens_decoder.values()
+    )
 
 
 # --- the rows of a split -----------------------------------------------------------------------
@@ -282,37 +299,53 @@ class EncodedRows(Sequence):
     `datasets` has it, on the disk.
     """
 
-    def __init__(self, rows: Any, encode_row: Callable, parts_of: Callable, kept: list[tuple]):
+    def __init__(self, rows: Any, encode_row: Callable, parts_of: Callable):
         self.rows, self.encode_row, self.parts_of = rows, encode_row, parts_of
-        # Of each item the numbers of its row and of its part of it, its texts, and a checksum of
-        # what else of it is trained on. Of a text: how many ids of the one before it it repeats,
-        # and the others.
-        self.kept = kept
+        self.places = array("i")  # of each item the numbers of its row and of its part of it
+        # Of each text how many ids of the one before it it repeats, how many follow, and these.
+        self.texts = array("i")
+        self.sizes = array("i")  # of each item that of its part of `texts`
+        self.checks = array("I")  # of each item a checksum of what else of it is trained on
+
+    def append(self, place: tuple[int, int], texts: list[list[int]], rest: Any) -> None:
+        self.places.extend(place)
+        size = len(self.texts)
+        for before, text in pairwise([[], *texts]):
+            shared = len(commonprefix([before, text]))
+            self.texts.extend([shared, len(text) - shared, *text[shared:]])
+        self.sizes.append(len(self.texts) - size)
+        self.checks.append(zlib.crc32(repr(rest).encode()))
+
+    def gather(self) -> None:
+        """The items of all ranks."""
+        for name in ("places", "texts", "sizes", "checks"):
+            parts = all_gather([getattr(self, name)])
+            setattr(self, name, sum(parts[1:], parts[0]))
+        self.starts = array("q", accumulate(self.sizes, initial=0))  # in `texts`
+
+    def checksum(self) -> int:
+        """CRC-32 of what is trained on, by which --resume sees that it has changed."""
+        return zlib.crc32(self.checks, zlib.crc32(self.texts))
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.sizes)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        number, part, texts, _ = self.kept[index]
-        encoding, ids = self.encode_row(self.parts_of(self.rows[number])[part]), []
+        index = range(len(self))[index]
+        number, part = self.places[2 * index : 2 * index + 2]
+        encoding = self.encode_row(self.parts_of(self.rows[number])[part])
         next(encoding)
+        ids, at = [], self.starts[index]
         try:
-            for shared, rest in texts:
-                ids = ids[:shared] + rest.tolist()
+            while True:
+                shared, size = self.texts[at : at + 2]
+                ids = ids[:shared] + self.texts[at + 2 : at + 2 + size].tolist()
+                at += 2 + size
                 encoding.send(ids)
         except StopIteration as end:
             return end.value[0]
-
-    def checksum(self) -> int:
-        """CRC-32 of what is trained on, by which --resume sees that it has changed."""
-        crc = 0
-        for _, _, texts, of_rest in self.kept:
-            crc = zlib.crc32(b"%d" % of_rest, crc)
-            for _, ids in texts:
-                crc = zlib.crc32(ids, crc)
-        return crc
 
 
 def encode_rows(
@@ -329,18 +362,19 @@ def encode_rows(
     `max_length` of a flag, is dropped and counted; a warning if most are, a ValueError if all are,
     or if a row fails otherwise. Prints the counts and the first row. Each rank encodes some rows.
     """
-    kept, dropped, longest, first = [], Counter(), 0, ""
+    kept, dropped, longest, first = EncodedRows(rows, encode_row, parts_of), Counter(), 0, ""
     mine = range(len(rows) * RANK // WORLD_SIZE, len(rows) * (RANK + 1) // WORLD_SIZE)
     progress = tqdm(desc=split, total=len(mine), unit=" rows", delay=3, disable=RANK > 0)
     for start in mine[::BATCH_ROWS]:
         numbers = range(start, min(start + BATCH_ROWS, mine.stop))
         places, encodings = [], []
-        for number, row in zip(numbers, rows.select(numbers), strict=True):
-            parts = parts_of(row)
+        columns = rows[start : numbers.stop]
+        for number, row in zip(numbers, zip(*columns.values(), strict=True), strict=True):
+            parts = parts_of(dict(zip(columns, row, strict=True)))
             places += [(number, part) for part in range(len(parts))]
             encodings += map(encode_row, parts)
         encoded = encode_all(tokenizer, encodings)
-        for (number, part), (result, texts) in zip(places, encoded, strict=True):
+        for place, (result, texts) in zip(places, encoded, strict=True):
             try:
                 if isinstance(result, Exception):
                     raise result
@@ -349,23 +383,21 @@ def encode_rows(
                 longest = max(longest, length)
                 if length > max_length:
                     raise UnusableRow(f"longer than {flag}")
-                shared = [len(commonprefix(pair)) for pair in pairwise([[], *texts])]
-                texts = [(n, array("i", ids[n:])) for n, ids in zip(shared, texts, strict=True)]
-                kept.append((number, part, texts, zlib.crc32(repr(rest).encode())))
+                kept.append(place, texts, rest)
                 first = first or tokenizer.decode(sequences[0])
             except UnusableRow as reason:
                 dropped[str(reason)] += 1
             except Exception as error:
-                place = f"--dataset: row {number} of {split}"
-                raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+                where = f"--dataset: row {place[0]} of {split}"
+                raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
         progress.update(len(numbers))
     progress.close()
-    kept, dropped = all_gather(kept), sum(all_gather([dropped]), Counter())
-    longest = max(all_gather([longest]))
+    kept.gather()
+    dropped, longest = sum(all_gather([dropped]), Counter()), max(all_gather([longest]))
     report = f"{split}: {len(kept)} rows, dropped {dict(dropped)}; longest {longest} tokens"
     print(f"{report}\n    {first if len(first) < 1000 else first[:500] + ' ... ' + first[-500:]!r}")
     if not kept:
         raise ValueError(f"--dataset: no row is left of {report}")
     if len(kept) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
-    return EncodedRows(rows, encode_row, parts_of, kept)
+    return kept
