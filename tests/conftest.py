@@ -1,10 +1,11 @@
-"""One thread, so that runs are the same to the bit, and no test is slowed by spinning threads."""
+"""One thread of a CPU: runs are the same to the bit, and no test is slowed by spinning threads."""
 
 import os
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what a GPU is asked to do is simulated
 
 import pytest
 import torch
