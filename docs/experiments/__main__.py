@@ -6,20 +6,16 @@
     python -m docs.experiments grpo --labels "(default)"   # these runs of it alone
     python -m docs.experiments memory                 # a program that prints what it measures
 
-An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and the tables of the pages
-between the comment lines that name them. Runs that runs/experiments already holds are read, not
-repeated, as long as their flags, the script and common/ are the same.
+An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and its tables on pages,
+between the comment lines that name them. A table may show numbers of another experiment: --redraw
+without a name writes all. Runs that runs/experiments already holds are read, not repeated, as long
+as their flags, the script and common/ are the same.
 """
 
 import sys
 from importlib import import_module
 
 import tyro
-
-from docs.experiments.cost.memory_model import write_explorer
-from docs.experiments.lib.navigation import add_navigation
-from docs.experiments.lib.tables import write_pages
-from docs.experiments.registry import EXPERIMENTS, all_tables
 
 PROGRAMS = ("memory", "speed", "gpu")  # in cost/, with flags of their own
 
@@ -36,15 +32,21 @@ def main(
         redraw: make figures and tables from docs/results alone, without runs
         labels: make these runs alone, by their labels in docs/results; the others' numbers stay
     """
-    unknown = {*names} - {*EXPERIMENTS}
+    # Not above, for the programs: figures need the extra `dev`.
+    from docs.experiments.cost.memory_model import write_explorer
+    from docs.experiments.lib.navigation import add_navigation
+    from docs.experiments.lib.tables import write_pages
+    from docs.experiments.registry import NAMES, load, tables_of
+
+    unknown = {*names} - {*NAMES}
     if unknown or not (names or redraw):
-        known = f"experiments: {', '.join(EXPERIMENTS)}\nprograms: {', '.join(PROGRAMS)}"
+        known = f"experiments: {', '.join(NAMES)}\nprograms: {', '.join(PROGRAMS)}"
         sys.exit(f"unknown: {', '.join(unknown)}\n{known}" if unknown else known)
-    for name in names or EXPERIMENTS:
+    for name in names or NAMES:
         print(name, flush=True)
-        experiment = EXPERIMENTS[name]
+        experiment = load(name)
         experiment.redraw() if redraw else experiment.make(labels)
-    write_pages(all_tables())
+    write_pages(tables_of(names or NAMES))
     add_navigation()
     write_explorer()
 

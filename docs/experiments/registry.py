@@ -1,22 +1,42 @@
-"""The experiments, by name: the declared ones, and those of studies/."""
+"""The experiments, by name: the declared ones, and those of studies/, loaded when asked for."""
 
+from collections.abc import Iterable
 from importlib import import_module
-from pathlib import Path
 
 from docs.experiments import declared
+from docs.experiments.lib.experiment import Experiment
 
-STUDIES = [
-    import_module(f"docs.experiments.studies.{file.stem}")
-    for file in sorted(Path(__file__).parent.glob("studies/[a-z]*.py"))
-]
-EXPERIMENTS = {
-    experiment.name: experiment for file in (declared, *STUDIES) for experiment in file.EXPERIMENTS
+DECLARED = {experiment.name: experiment for experiment in declared.EXPERIMENTS}
+STUDIES = {  # by file the names of its experiments
+    "best_of_n": ["best_of_n"],
+    "distill": ["distill"],
+    "exercises": ["exercises"],
+    "hints": ["hints", "hints_real", "hints_grpo"],
+    "kl": ["kl"],
+    "lora": ["lora"],
+    "model_sizes": ["model_sizes", "real_size"],
+    "one_prompt": ["one_prompt"],
+    "readme": ["readme"],
+    "real": ["real", "real_seeds"],
+    "recipes": ["recipes"],
+    "results": ["frontier", "overview"],
+    "sampler": ["sampler"],
+    "shown_working": ["shown_working"],
 }
+STUDY_OF = {name: file for file, names in STUDIES.items() for name in names}
+NAMES = [*DECLARED, *STUDY_OF]
 
 
-def all_tables() -> dict[str, dict]:
-    """Every table of every experiment, by name."""
+def load(name: str) -> Experiment:
+    if name in DECLARED:
+        return DECLARED[name]
+    study = import_module(f"docs.experiments.studies.{STUDY_OF[name]}")
+    return {experiment.name: experiment for experiment in study.EXPERIMENTS}[name]
+
+
+def tables_of(names: Iterable[str]) -> dict[str, dict]:
+    """Every table of these experiments, by name."""
     tables = {}
-    for experiment in EXPERIMENTS.values():
-        tables |= experiment.make_tables()
+    for name in names:
+        tables |= load(name).make_tables()
     return tables

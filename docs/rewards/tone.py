@@ -7,12 +7,15 @@ It knows words, negations and exclamation marks, and nothing of what a text is a
 """
 
 from functools import cache
-
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+from typing import Any
 
 
 @cache
-def analyzer() -> SentimentIntensityAnalyzer:
+def analyzer() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ModuleNotFoundError as error:
+        raise ImportError('VADER comes with an extra: pip install -e ".[real]"') from error
     return SentimentIntensityAnalyzer()
 
 

@@ -3,6 +3,7 @@ and their numbers are what they should be."""
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,21 @@ from docs.experiments.lib.drawing import HEALTHY, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table, saved_results
 from docs.experiments.lib.metrics import last, late
 from docs.experiments.lib.runs import Run, key_of, run_of, runs_of
-from docs.experiments.registry import EXPERIMENTS, all_tables
+from docs.experiments.registry import NAMES, STUDIES, load, tables_of
 
+EXPERIMENTS = {name: load(name) for name in NAMES}
 BY_HAND = {"post_training", "policy_gradient"}  # figures
 
 
 # --- names -------------------------------------------------------------------------------------
+def test_the_registry_names_each_study_and_its_experiments():
+    found = {}
+    for file in Path("docs/experiments/studies").glob("*.py"):
+        study = import_module(f"docs.experiments.studies.{file.stem}")
+        found[file.stem] = [experiment.name for experiment in study.EXPERIMENTS]
+    assert found == STUDIES
+
+
 def test_results_and_figures_have_the_name_of_their_experiment():
     made = {name for name, experiment in EXPERIMENTS.items() if experiment.keeps_results()}
     assert {file.stem for file in Path("docs/results").iterdir()} == made
@@ -58,7 +68,7 @@ def test_commands_parse_and_are_those_of_the_results(name):
 # --- pages -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def made_tables():
-    return all_tables()
+    return tables_of(NAMES)
 
 
 @pytest.mark.house
@@ -90,6 +100,7 @@ def test_what_is_generated_on_a_page(tmp_path):
         f"<!-- code {tmp_path}/loss.py loss -->\n"
         "```python\ndef loss(x):\n    return 2 * x\n```\n<!-- end code -->\n"
     )
+    assert "\nold\n" in tables.generated(page, {})  # what was not made stays
     with pytest.raises(ValueError, match="does not define profit"):
         tables.definition(tmp_path / "loss.py", "profit")
 

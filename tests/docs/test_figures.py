@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.experiments.lib import drawing
-from docs.experiments.registry import EXPERIMENTS
+from docs.experiments.registry import NAMES, load
 
 pytestmark = pytest.mark.house
 FIGURES = sorted(Path("docs/figures").glob("*.svg"))
@@ -94,7 +94,7 @@ def coordinates_of(figure: Path) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.?\d*", paths)]
 
 
-DRAWN = [name for name, experiment in EXPERIMENTS.items() if experiment.draw or experiment.figures]
+DRAWN = [name for name in NAMES if load(name).draw or load(name).figures]
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -102,7 +102,7 @@ def test_drawing_again_gives_the_same_figures(name, tmp_path, monkeypatch):
     """From docs/results alone. Another matplotlib may move a line by a point or two."""
     figures = drawing.FIGURES
     monkeypatch.setattr(drawing, "FIGURES", tmp_path)
-    EXPERIMENTS[name].redraw()
+    load(name).redraw()
     assert [*tmp_path.iterdir()]
     for again in tmp_path.iterdir():
         assert again.name.startswith(name)

@@ -108,7 +108,10 @@ def train_ours(work: Work, num_rows: int, folder: str) -> None:
 # --- TRL's side, in float32 and without checkpointing ------------------------------------------
 def train_trl(work: Work, num_rows: int, folder: str) -> None:
     """Train with TRL on the first rows, once."""
-    import trl
+    try:
+        import trl
+    except ModuleNotFoundError as error:
+        raise ImportError('TRL comes with an extra: pip install -e ".[bench]"') from error
     from datasets import load_dataset
 
     args = import_module(work.script).Args(**work.flags)

@@ -82,10 +82,11 @@ def code(path: Path, name: str) -> str:
 
 
 def generated(page: Path, tables: dict[str, dict]) -> str:
-    """The text of a page with its tables, functions and line numbers made anew."""
+    """The text of a page with these tables, its functions and line numbers made anew."""
 
     def with_table(block: re.Match) -> str:
-        return f"{block[1]}{markdown(tables[block[2]])}{block[4]}"
+        made = markdown(tables[block[2]]) if block[2] in tables else block[3]
+        return f"{block[1]}{made}{block[4]}"
 
     def with_code(block: re.Match) -> str:
         return f"{block[1]}{code(Path(block[2]), block[3])}{block[5]}"
