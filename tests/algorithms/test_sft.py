@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import sft
 from runs import metrics_of, read
-from sft import Args, Demonstration, to_pairs
+from sft import Args, Demonstration, learned_turns, to_texts
 
 BASE = "tiny/arithmetic/base"
 run = partial(algorithms.run, "sft")
@@ -32,6 +32,11 @@ def plain_loss(model, tokenizer, rows, train_on_prompt):
 
 
 # --- the loss -----------------------------------------------------------------------------------
+class Rows(list):
+    def checksum(self):
+        return 0
+
+
 @pytest.mark.parametrize(
     ("train_on_prompt", "expected"),
     [
@@ -43,7 +48,7 @@ def test_only_completion_tokens_are_learned_unless_asked(
     train_on_prompt, expected, tmp_path, monkeypatch
 ):
     data = [Demonstration("", [1, 5, 6], [7, 2]), Demonstration("", [1], [8, 9, 9, 2])]
-    monkeypatch.setattr(sft, "load_demonstrations", lambda *args: data)
+    monkeypatch.setattr(sft, "load_demonstrations", lambda *args: Rows(data))
     calls = {}
     for name in ("rollout_logprobs", "generate", "completion_logprobs"):
         calls[name] = spy_on(sft, monkeypatch, name)
@@ -88,6 +93,10 @@ def test_every_assistant_turn_of_messages_is_a_completion():
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d"},
     ]
-    pairs = to_pairs(Args(), {"messages": turns})
+
+    def pairs_of(args):
+        return [to_texts(args, *part) for part in learned_turns(args, {"messages": turns})]
+
+    pairs = pairs_of(Args())
     assert pairs == [(turns[:1], turns[1:2]), (turns[:3], turns[3:])]
-    assert to_pairs(Args(train_on_prompt=True), {"messages": turns}) == pairs[1:]
+    assert pairs_of(Args(train_on_prompt=True)) == pairs[1:]
