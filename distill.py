@@ -291,7 +291,8 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
     if path.is_file():  # its rows are the split `train`
         name, paths = "train", [path]
-    files = [escape(str(path)) for path in paths if path.is_file()]
+    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
+    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
     source = str(paths[0].parent) if files else args.dataset
     data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)

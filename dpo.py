@@ -440,7 +440,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            found = function(**deepcopy(columns))  # which it may change
+            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
@@ -476,7 +476,8 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
     if path.is_file():  # its rows are the split `train`
         name, paths = "train", [path]
-    files = [escape(str(path)) for path in paths if path.is_file()]
+    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
+    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
     source = str(paths[0].parent) if files else args.dataset
     data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)

@@ -261,7 +261,8 @@ def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
     if path.is_file():  # its rows are the split `train`
         name, paths = "train", [path]
-    files = [escape(str(path)) for path in paths if path.is_file()]
+    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
+    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
     source = str(paths[0].parent) if files else args.dataset
     data_files = {name: files} if files else None
     dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
@@ -296,7 +297,8 @@ def learned_turns(args: Args, row: dict) -> list[tuple[dict, int | None]]:
     places = []
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         # OpenAI's `weight`: a turn of weight 0 is read, not learned.
-        if i > 0 and turn.get("role") == "assistant" and turn.get("weight") != 0:
+        is_reply = i > 0 and isinstance(turn, dict) and turn.get("role") == "assistant"
+        if is_reply and turn.get("weight") != 0:
             places.append(i)
     if args.train_on_prompt:  # the last pair holds all turns: it is enough
         places = places[-1:]

@@ -36,7 +36,7 @@ def load_tokenizer(
     if find_adapter_config_file(source):  # transformers would go on with the model below it
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
     with suppress(OSError):  # a tokenizer alone has no config
-        if "quantization_config" in PretrainedConfig.get_config_dict(source)[0]:
+        if PretrainedConfig.get_config_dict(source)[0].get("quantization_config"):
             raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
@@ -45,7 +45,7 @@ def load_tokenizer(
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
     if today and "strftime_now(" in str(tokenizer.chat_template):  # else midnight changes prompts
         values["chat_template"] = re.sub(
-            r"strftime_now\((['\"])(.*?)\1\)",
+            r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
             lambda call: repr(date.fromisoformat(today).strftime(call[2])),
             tokenizer.get_chat_template(),
         )
@@ -196,7 +196,7 @@ def encode_text(tokenizer: Any, text: Any, stop_ids: list[int]) -> Encoding:
     within it, of several turns or documents, end nothing.
     """
     ids = yield from encode(tokenizer, text)
-    if ids[-1] not in stop_ids:
+    if len(ids) == 1 or ids[-1] not in stop_ids:
         ids = [*ids, stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
     return ids[:1], ids[1:]
 
@@ -285,11 +285,11 @@ def encode_all(tokenizer: Any, encodings: list[Encoding]) -> list[tuple[Any, lis
 @cache
 def can_split(tokenizer: Any) -> bool:
     """Whether a text that is split before each special token gives the tokens of the whole. Not
-    where such a token takes the space before it.
+    where such a token looks at what stands before it, or is found in normalised text.
     """
-    return tokenizer.is_fast and not any(
-        token.special and token.lstrip for token in tokenizer.added_tokens_decoder.values()
-    )
+    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unsafe = (token.lstrip or token.single_word or token.normalized for token in special)
+    return tokenizer.is_fast and not any(unsafe)
 
 
 # --- the rows of a split -----------------------------------------------------------------------
@@ -394,6 +394,7 @@ def encode_rows(
     progress.close()
     kept.gather()
     dropped, longest = sum(all_gather([dropped]), Counter()), max(all_gather([longest]))
+    first = next(filter(None, all_gather([first])), "")
     report = f"{split}: {len(kept)} rows, dropped {dict(dropped)}; longest {longest} tokens"
     print(f"{report}\n    {first if len(first) < 1000 else first[:500] + ' ... ' + first[-500:]!r}")
     if not kept:

@@ -416,7 +416,7 @@ def test_a_batch_gives_what_each_row_gives_alone(ranks, tokenizer, monkeypatch):
         rows = Dataset.from_list(rows)
         found += encode_rows("train", rows, encode_row, tokenizer, "--max-length", 99)
     assert found == alone
-    dropped = sum((counts for items in gathered[4::6] for counts in items), Counter())
+    dropped = sum((counts for items in gathered[4::7] for counts in items), Counter())
     assert dropped == Counter(reasons)
 
 

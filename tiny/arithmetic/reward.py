@@ -37,7 +37,8 @@ def last_number(
 
 
 def find_last_number(text: Any) -> float | None:
-    text = re.sub(FRACTION, r"\1/\2", str(text).translate(SIGNS))
+    text = re.sub(r"(?<=\d)\\", r" \\", str(text).translate(SIGNS))  # 2\frac{1}{2} is not 21/2
+    text = re.sub(FRACTION, r"\1/\2", text)
     numbers = re.findall(NUMBER, text, re.ASCII)
     if not numbers:
         return None
