@@ -351,9 +351,9 @@ def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
 
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, whose length is that of the prompt and the longer completion."""
-    longer = [(pair.prompt.ids, max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
-    return micro_batches(longer, torch.arange(len(pairs)), size)
+    """`micro_batches` of pairs, with the tokens of both completions."""
+    sequences = [(pair.prompt.ids, pair.chosen_ids + pair.rejected_ids) for pair in pairs]
+    return micro_batches(sequences, torch.arange(len(pairs)), size)
 
 
 # --- the evaluation ----------------------------------------------------------------------------

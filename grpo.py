@@ -61,14 +61,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers import GenerationConfig
 
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
+from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.tokens import EncodedRows, Encoding, encode, encode_rows, find_stop_ids, load_tokenizer
-from common.tokens import pad_rows, rollout_row
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -647,14 +647,11 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
-        rows = [sequences[i][0] + sequences[i][1] for i in inds] or [[0]]
-        ids, mask = pad_rows(rows, model.device)
+        rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
         with adapters_off(model):  # of a critic, in ppo_rlhf.py
-            hidden = hidden_states(model, ids)  # (b, L, d)
-        last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
+            last = last_states(model, rows)  # (b, d)
         idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
-        scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
+        scores[idx] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 

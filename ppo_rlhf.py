@@ -70,14 +70,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers import GenerationConfig
 
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, hidden_states, micro_batches
+from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
+from common.logprobs import micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.tokens import EncodedRows, Encoding, encode, encode_rows, find_stop_ids, load_tokenizer
-from common.tokens import pad_rows, rollout_row
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -609,19 +610,11 @@ def init_head(head: torch.nn.Linear) -> None:
 
 def critic_values(critic: Critic, sequences: Sequences, inds: Tensor) -> Tensor:
     """V_t (b, T) of sequences[inds]: the head's output before token t, centred as scores are."""
-    # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
-    batch = [sequences[i] for i in inds] or [([0], [])]
-    rows = [prompt + completion for prompt, completion in batch]
-    ids, _ = pad_rows(rows, critic.backbone.device)
-    outputs = critic.head(hidden_states(critic.backbone, ids).float()).squeeze(2)  # (b, L)
+    states, row, t = completion_states(critic.backbone, [sequences[i] for i in inds])
+    outputs = critic.head(states.float()).squeeze(1)  # (n,), of all tokens of all completions
     outputs = outputs - getattr(critic.backbone.config, "score_mean", 0.0)
     width = max(len(completion) for _, completion in sequences)
-    values = torch.zeros(len(batch), width, device=ids.device)
-    for i, (prompt, completion) in enumerate(batch):
-        # V_t is read one position before token t, where the critic has seen x and y_<t alone.
-        start = len(prompt) - 1
-        values[i, : len(completion)] = outputs[i, start : start + len(completion)]
-    return values[: len(inds)]
+    return torch.zeros(len(inds), width, device=outputs.device).index_put((row, t), outputs)
 
 
 @torch.no_grad()
@@ -688,14 +681,11 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
-        rows = [sequences[i][0] + sequences[i][1] for i in inds] or [[0]]
-        ids, mask = pad_rows(rows, model.device)
+        rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
         with adapters_off(model):  # of a critic, in ppo_rlhf.py
-            hidden = hidden_states(model, ids)  # (b, L, d)
-        last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (b, d)
+            last = last_states(model, rows)  # (b, d)
         idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
-        scores[idx] = model.score(last.float()).squeeze(1)[: len(inds)]
+        scores[idx] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 

@@ -47,13 +47,13 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
-from common.logprobs import hidden_states, micro_batches
+from common.logprobs import last_states, micro_batches
 from common.model import TRAINED, add_adapters, checkpoint_activations, replaced, save_weights
 from common.model import shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
 from common.tokens import EncodedRows, Encoding, UnusableRow, encode_pairs, encode_rows
-from common.tokens import find_stop_ids, load_tokenizer, pad_rows
+from common.tokens import find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -252,9 +252,13 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
 
 # --- scores ------------------------------------------------------------------------------------
 def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, whose length is that of the longer completion."""
-    longer = [([], max(pair.chosen_ids, pair.rejected_ids, key=len)) for pair in pairs]
-    return micro_batches(longer, torch.arange(len(pairs)), size)
+    """`micro_batches` of pairs, whose prompt is what both completions begin with."""
+    sequences = []
+    for pair in pairs:
+        prompt = os.path.commonprefix([pair.chosen_ids, pair.rejected_ids])
+        rest = pair.chosen_ids[len(prompt) :] + pair.rejected_ids[len(prompt) :]
+        sequences.append((prompt, rest))
+    return micro_batches(sequences, torch.arange(len(pairs)), size)
 
 
 def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
@@ -262,12 +266,9 @@ def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
     pair, from one forward pass.
     """
     rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
-    # A rank without rows scores a dummy: sharded, all ranks must run every forward pass.
-    ids, mask = pad_rows(rows or [[0]], model.device)
-    hidden = hidden_states(model, ids)  # (2b, L, d)
-    last = hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1]  # (2b, d)
+    last = last_states(model, rows)  # (2b, d)
     scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
-    return scores[: len(rows)].view(2, len(pairs))
+    return scores.view(2, len(pairs))
 
 
 # --- model and data ----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from common.logprobs import backbone, head_logits, output_head
-from common.model import autocast, unsharded, use_bfloat16
+from common.logprobs import head_logits, output_head
+from common.model import autocast, backbone, unsharded, use_bfloat16
 from common.ranks import RANK, WORLD_SIZE, all_gather, all_reduce_sum
 from common.tokens import pad_rows
 

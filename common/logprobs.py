@@ -5,15 +5,16 @@ column t belongs to token t of the completion, and is 0 after its end.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from common.model import autocast, forward_method, use_bfloat16
+from common.model import autocast, backbone, forward_method, use_bfloat16
 from common.ranks import RANK, WORLD_SIZE, all_reduce_sum
-from common.tokens import pad_rows
+from common.tree import PrefixTree, padded_states, reads_trees, tree_states
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
 MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
@@ -27,38 +28,54 @@ def completion_logprobs(
     """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]]. T is the
     longest of all completions, `inds` may be empty. With `entropy` also that of pi(. | x, y_<t).
     """
-    width = max(len(completion) for _, completion in sequences)
-    # A rank without rows runs a dummy: sharded, all ranks must run every forward pass.
-    batch = [sequences[i] for i in inds] or [([0], [])]
-    # On the CPU: counting the completions' tokens on a GPU would make the CPU wait for it.
-    ids, mask = pad_rows([prompt + completion for prompt, completion in batch], "cpu")
-    starts = torch.tensor([len(prompt) for prompt, _ in batch])
-    is_completion = mask & (torch.arange(ids.shape[1]) >= starts[:, None])
-    row, column = is_completion.nonzero(as_tuple=True)  # (N,) each
-    places = torch.stack([row, column - 1, column - starts[row], ids[row, column]])
-    row, before, t, tokens = places.to(model.device, non_blocking=True)
-    ids = ids.to(model.device, non_blocking=True)
-    hidden = hidden_states.__wrapped__(model, ids)  # (b, L, d)
+    batch = [sequences[i] for i in inds]
+    hidden, row, t = completion_states(model, batch)  # (n, d), of all tokens of all completions
+    tokens = torch.tensor([token for _, completion in batch for token in completion])
+    tokens = tokens.long().to(model.device, non_blocking=True)
     head = output_head(model)
-    hidden = hidden[row, before]  # (N, d): that at t - 1 predicts token t
     values = ChunkedLogprobs.apply(hidden, tokens[:, None], temperature, entropy, *head)
-    empty = torch.zeros(len(inds), width, device=ids.device)
+    width = max(len(completion) for _, completion in sequences)
+    empty = torch.zeros(len(batch), width, device=model.device)
     logprobs, entropies = (empty.index_put((row, t), value.squeeze(1)) for value in values)
     return (logprobs, entropies) if entropy else logprobs
 
 
 @forward_method
-def hidden_states(model: Any, ids: Tensor) -> Tensor:
-    """The last hidden states (b, L, d) of token ids (b, L), from which a head computes values. Rows
-    are padded on the right, which needs no attention mask: attention only looks back.
+def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden states (n, d) before each of the n completion tokens of a batch, from which a head
+    computes log-probs or values, and the tokens' rows and columns (n,) in a tensor (b, T).
     """
-    with autocast(ids.device):
-        return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+    # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
+    rows = [prompt + completion[:-1] for prompt, completion in batch] or [[0]]
+    hidden = hidden_states(model, rows)  # (b, L, d)
+    places = [
+        (row, t, len(prompt) + t - 1)
+        for row, (prompt, completion) in enumerate(batch)
+        for t in range(len(completion))
+    ]
+    places = torch.tensor(places, dtype=torch.long).view(-1, 3)
+    row, t, before = places.T.to(model.device, non_blocking=True)
+    return hidden[row, before], row, t
 
 
-def backbone(model: Any) -> torch.nn.Module:
-    """All but the head. Llama 4 and Mllama are their own base model."""
-    return model.get_decoder().model if model.base_model is model else model.base_model
+@forward_method
+def last_states(model: Any, rows: list[list[int]]) -> Tensor:
+    """The hidden states (b, d) of the last tokens of b rows, from which a head computes scores."""
+    hidden = hidden_states(model, rows or [[0]])  # (b, L, d); a dummy as above
+    ends = torch.tensor([(i, len(row) - 1) for i, row in enumerate(rows)], dtype=torch.long)
+    row, end = ends.view(-1, 2).T.to(model.device, non_blocking=True)
+    return hidden[row, end]
+
+
+@forward_method
+def hidden_states(model: Any, rows: list[list[int]]) -> Tensor:
+    """The last hidden states (b, L, d) of rows of token ids, from which a head computes values;
+    after a row's end they mean nothing. What rows begin with is computed once, see tree.py.
+    """
+    with autocast(model.device):
+        if not reads_trees(model):
+            return padded_states(model, rows)
+        return tree_states(model, PrefixTree(rows, model.device))
 
 
 @torch.no_grad()
@@ -88,13 +105,23 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
-    """Of sequences[inds], the inds (b,) of this rank's micro-batches, longest first, b <= size.
-    All ranks get equally many micro-batches; the last may be empty.
+    """Deals sequences[inds] to the ranks, in micro-batches of b <= size rows: yields the inds (b,)
+    of this rank's. Rows of one prompt are neighbours, since they share it, and prompts with the
+    most tokens come first. All ranks get equally many micro-batches; the last may be empty.
     """
-    lengths = torch.tensor([len(sequences[i][0]) + len(sequences[i][1]) for i in inds])
-    inds = inds[lengths.argsort(descending=True, stable=True)]
-    for group in inds.split(size * WORLD_SIZE):
-        yield group[RANK::WORLD_SIZE]
+    groups = defaultdict(list)
+    for i in inds.tolist():
+        groups[tuple(sequences[i][0])].append(i)
+
+    def num_tokens(group: list[int]) -> int:
+        return len(sequences[group[0]][0]) + sum(len(sequences[i][1]) for i in group)
+
+    groups = sorted(groups.values(), key=num_tokens, reverse=True)
+    in_turn = [group for rank in range(WORLD_SIZE) for group in groups[rank::WORLD_SIZE]]
+    rows = torch.tensor([i for group in in_turn for i in group], dtype=torch.long)
+    of_ranks = rows.tensor_split(WORLD_SIZE)  # equally many rows, so a group may be cut
+    for start in range(0, max(1, len(of_ranks[0])), size):
+        yield of_ranks[RANK][start : start + size]
 
 
 # --- from hidden states to log-probs, without all logits at once -------------------------------

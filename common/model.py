@@ -86,6 +86,11 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
 
 
+def backbone(model: Any) -> torch.nn.Module:
+    """All but the head. Llama 4 and Mllama are their own base model."""
+    return model.get_decoder().model if model.base_model is model else model.base_model
+
+
 def transformer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated layers, from the first to the last; a ValueError if none is known."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -137,17 +142,19 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 def forward_method(function: Callable) -> Callable:
     """Decorator: FSDP gathers a sharded model's weights around `function(model, ...)`, as it does
-    around `model(...)`. It may call another one's `__wrapped__` only: no gathering within another.
+    around `model(...)`. Those that it calls find them gathered: gatherings cannot be nested.
     """
 
     @wraps(function)
     def gathered(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(model, FSDPModule):
+        if not isinstance(model, FSDPModule) or hasattr(model, "gathered"):
             return function(model, *args, **kwargs)
         # Bound here, since FSDP would walk through arguments: all token ids of a rollout.
         model.gathered = partial(function, model, *args, **kwargs)
         register_fsdp_forward_method(model, "gathered")
-        return model.gathered()
+        result = model.gathered()
+        del model.gathered
+        return result
 
     return gathered
 

@@ -114,18 +114,16 @@ BESIDE_ONE = ("reinforce", "ppo_rlhf", "grpo", "dpo", "kto", "distill")
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in BESIDE_ONE])
 def test_micro_batch_size_does_not_change_the_gradient(name, tmp_path, monkeypatch):
-    steps, passes = watch_steps(monkeypatch), []
-    for module in (common.logprobs, rm_bradley_terry):
-        passes.append(spy_on(module, monkeypatch, "pad_rows"))
+    steps = watch_steps(monkeypatch)
+    passes = spy_on(common.logprobs, monkeypatch, "PrefixTree")
     largest = []
     for size in (16, 3):
         run(name, tmp_path, micro_batch_size=size, **short_flags(name, center_coef=0.01))
-        masks = [mask for calls in passes for _, (_, mask) in calls]
-        lengths = {length for mask in masks for length in mask.sum(dim=1).tolist()}
+        batches = [rows for (rows, _), _ in passes]
+        lengths = {len(row) for rows in batches for row in rows}
         assert len(lengths) > 1, "the test needs ragged lengths"
-        largest.append(max(map(len, masks)))
-        for calls in passes:
-            calls.clear()
+        largest.append(max(map(len, batches)))
+        passes.clear()
     assert largest[0] > largest[1] in (3, 6)  # the two sides of a pair share a pass
     (_, gradient, _), (_, other, _) = steps
     assert_same_gradient(gradient, other)

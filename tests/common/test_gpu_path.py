@@ -121,7 +121,7 @@ def test_logits_that_are_trained_on_are_not_rounded_to_bfloat16(monkeypatch):
     states = record_hidden_states(model)
     found = completion_logprobs(model, [pair], range(1))[0]
     (hidden,) = states
-    logits = exact_logits(hidden[0, 2:-1], model)
+    logits = exact_logits(hidden[0, 2:], model)
     assert 16 < logits.max() < 32
     tokens = torch.tensor(pair[1])[:, None]
     expected, rounded = (

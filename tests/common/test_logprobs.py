@@ -1,7 +1,6 @@
 """Scoring: against a plain log-softmax of the model's own logits, row by row, without padding."""
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -238,36 +237,52 @@ def test_nothing_to_score_gives_no_numbers_and_gradients_of_zero(architecture, p
 
 
 # --- micro-batches ------------------------------------------------------------------------------
-@pytest.mark.parametrize("processes", [1, 3, 8])
-def test_every_row_is_dealt_out_once_in_as_many_groups(monkeypatch, processes):
-    lengths = (1, 9, 5, 3, 9, 1, 7, 5, 5, 2)
-    pairs = make_pairs([(1 + n // 2, n - n // 2) for n in lengths])
-    rows = torch.tensor([3, 8, 0, 4, 6, 7, 9])
-    groups = []
+def deal(sequences, rows, size, processes, monkeypatch):
+    """The micro-batches of each rank."""
+    of_ranks = []
     for rank in range(processes):
         monkeypatch.setattr(common.logprobs, "RANK", rank)
         monkeypatch.setattr(common.logprobs, "WORLD_SIZE", processes)
-        groups.append([group.tolist() for group in micro_batches(pairs, rows, 2)])
-    assert {len(of_rank) for of_rank in groups} == {math.ceil(7 / (2 * processes))}
-    assert all(len(group) <= 2 for of_rank in groups for group in of_rank)
-    assert all(groups[0][:-1]), "only the last group of a rank may be empty"
-    dealt = [row for of_rank in groups for group in of_rank for row in group]
+        of_ranks.append([inds.tolist() for inds in micro_batches(sequences, rows, size)])
+    return of_ranks
+
+
+@pytest.mark.parametrize("processes", [1, 3, 8])
+def test_every_row_is_dealt_out_once_in_as_many_micro_batches(monkeypatch, processes):
+    pairs = make_pairs([(1 + n // 2, n - n // 2) for n in (1, 9, 5, 3, 9, 1, 7, 5, 5, 2)])
+    rows = torch.tensor([3, 8, 0, 4, 6, 7, 9])
+    of_ranks = deal(pairs, rows, 2, processes, monkeypatch)
+    assert {len(batches) for batches in of_ranks} == {math.ceil(7 / (2 * processes))}
+    assert all(len(inds) <= 2 for batches in of_ranks for inds in batches)
+    assert all(all(batches[:-1]) for batches in of_ranks), "only the last may be empty"
+    dealt = [row for batches in of_ranks for inds in batches for row in inds]
     assert sorted(dealt) == sorted(rows.tolist())
-    # Neighbours in length meet: no row of a later group is longer than one of an earlier.
-    for earlier, later in itertools.pairwise(zip(*groups, strict=True)):
-        shortest = min(lengths[row] for group in earlier for row in group)
-        assert all(lengths[row] <= shortest for group in later for row in group)
 
 
-def test_rows_of_one_length_keep_their_order():
-    """On each machine, since ranks deal for themselves."""
-    # Ranks that were dealt nothing still run a pass, all of them as many.
-    assert [len(group) for group in micro_batches(make_pairs(), torch.arange(0), 2)] == [0]
-    lengths = [5, 3] * 300
-    rows = torch.randperm(600, generator=torch.Generator().manual_seed(0))
-    groups = micro_batches([([0] * n, []) for n in lengths], rows, 7)
-    expected = sorted(rows.tolist(), key=lambda row: -lengths[row])  # Python's sort is stable
-    assert torch.cat(list(groups)).tolist() == expected
+@pytest.mark.parametrize(("size", "processes"), [(8, 1), (4, 2), (8, 2), (12, 1)])
+def test_rows_of_one_prompt_are_neighbours(monkeypatch, size, processes):
+    """In a shuffled minibatch of eight groups of four, each micro-batch has whole groups."""
+    sequences = [([i // 4], [1] * (i + 1)) for i in range(32)]
+    rows = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    of_ranks = deal(sequences, rows, size, processes, monkeypatch)
+    tokens = [[sum(len(sequences[i][1]) for i in inds) for inds in of_rank] for of_rank in of_ranks]
+    for of_rank, sizes in zip(of_ranks, tokens, strict=True):
+        assert sizes == sorted(sizes, reverse=True), "the longest groups come first"
+        for inds in of_rank:
+            groups = [i // 4 for i in inds]
+            assert all(groups.count(group) == 4 for group in groups)
+            for group in {*groups}:  # in the order of the rows, which is the same on each machine
+                order = [i for i in rows.tolist() if i // 4 == group]
+                assert [i for i in inds if i // 4 == group] == order
+    of_rank = [sum(sizes) for sizes in tokens]
+    assert max(of_rank) - min(of_rank) <= 16 * 4, "ranks take turns: they differ by a step each"
+
+
+def test_a_rank_without_rows_runs_as_many_passes(monkeypatch):
+    assert [len(inds) for inds in micro_batches(make_pairs(), torch.arange(0), 2)] == [0]
+    sequences = [([1], [2] * n) for n in range(1, 6)]  # one group is cut: each rank has rows
+    of_ranks = deal(sequences, torch.arange(5), 2, 2, monkeypatch)
+    assert [[len(inds) for inds in of_rank] for of_rank in of_ranks] == [[2, 1], [2, 0]]
 
 
 def test_ranks_score_a_rollout_together(monkeypatch):

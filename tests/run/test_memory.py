@@ -73,7 +73,7 @@ def test_nothing_runs_between_a_forward_pass_that_is_trained_and_its_backward_pa
 ):
     """The reference in between would add its memory to that of the policy's activations."""
     events = []
-    hidden_states, backward = logprobs.hidden_states.__wrapped__, torch.Tensor.backward
+    hidden_states, backward = logprobs.hidden_states, torch.Tensor.backward
 
     def spy(model, *arguments):
         events.append(torch.is_grad_enabled())
@@ -83,7 +83,7 @@ def test_nothing_runs_between_a_forward_pass_that_is_trained_and_its_backward_pa
         events.append("backward")
         backward(loss, *arguments)
 
-    monkeypatch.setattr(logprobs.hidden_states, "__wrapped__", spy)
+    monkeypatch.setattr(logprobs, "hidden_states", spy)
     monkeypatch.setattr(torch.Tensor, "backward", spy_on_backward)
     run(name, tmp_path, epochs=0.25, micro_batch_size=4)
     trained = [i for i, event in enumerate(events) if event is True]

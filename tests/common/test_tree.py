@@ -1,0 +1,188 @@
+"""A micro-batch as the prefix tree of its rows, beside each row alone, in float64."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from models import VOCAB, family_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+from common.logprobs import completion_logprobs, completion_states, last_states
+from common.tree import PrefixTree, reads_trees
+
+# Of each family whether it reads trees. The others have recurrent layers, soft caps, sinks, or
+# positions or attention of their own.
+READERS = "GPT2 Gemma3 Gemma3n DeepseekV3 Llama Mistral Mixtral OPT Phi Qwen3Moe".split()
+OTHERS = "Bloom Falcon Gemma2 GptOss Lfm2 Mamba2 Qwen3Next StableLm".split()
+
+
+def random_tokens(generator, number):
+    return torch.randint(1, VOCAB, (number,), generator=generator).tolist()
+
+
+def make_sequences():
+    """Groups of two prompts, one prompt that begins another, equal completions, one that begins
+    another, completions of one token, and a completion without a token.
+    """
+    generator = torch.Generator().manual_seed(1)
+    long, short = random_tokens(generator, 9), random_tokens(generator, 4)
+    answer = random_tokens(generator, 6)
+    completions = [answer, answer, answer[:3], [*answer[:3], 7, 8], [3], []]
+    sequences = [(long, completion) for completion in completions]
+    sequences += [(long[:5], long[5:]), (long[:5], [4, 4])]
+    return [*sequences, (short, [9]), (short, random_tokens(generator, 12)), ([5], [6, 1])]
+
+
+def make_group_of_one_length():
+    """Nothing is padded."""
+    generator = torch.Generator().manual_seed(2)
+    return [([1, 2, 3], random_tokens(generator, 7)) for _ in range(3)]
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """What models compute in float32 whatever their type is, such as RMSNorm, is float64 too."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def states_alone(model, row):
+    """The last hidden states of one row, without anything of ours."""
+    return model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0]
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make_sequences", [make_sequences, make_group_of_one_length], ids=["ragged", "one length"]
+)
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("mistral", {"sliding_window": 4}),
+        ("gemma3_text", {"sliding_window": 4, "head_dim": 8}),
+        ("mixtral", {"sliding_window": None, "num_local_experts": 4}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_a_tree_gives_what_each_row_gives_alone(architecture, overrides, make_sequences, request):
+    """Log-probs and entropies by a plain log-softmax, and their gradients."""
+    model, sequences = tiny_model(architecture, **overrides).double(), make_sequences()
+    request.getfixturevalue("float64")
+    model.set_experts_implementation("eager")  # the others know no float64
+    states = [states_alone(model, prompt + completion) for prompt, completion in sequences]
+    expected = [
+        torch.cat([torch.zeros(0, states[0].shape[1]).double(), alone[len(prompt) - 1 : -1]])
+        for alone, (prompt, _) in zip(states, sequences, strict=True)
+    ]
+    weights = torch.linspace(-1, 1, sum(map(len, expected))).double()
+
+    def summary(hidden):
+        log_p = model.get_output_embeddings()(hidden).log_softmax(dim=1)
+        tokens = torch.tensor([token for _, completion in sequences for token in completion])
+        logprobs = log_p.gather(1, tokens[:, None]).squeeze(1)
+        entropies = -(log_p.exp() * log_p).sum(dim=1)
+        return logprobs, entropies, ((logprobs + entropies) * weights).sum()
+
+    found, row, t = completion_states(model, sequences)
+    assert reads_trees(model)
+    places = [(i, t) for i, (_, completion) in enumerate(sequences) for t in range(len(completion))]
+    assert [*zip(row.tolist(), t.tolist(), strict=True)] == places
+    *of_tree, loss = summary(found)
+    *of_rows, expected_loss = summary(torch.cat(expected))
+    for values, expected_values in zip(of_tree, of_rows, strict=True):
+        assert_close(values, expected_values)
+    assert_close(gradients(model, loss), gradients(model, expected_loss))
+    last = last_states(model, [prompt + completion for prompt, completion in sequences])
+    assert_close(last, torch.stack([alone[-1] for alone in states]))
+
+
+@pytest.mark.parametrize("name", READERS + OTHERS)
+def test_families_read_trees_or_are_told_apart(name):
+    model = family_model(name)
+    before = model.config._attn_implementation
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert reads_trees(model) == (name in READERS)
+    caught = [str(warning.message) for warning in caught if "prefix tree" in str(warning.message)]
+    assert len(caught) == (name in OTHERS)
+    assert model.config._attn_implementation == (before if name in OTHERS else "prefix_tree")
+
+
+@pytest.mark.parametrize("layer_types", [["chunked_attention", "full_attention"]])
+def test_layers_of_another_type_are_refused(layer_types):
+    """On rows as short as those of the trial, chunks would not show."""
+    model = tiny_model("llama")
+    model.config.layer_types = layer_types
+    with pytest.warns(UserWarning, match="chunked_attention"):
+        assert not reads_trees(model)
+
+
+def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
+    model = tiny_model("mistral", sliding_window=32)
+    mask = PrefixTree.mask
+
+    def without_window(tree, block, window, dtype):
+        return mask(tree, block, None, dtype)
+
+    monkeypatch.setattr(PrefixTree, "mask", without_window)
+    with pytest.warns(UserWarning, match="sliding window"):
+        assert not reads_trees(model)
+
+
+def count_nodes(model):
+    """Numbers of tokens that the backbone embeds, from now on."""
+    counts = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: counts.append(output.shape[:2].numel())
+    )
+    return counts
+
+
+def test_a_prompt_is_read_once():
+    model = tiny_model("llama")
+    prompt = [*range(1, 21)]
+    completions = [[20 + i] + [i] * i for i in range(1, 9)]  # they part at their first token
+    sequences = [(prompt, completion) for completion in completions]
+    completion_logprobs(model, sequences, torch.arange(8))  # the trials
+    counts = count_nodes(model)
+    completion_logprobs(model, sequences, torch.arange(8))
+    last_states(model, [prompt + completion for completion in completions])
+    total = sum(map(len, completions))
+    assert counts == [len(prompt) + total - 8, len(prompt) + total]
+
+
+def test_nodes_are_the_prefixes_of_the_rows():
+    rows = [prompt + completion for prompt, completion in make_sequences()]
+    tree = PrefixTree(rows, torch.device("cpu"))
+    prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
+    assert len(tree.ids) == len(prefixes)
+    for row, path in zip(rows, tree.paths, strict=True):
+        path = path[: len(row)]
+        assert tree.ids[path].tolist() == row
+        assert tree.positions[path].tolist() == [*range(len(row))]
+
+
+def test_saved_models_and_samples_do_not_know_the_tree(tmp_path):
+    model = tiny_model("llama")
+    ids = torch.tensor([[1, 2, 3]])
+    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **options)
+    assert reads_trees(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    model.save_pretrained(tmp_path)
+    assert "prefix_tree" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
