@@ -52,17 +52,17 @@ class PrefixTree:
         self.ids = move(torch.tensor([token for _, token in nodes]))  # (N,)
         self.positions = move(positions)  # (N,)
         self.paths = move(pad_rows(paths, "cpu")[0])  # (b, L): the nodes of each row
-        self.blocks, real = [], []  # of attention: queries (R, T) and keys (R, K), nodes
+        self.blocks, order = [], []  # of attention: queries (R, T) and keys (R, K), nodes
         for block in filter(None, (whole, branches)):
-            queries, are_real = pad_rows([added for added, _ in block], "cpu")
+            queries, is_query = pad_rows([added for added, _ in block], "cpu")
             keys, _ = pad_rows([path for _, path in block], "cpu")
             self.blocks.append((move(queries), move(keys)))
-            real.append(torch.where(are_real, queries, -1).flatten())
-        real = torch.cat(real)
+            order.append(queries.masked_fill(~is_query, -1).flatten())
+        order = torch.cat(order)  # the nodes as the blocks have them, -1 at padding
         places = torch.empty(len(nodes), dtype=torch.long)
-        places[real[real >= 0]] = (real >= 0).nonzero().squeeze(1)
-        # (N,): of each node among the queries of all blocks; None if they are the nodes in order.
-        self.places = None if torch.equal(places, torch.arange(len(real))) else move(places)
+        places[order[order >= 0]] = (order >= 0).nonzero().squeeze(1)
+        # (N,): where the blocks have each node; None if they have them in order.
+        self.places = None if torch.equal(places, torch.arange(len(order))) else move(places)
         self.masks, self.windows = {}, set()
 
     def mask(self, block: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -111,7 +111,7 @@ def tree_attention(
     results = []
     for block, (queries, keys) in enumerate(tree.blocks):
         q, k, v = (x.transpose(1, 2) for x in (query[queries], key[keys], value[keys]))
-        mask = tree.mask(block, sliding_window, q.dtype)
+        mask = tree.mask(block, sliding_window, v.dtype)
         if mask is not None and q.is_cuda:  # no fast kernel has both a mask and grouped queries
             k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
         result = scaled_dot_product_attention(
@@ -189,8 +189,8 @@ def try_tree(model: Any) -> str | None:
     model.set_attn_implementation("prefix_tree")
     tree = PrefixTree(rows, model.device)
     found = tree_states(model, tree)
-    are_real = torch.tensor([[t < len(row) for t in range(6)] for row in rows])
-    difference = (found - expected)[are_real].norm() / expected[are_real].norm()
+    is_token = pad_rows(rows, model.device)[1]
+    difference = (found - expected)[is_token].norm() / expected[is_token].norm()
     is_exact = model.dtype.itemsize >= 4 and not use_bfloat16(model.device)
     if not difference <= (1e-5 if is_exact else 5e-2):
         return f"it changes hidden states by {difference:.1%}"

@@ -226,7 +226,10 @@ def memory(
         two_layers = 2 * (counts["layer"] + counts["adapters"])
         update["copies"] = compute_bytes * (gathered_ends + two_layers)
 
-    # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head.
+    # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head. Rows
+    # that share a prompt read it once: tokens are the nodes of their prefix tree. Attention gathers
+    # the keys of each row; all but the first of a prompt have a mask, which on a GPU takes a key
+    # per query head, and the results of all are gathered again.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
     # The forward pass ends with a chunk and its exponentials. The backward pass has a chunk first
@@ -239,7 +242,16 @@ def memory(
     rows = micro_batch * algorithm["rows"]
     activations = CONSTANTS["lora_activations" if lora_rank > 0 else "activations"][kind]
     bytes_per_token = weighted_widths(model, activations) + 7 * lora_rank * compute_bytes
-    tokens = rows * (prompt + completion)
+    prompts = ceil(rows / (group if algorithm["samples"] == "group" else algorithm["rows"]))
+    branches = rows - prompts
+    tokens = prompts * prompt + rows * completion
+    layer_bytes = tokens * bytes_per_token
+    if branches > 0:
+        branch_keys = branches * (prompt + completion)
+        key_width = model["query"] if compute_bytes == 2 else model["kv"]
+        more_keys = branch_keys * key_width - branches * completion * model["kv"]
+        layer_bytes += compute_bytes * (2 * more_keys + tokens * model["query"])
+    mask_bytes = compute_bytes * branches * completion * (prompt + completion)
     trains_ends = lora_rank == 0 and not freezes_layers
     end_gradient = CONSTANTS["logit"] * embedding if trains_ends else 0
     last_bytes = end_gradient * (2 if has_policy and model["tied"] else 1)
@@ -248,10 +260,11 @@ def memory(
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
         chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
         head_gradient = end_gradient
-    kept_bytes, recomputed_bytes = tokens * trained_layers * bytes_per_token, 0
+    kept_bytes, recomputed_bytes = trained_layers * layer_bytes + mask_bytes, 0
     if checkpointing:
         kept_bytes = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
-        recomputed_bytes = tokens * bytes_per_token if trained_layers > 0 else 0
+        kept_bytes += mask_bytes
+        recomputed_bytes = layer_bytes if trained_layers > 0 else 0
     cast_bytes = (chunk_bytes + head_gradient) / 2 if compute_bytes == 2 else 0
     backward_bytes = max(recomputed_bytes, chunk_bytes + cast_bytes) + head_gradient
     first_bytes = kept_bytes + max(2 * chunk_bytes, backward_bytes)
