@@ -76,7 +76,7 @@ def test_weights_that_are_missing_are_not_made_up(tokenizer, tmp_path):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
     args = ppo_rlhf.Args(model=folder, critic_init="sft")
     with pytest.raises(ValueError, match=r"has no weights for .*model.norm.weight"):
-        ppo_rlhf.load_critic(args, None, None, tokenizer, 10, CPU)
+        ppo_rlhf.load_critic(args, None, tokenizer, 10, CPU)
 
 
 @pytest.mark.parametrize("name", with_flag("reward_model"))
