@@ -263,8 +263,8 @@ def evaluate(
     for i, prompt in enumerate(prompts):
         row = {"prompt": prompt.text, "completion": texts[i]}
         samples.append(row | {"reward": round(rewards[i], 6), "length": len(completion_ids[i])})
-    lengths = [len(completion) for completion in completion_ids]
-    return {"eval/kl": -np.mean(rewards), "eval/length_mean": np.mean(lengths)}, samples
+    length_mean = np.mean([len(completion) for completion in completion_ids])
+    return {"eval/kl": -np.mean(rewards), "eval/length_mean": length_mean}, samples
 
 
 # --- model and data ----------------------------------------------------------------------------

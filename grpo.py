@@ -589,7 +589,6 @@ def evaluate(
     else:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
-    lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
     if {*rewards} <= {0, 1}:  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
@@ -597,7 +596,7 @@ def evaluate(
         for k in (2**i for i in range(1, n.bit_length())):  # unbiased: arXiv 2107.03374, equation 1
             misses = [math.comb(n - right, k) / math.comb(n, k) for right in num_correct]
             metrics[f"eval/pass_at_{k}"] = 1 - np.mean(misses)
-    metrics["eval/length_mean"] = np.mean(lengths)
+    metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)

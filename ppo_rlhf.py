@@ -542,11 +542,10 @@ def evaluate(
     else:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
-    lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
     if {*rewards} <= {0, 1}:  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
-    metrics["eval/length_mean"] = np.mean(lengths)
+    metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
