@@ -168,8 +168,8 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences, Tensor]:
-        """A completion for each prompt: pairs (prompt, completion) of token ids, with the student's
-        prompts and with the teacher's, and the log-probs (B, T) with which they were sampled."""
+        """A completion for each prompt, after the student's and after the teacher's prompt, and the
+        log-probs (B, T) with which its tokens were sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids, sampler_logprobs = generate(
             policy,

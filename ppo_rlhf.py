@@ -457,9 +457,7 @@ def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
 def sample_completions(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
 ) -> tuple[Sequences, Tensor]:
-    """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
-    (B, T) with which they were sampled.
-    """
+    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
     prompt_ids = [prompt.ids for prompt in prompts]
     completion_ids, sampler_logprobs = generate(
         policy,

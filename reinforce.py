@@ -166,8 +166,7 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, Tensor]:
-        """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
-        (B, T) with which they were sampled."""
+        """A sequence for each prompt, and the log-probs (B, T) with which it was sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids, sampler_logprobs = generate(
             policy,
