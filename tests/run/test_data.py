@@ -331,7 +331,8 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
 def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkeypatch):
     script = SPECS[name].module
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
-    monkeypatch.setattr(script, "evaluate", Mock(side_effect=KeyboardInterrupt))
+    evaluation = "evaluate_samples" if name == "dpo" else "evaluate"
+    monkeypatch.setattr(script, evaluation, Mock(side_effect=KeyboardInterrupt))
     for rate, is_warned_of in ((1e-4, True), (9e-5, False)):
         flags = short_flags(name, critic_learning_rate=9e-5) | dict(learning_rate=rate)
         flags = SPECS[name].short_flags | flags | dict(output_dir=str(tmp_path))
