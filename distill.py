@@ -60,7 +60,7 @@ class Args:
     exp_name: str = "distill"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -69,7 +69,7 @@ class Args:
     # folder or hub name of the teacher, which knows the student's tokens; default: tiny/'s; with
     # --teacher-prompt-column, --model as it is at the start
     teacher: str | None = None
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -84,14 +84,13 @@ class Args:
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout, with one completion each
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
-    # weight of a token's advantage in that of the token before it: 0 counts its own reward alone
+    # weight of a token's advantage in that of the token before it: 0 counts only its own reward
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters or more 1e-6, for adapters
-    # ten times as much
+    # AdamW's first rate, which falls linearly to 0; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
     learning_rate: PositiveFloat = 5e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
@@ -132,14 +131,15 @@ def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
 def distillation_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
     """-(1/B) sum_i sum_t A_it log pi(y_it) over some of a step's B completions.
 
-    Both are (b, T), 0 after a completion's end. Its gradient is the estimate, its value nothing.
+    Both are (b, T), 0 after a completion's end. Its gradient is the estimate; its value has no
+    meaning.
     """
     return -(advantages * logprobs).sum() / num_completions
 
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -168,8 +168,8 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences, Tensor]:
-        """A completion for each prompt: pairs (prompt, completion) of token ids, with the student's
-        prompts and with the teacher's, and the log-probs (B, T) with which they were sampled."""
+        """A completion for each prompt, after the student's and after the teacher's prompt, and the
+        log-probs (B, T) with which its tokens were sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids, sampler_logprobs = generate(
             policy,
@@ -252,7 +252,7 @@ def evaluate(
     args: Args, sample: Callable, policy: Any, teacher: Any, tokenizer: Any, prompts: list
 ) -> tuple[dict, list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    # The same numbers each time.
+    # Every evaluation uses the same random numbers.
     sequences, teacher_sequences, _ = sample(prompts, Generator().manual_seed(args.seed))
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
     rewards, _ = token_rewards(policy, teacher, sequences, teacher_sequences, batches)  # (B, T)
@@ -263,8 +263,8 @@ def evaluate(
     for i, prompt in enumerate(prompts):
         row = {"prompt": prompt.text, "completion": texts[i]}
         samples.append(row | {"reward": round(rewards[i], 6), "length": len(completion_ids[i])})
-    lengths = [len(completion) for completion in completion_ids]
-    return {"eval/kl": -np.mean(rewards), "eval/length_mean": np.mean(lengths)}, samples
+    length_mean = np.mean([len(completion) for completion in completion_ids])
+    return {"eval/kl": -np.mean(rewards), "eval/length_mean": length_mean}, samples
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -319,12 +319,12 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -339,7 +339,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -357,10 +357,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

@@ -1,7 +1,7 @@
 r"""Direct Preference Optimization (DPO): learn from preference pairs without a reward model.
 
 The optimum of E[r(x, y)] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) / Z(x). So each
-policy is optimal for an implicit reward, beta log(pi(y|x) / pi_ref(y|x)), up to a term of x alone,
+policy is optimal for an implicit reward, beta log(pi(y|x) / pi_ref(y|x)), up to a term of only x,
 and the Bradley-Terry loss of `rm_bradley_terry.py` can train the policy itself (arXiv 2305.18290,
 equation 7, where eps = 0):
 
@@ -27,9 +27,9 @@ not sums; AdamW and a linear schedule.
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # continue an interrupted run
 
-A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); SimPO, ORPO: any), then
-`reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls by tens of nats, raise
-beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
+A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); SimPO, ORPO, --reference and
+--nll-coef: any), then `reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls
+by tens of nats, raise beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
 """
 
 import json
@@ -77,17 +77,17 @@ class Args:
     exp_name: str = "dpo"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 50  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name of policy and tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt; conversations that begin alike need none
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
@@ -111,8 +111,7 @@ class Args:
     micro_batch_size: PositiveInt = 32  # pairs per forward pass: memory and speed, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-6, for adapters ten times as much
-    learning_rate: PositiveFloat = 5e-4
+    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1  # warm-up, as a fraction of the steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -129,8 +128,6 @@ class Args:
             self.beta = {"sigmoid": 0.3, "ipo": 1.0}.get(self.loss, 5.0)
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/preferences":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
-        if self.reference and self.loss in ("simpo", "orpo"):
-            raise ValueError(f"--reference: --loss {self.loss} has none")
         if self.label_smoothing > 0 and self.loss not in ("sigmoid", "sigmoid_norm"):
             raise ValueError("--label-smoothing belongs to --loss sigmoid and sigmoid_norm")
 
@@ -189,7 +186,7 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -219,16 +216,21 @@ def main(args: Args) -> Path:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    evaluate_policy = partial(
-        evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_pairs
-    )
+    def evaluate() -> tuple[dict[str, float], list[dict]]:
+        """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
+        prompts = [pair.prompt for pair in eval_pairs]
+        metrics, samples = evaluate_samples(
+            args, policy, ref_model, tokenizer, stop_ids, reward_fn, prompts
+        )
+        return evaluate_pairs(args, policy, ref_model, eval_pairs) | metrics, samples
+
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": train_pairs.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate_policy()
+        metrics, samples = evaluate()
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
@@ -274,7 +276,7 @@ def main(args: Args) -> Path:
         samples = []
         is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate_policy()
+            eval_metrics, samples = evaluate()
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
@@ -302,23 +304,19 @@ def pair_losses(
     """The loss of each pair (B,), and its metrics (B,).
 
     logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
-    tokens, in nats; lengths: (B, 2) in tokens. SimPO and ORPO do not read ref_logprobs.
+    tokens, in nats, the latter None for SimPO and ORPO; lengths: (B, 2) in tokens.
     """
-    if args.loss == "sigmoid":
-        scores = logprobs - ref_logprobs  # log-ratios, sums over tokens
-        losses = dpo_loss(scores, args.beta, args.label_smoothing)
-    elif args.loss == "sigmoid_norm":
-        scores = (logprobs - ref_logprobs) / lengths  # log-ratios, means per token
-        losses = dpo_loss(scores, args.beta, args.label_smoothing)
-    elif args.loss == "ipo":
-        scores = (logprobs - ref_logprobs) / lengths  # log-ratios, means per token
+    scores = logprobs if ref_logprobs is None else logprobs - ref_logprobs
+    if args.loss != "sigmoid":
+        scores = scores / lengths  # means per token
+    if args.loss == "ipo":
         losses = ipo_loss(scores, args.beta)
     elif args.loss == "simpo":
-        scores = logprobs / lengths  # m(y): no reference
         losses = simpo_loss(scores, args.beta, args.gamma)
-    else:
-        scores = logprobs / lengths  # m(y), as in simpo
+    elif args.loss == "orpo":
         losses = orpo_loss(scores, args.beta)
+    else:
+        losses = dpo_loss(scores, args.beta, args.label_smoothing)
     if args.nll_coef > 0:
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
     chosen, rejected = scores.detach().unbind(dim=1)  # (B,); the implicit reward is beta * score
@@ -345,9 +343,9 @@ def to_sequences(pairs: list[PreferencePair], device: Any) -> tuple[Sequences, T
 
 def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
     """log pi(y|x) (b, 2) of the pairs `inds`, chosen and rejected in one forward pass."""
-    rows = torch.cat([inds, inds + len(sequences) // 2])  # b chosen ones, then b rejected ones
-    logprobs = completion_logprobs(model, sequences, rows)  # (2b, T)
-    return logprobs.sum(dim=1).view(2, len(inds)).T
+    rows = torch.cat([inds, inds + len(sequences) // 2])
+    logprobs = completion_logprobs(model, sequences, rows).sum(dim=1)  # (2b,)
+    return torch.stack([logprobs[: len(inds)], logprobs[len(inds) :]], dim=1)
 
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
@@ -358,29 +356,38 @@ def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[T
 
 # --- the evaluation ----------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(
+def evaluate_pairs(
+    args: Args, policy: Any, ref_model: Any | None, pairs: list[PreferencePair]
+) -> dict[str, float]:
+    """Means over the held-out pairs."""
+    sequences, lengths = to_sequences(pairs, policy.device)
+    sums = defaultdict(float)
+    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
+        logprobs = pair_logprobs(policy, sequences, inds)
+        with adapters_off(policy):
+            ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
+        idx = inds.to(policy.device, non_blocking=True)
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[idx])
+        for name, values in pair_metrics.items():
+            sums[name] += values.double().sum()
+    means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
+    return {
+        "eval/loss": means["objective/loss"],
+        "eval/pair_accuracy": means["reward/accuracy"],
+        "eval/margin": means["reward/margin"],
+    }
+
+
+def evaluate_samples(
     args: Args,
     policy: Any,
     ref_model: Any | None,
     tokenizer: Any,
     stop_ids: list[int],
     reward_fn: Callable | None,
-    pairs: list[PreferencePair],
+    prompts: list[Prompt],
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
-    pair_sequences, lengths = to_sequences(pairs, policy.device)
-    sums = defaultdict(float)
-    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-        logprobs = pair_logprobs(policy, pair_sequences, inds)
-        with adapters_off(policy):
-            ref_logprobs = pair_logprobs(ref_model, pair_sequences, inds) if ref_model else None
-        idx = inds.to(policy.device, non_blocking=True)
-        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[idx])
-        for name, values in pair_metrics.items():
-            sums[name] += values.double().sum()
-    means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
-
-    prompts = [pair.prompt for pair in pairs]
+    """Metrics and samples of one completion per held-out prompt."""
     prompt_ids = [prompt.ids for prompt in prompts]
     completion_ids, _ = generate(
         policy,
@@ -388,24 +395,20 @@ def evaluate(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
-        rng=Generator().manual_seed(args.seed),  # every evaluation draws the same numbers
+        rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     sequences = list(zip(prompt_ids, completion_ids, strict=True))
-    metrics = {
-        "eval/loss": means["objective/loss"],
-        "eval/pair_accuracy": means["reward/accuracy"],
-        "eval/margin": means["reward/margin"],
-        "eval/length_mean": np.mean([len(ids) for ids in completion_ids]),
-    }
+    metrics = {"eval/length_mean": np.mean([len(ids) for ids in completion_ids])}
     if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
-        batches = [*micro_batches(sequences, torch.arange(len(pairs)), 2 * args.micro_batch_size)]
+        size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
+        batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
         logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
         with adapters_off(policy):
             ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
         metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
     samples = []
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
@@ -422,7 +425,7 @@ def evaluate(
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules beside it
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
     namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
     if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
@@ -440,14 +443,13 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
-        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
-        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
+        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
+            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -531,12 +533,12 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -551,7 +553,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -569,10 +571,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

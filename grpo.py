@@ -11,15 +11,15 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
-Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. Where another
-policy pi_sampler has sampled, --importance-cap C multiplies the loss of each token by the constant
-min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
+Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. If completions
+come from another policy, pi_sampler, --importance-cap C multiplies the loss of each token by the
+constant min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 --beta 0 \
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
-        --total-rollouts 460                             # once through GSM8K, on a GPU of 24 GB
+        --total-rollouts 460                             # one epoch of GSM8K, on a GPU of 24 GB
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
     python grpo.py --resume runs/grpo__1__...            # continue an interrupted run
 
@@ -76,18 +76,18 @@ class Args:
     exp_name: str = "grpo"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     answer_column: str = "answer"  # column that reward functions receive as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
@@ -102,25 +102,24 @@ class Args:
     reward_weights: list[float] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
     missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the reward if cut off
-    # length penalty: from 0 to 1 over the last so many of --max-new-tokens (DAPO); 0: none
+    # length penalty N: rises from 0 to 1 over the last N of --max-new-tokens (DAPO); 0: off
     overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
-    # rollouts, each followed by its optimiser steps
-    total_rollouts: PositiveInt = 60
+    total_rollouts: PositiveInt = 60  # rollouts, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
-    # rounds of sampling; in all but the last, other prompts replace groups of equal rewards (DAPO)
+    # sampling rounds; in all but the last, new prompts replace groups of equal rewards (DAPO)
     max_sampling_rounds: PositiveInt = 1
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
     # KL in the loss (k3), there times the ratio (`unbiased`), or in the reward (k1)
     kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
-    # no gradient where the ratio is clipped (PPO), or the clipped ratio as a weight of all (CISPO)
+    # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO)
     loss: Literal["clip", "cispo"] = "clip"
-    # lower clip, at 1 - this: no gradient below it if the advantage is negative (GSPO: 3e-4)
+    # eps_low: no gradient below 1 - eps_low where the advantage is negative (GSPO: 3e-4)
     clip_coef: PositiveFloat = 0.2
-    # upper clip, at 1 + this: none above it if it is positive (GSPO: 4e-4); default: --clip-coef
+    # eps_high: none above 1 + eps_high where it is positive (GSPO: 4e-4); default: --clip-coef
     clip_coef_high: PositiveFloat | None = None
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
@@ -128,10 +127,8 @@ class Args:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # tokens' mean in each completion (GRPO), in all (DAPO), or sum over a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
-    # leave cut-off completions out of the loss (DAPO) and its means: the others then weigh more
-    mask_truncated: bool = False
-    # cap C of a token's weight, where another program samples (usual: 2); 0: no weights
-    importance_cap: NonNegativeFloat = 0.0
+    mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
+    importance_cap: NonNegativeFloat = 0.0  # cap C, if another policy samples (usual: 2); 0: off
     # a ratio for each token (GRPO), or one for the whole completion (GSPO)
     importance_sampling_level: Literal["token", "sequence"] = "token"
     # advantages of the summed rewards, or of each reward before they are summed (GDPO)
@@ -140,12 +137,10 @@ class Args:
     )
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus, per token like the loss
     # --- optimisation and evaluation ---
-    # completions per forward pass of training: sets memory and speed, not the result
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-6, for adapters ten times as much
-    learning_rate: PositiveFloat = 5e-4
+    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
@@ -155,10 +150,7 @@ class Args:
     eval_temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
     def __post_init__(self):
-        if self.num_minibatches > self.prompts_per_rollout * self.group_size:
-            raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
-        if self.reference and self.beta == 0:
-            raise ValueError("--reference needs --beta above 0")
+        self.clip_coef_high = self.clip_coef_high or self.clip_coef
         if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
             raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
@@ -177,8 +169,6 @@ class Args:
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
-        if len(self.reward_weights) != num_rewards:
-            raise ValueError(f"--reward-weights: give {num_rewards}, one for each reward")
 
 
 class Prompt(NamedTuple):
@@ -205,9 +195,9 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 
 
 def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) -> Tensor:
-    """Group advantages of each reward alone, their weighted sum, normalised over the batch (GDPO).
+    """Group advantages of each reward by itself, their weighted sum, normalised over the batch.
 
-    Rewards are (K, B), weights (K,). No reward dominates the others by its scale.
+    Rewards are (K, B), weights (K,). No reward dominates the others by its scale (GDPO).
     """
     advantages = torch.stack([group_advantages(reward, group_size) for reward in rewards])  # (K, B)
     weighted_sum = reward_weights @ advantages
@@ -234,7 +224,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
     """Weights (n, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
 
-    The mask is that of the sampled tokens of all n completions of an optimiser step, so the losses
+    The mask (n, T) is that of the tokens of all n completions of an optimiser step, so the losses
     of its micro-batches and ranks add up.
     """
     lengths = mask.sum(dim=1, keepdim=True)  # (n, 1)
@@ -245,59 +235,53 @@ def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
     return mask / (max_new_tokens * len(mask))  # a constant instead of |o_i| (Dr. GRPO)
 
 
+def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
+    """log rho_it (B, T), 0 where the mask (B, T) is, or at level `sequence` log s_i at each t, with
+    s_i = (prod_t rho_it)^(1/|o_i|) (GSPO, arXiv 2507.18071, equation 7).
+    """
+    log_ratios = logprobs - old_logprobs
+    if level == "token":
+        return log_ratios
+    return mask * log_ratios.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+
+
 def grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     ref_logprobs: Tensor | None,
     advantages: Tensor,
-    weights: Tensor,
+    mask: Tensor,
+    *,
     clip_low: float,
     clip_high: float,
-    beta: float,
+    beta: float = 0.0,
     level: str = "token",
     loss_type: str = "clip",
     unbiased_kl: bool = False,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J(theta) (equation 3) over some completions of a step, and sums over tokens for the log.
+) -> Tensor:
+    """-{ min(...) - beta KL_it } (equation 3) at each token (B, T), to be weighted and summed.
 
-    Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 after a
-    completion's end. Advantages are (B,), weights (B, T) those of `token_weights`, 0 there too. At
-    level `sequence` each token has its completion's ratio.
+    Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
+    the mask (B, T) is; without those under pi_ref there is no KL. Advantages are (B,).
     """
     advantages = advantages[:, None]
-    log_ratio = logprobs - old_logprobs  # log rho, 0 after a completion's end
-    token_ratio = ratio = log_ratio.exp()
-    if level == "sequence":  # GSPO, equation 7: (prod_t rho_it)^(1/|o_i|) is the ratio of every t
-        mask = weights > 0
-        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # an --importance-cap weight may be 0
-        log_ratio = mask * log_ratio.sum(dim=1, keepdim=True) / lengths
-        ratio = log_ratio.exp()
+    ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
-    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    is_low = (ratio < 1 - clip_low) & (advantages < 0)
-    is_high = (ratio > 1 + clip_high) & (advantages > 0)
     if loss_type == "cispo":  # the clipped ratio is a constant weight: no token loses its gradient
         objective = clipped_ratio.detach() * advantages * logprobs
-        is_low, is_high = ratio < 1 - clip_low, ratio > 1 + clip_high  # whatever A is
-    sums = {
-        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
-        "policy/clip_fraction_low": is_low.sum(),
-        "policy/clip_fraction_high": is_high.sum(),
-    }
+    else:  # no gradient where the ratio has left the interval to the side that A pushes to
+        objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     if ref_logprobs is not None:
-        sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1 of KL(pi_old || pi_ref)
-        if beta > 0:  # 0 if the KL is in the rewards
-            kl = k3_kl(logprobs, ref_logprobs)
-            if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
-                kl = token_ratio * kl
-            objective = objective - beta * kl
-    return -(weights * objective).sum(), sums
+        kl = k3_kl(logprobs, ref_logprobs)
+        if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
+            kl = kl * (ratio if level == "token" else (logprobs - old_logprobs).exp())
+        objective = objective - beta * kl
+    return -objective
 
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -320,11 +304,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     if args.reward_model:
-        kind = AutoModelForSequenceClassification
-        reward_model = load_model(kind, args.reward_model, tokenizer, positions)
-        if getattr(getattr(reward_model, "score", None), "out_features", 0) != 1:
-            raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
-        shard(reward_model.requires_grad_(False), device)
+        reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
@@ -345,8 +325,7 @@ def main(args: Args) -> Path:
     next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
-    # With one optimiser step per rollout pi_old is pi_theta itself and needs no pass.
-    needs_old_logprobs = args.update_epochs * args.num_minibatches > 1 or kl_in_reward
+    is_only_step = args.update_epochs * args.num_minibatches == 1 and not kl_in_reward
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: G completions per prompt, from the policy as it is now.
@@ -359,21 +338,24 @@ def main(args: Args) -> Path:
         rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
-        if args.mask_truncated and not ended.any():
+        mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T): the tokens to train on
+        if args.mask_truncated:
+            mask &= ended[:, None]
+        if not mask.any():
             warnings.warn("--mask-truncated leaves no completion to train on", stacklevel=1)
-        mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T)
         rollout_time = time.perf_counter()
 
-        # 2. Log-probs under the old policy and the reference, fixed during the update. In the first
-        # epoch's micro-batches: same padding, same rounding, so the first ratio is exactly 1 (but
-        # for --mask-truncated, whose micro-batches are others).
+        # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
+        # the micro-batches of the first epoch, so that the first ratio is exactly 1 (without
+        # --mask-truncated, which takes completions out of them). The only optimiser step of a
+        # rollout computes those of pi_old itself, which pi_theta still is.
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
         batches = []
         for minibatch in epochs[0]:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs, ref_logprobs = torch.zeros_like(sampler_logprobs), None
-        if needs_old_logprobs:
+        if not is_only_step:
             old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
         if ref_model is not None:
             with adapters_off(policy):
@@ -394,13 +376,12 @@ def main(args: Args) -> Path:
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         factor = lr_factor(args, step, args.total_rollouts)
         optimizer.param_groups[0]["lr"] = args.learning_rate * factor
-        weights = torch.zeros(mask.shape)  # (B, T), filled minibatch by minibatch
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
-                if args.mask_truncated:
-                    minibatch = minibatch[ended[minibatch]]
-                weights[minibatch] = token_weights(
+                minibatch = minibatch[mask[minibatch].any(dim=1)]
+                minibatch_weights = torch.zeros(mask.shape)  # (B, T), 0 in other minibatches
+                minibatch_weights[minibatch] = token_weights(
                     mask[minibatch], args.loss_norm, args.max_new_tokens
                 )
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
@@ -408,29 +389,36 @@ def main(args: Args) -> Path:
                         policy, sequences, inds, args.temperature, entropy=True
                     )
                     idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-                    if not needs_old_logprobs:
+                    if is_only_step:
                         old_logprobs[idx] = logprobs.detach()
-                    step_weights = weights[inds].to(device, non_blocking=True)
+                    batch_mask = mask[inds].to(device, non_blocking=True)  # (b, T)
+                    weights = minibatch_weights[inds].to(device, non_blocking=True)  # (b, T)
                     if args.importance_cap > 0:
-                        sampler_ratio = (old_logprobs - sampler_logprobs)[idx].exp()  # (b, T)
-                        step_weights *= sampler_ratio.clamp(max=args.importance_cap)
-                    loss, loss_sums = grpo_loss(
+                        sampler_ratio = (old_logprobs - sampler_logprobs)[idx].exp()
+                        weights *= sampler_ratio.clamp(max=args.importance_cap)
+                    token_losses = grpo_loss(
                         logprobs,
                         old_logprobs[idx],
-                        None if ref_logprobs is None else ref_logprobs[idx],
+                        None if ref_logprobs is None or kl_in_reward else ref_logprobs[idx],
                         advantages[idx],
-                        step_weights,
+                        batch_mask,
                         clip_low=args.clip_coef,
-                        clip_high=args.clip_coef_high or args.clip_coef,
-                        beta=0.0 if kl_in_reward else args.beta,
+                        clip_high=args.clip_coef_high,
+                        beta=args.beta,
                         level=args.importance_sampling_level,
                         loss_type=args.loss,
                         unbiased_kl=args.kl_placement == "unbiased",
                     )
+                    loss = (weights * token_losses).sum()
                     if args.ent_coef > 0:
-                        loss = loss - args.ent_coef * (step_weights * entropy).sum()
+                        loss = loss - args.ent_coef * (weights * entropy).sum()
                     loss.backward()
+                    loss_sums = ratio_sums(
+                        args, logprobs, old_logprobs[idx], advantages[idx], batch_mask
+                    )
                     loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
+                    if ref_logprobs is not None:
+                        loss_sums["objective/kl"] = (old_logprobs - ref_logprobs)[idx].sum()
                     for name, value in loss_sums.items():
                         sums[name] += value.detach().double()
                 grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
@@ -439,11 +427,12 @@ def main(args: Args) -> Path:
                 optimizer.zero_grad()
 
         # 5. Log, evaluate, save.
-        metrics = rollout_metrics(args, all_rewards, lengths, ended, sums, grad_norms)
-        if not needs_old_logprobs:
+        metrics = rollout_metrics(args, all_rewards, mask, sums, grad_norms)
+        metrics["completions/length_mean"] = lengths.float().mean().item()
+        metrics["completions/truncated_fraction"] = 1 - ended.float().mean().item()
+        if is_only_step:  # each rank has those of its own rows
             all_reduce_sum(old_logprobs)
-        is_trained = (weights > 0).to(device)
-        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, is_trained)
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask.to(device))
         metrics["prompts/sampled"] = num_prompts
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
@@ -453,7 +442,7 @@ def main(args: Args) -> Path:
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_logprobs is not None and needs_old_logprobs:
+            if ref_logprobs is not None and not is_only_step:
                 columns["log_ratio"] = old_logprobs - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
@@ -487,25 +476,23 @@ def roll_out(
     Completions with equal rewards teach nothing. In all rounds but the last, the next prompts take
     the places of such groups (dynamic sampling, DAPO).
     """
-    sequences, logprobs, rewards, num_prompts = [], [], [], 0
+    completions, num_prompts = [], 0  # of each: its sequence, log-probs (T,) and rewards (K,)
     for sampling_round in range(1, args.max_sampling_rounds + 1):
-        missing = args.prompts_per_rollout - len(sequences) // args.group_size
+        missing = args.prompts_per_rollout - len(completions) // args.group_size
         round_prompts = [p for p in islice(prompts, missing) for _ in range(args.group_size)]
-        round_sequences, round_logprobs = sample(round_prompts, args.temperature, rng)
-        each_reward = [fn(round_prompts, round_sequences) for fn in reward_fns.values()]
-        round_rewards = torch.stack(each_reward)  # (K, missing x G)
+        sequences, logprobs = sample(round_prompts, args.temperature, rng)
+        rewards = torch.stack([fn(round_prompts, sequences) for fn in reward_fns.values()])
         num_prompts += missing
-        is_last_round = sampling_round == args.max_sampling_rounds
-        keep = groups_that_teach(args, round_rewards) | is_last_round
-        keep = keep.repeat_interleave(args.group_size)
-        sequences += [round_sequences[i] for i in keep.nonzero()]
-        logprobs += [*round_logprobs[keep]]  # (T,) each, of the round's longest completion
-        rewards.append(round_rewards[:, keep])
-        if len(sequences) == args.prompts_per_rollout * args.group_size:
+        stays = groups_that_teach(args, rewards) | (sampling_round == args.max_sampling_rounds)
+        stays = stays.repeat_interleave(args.group_size)  # (n,)
+        sampled = zip(stays, sequences, logprobs, rewards.T, strict=True)
+        completions += [completion for stay, *completion in sampled if stay]
+        if len(completions) == args.prompts_per_rollout * args.group_size:
             break
+    sequences, logprobs, rewards = zip(*completions, strict=True)
     longest = max(len(ids) for _, ids in sequences)
     logprobs = pad_sequence(logprobs, batch_first=True)[:, :longest]
-    return sequences, logprobs, torch.cat(rewards, dim=1), num_prompts
+    return [*sequences], logprobs, torch.stack(rewards, dim=1), num_prompts
 
 
 def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
@@ -521,9 +508,7 @@ def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
 def sample_completions(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
 ) -> tuple[Sequences, Tensor]:
-    """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
-    (B, T) with which they were sampled.
-    """
+    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
     prompt_ids = [prompt.ids for prompt in prompts]
     completion_ids, sampler_logprobs = generate(
         policy,
@@ -537,14 +522,32 @@ def sample_completions(
     return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
+@torch.no_grad()
+def ratio_sums(
+    args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Sums over tokens for the log; arguments as in `grpo_loss`."""
+    level = args.importance_sampling_level
+    log_ratio = policy_log_ratios(logprobs, old_logprobs, mask, level)
+    ratio = log_ratio.exp()
+    is_low, is_high = ratio < 1 - args.clip_coef, ratio > 1 + args.clip_coef_high
+    if args.loss == "clip":  # on one side, which the advantage chooses; CISPO clips on both
+        is_low &= advantages[:, None] < 0
+        is_high &= advantages[:, None] > 0
+    return {
+        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/clip_fraction_low": is_low.sum(),
+        "policy/clip_fraction_high": is_high.sum(),
+    }
+
+
 def rollout_metrics(
-    args: Args, all_rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
+    args: Args, all_rewards: Tensor, mask: Tensor, sums: dict, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's B completions, and over what its optimiser steps were trained on."""
+    """Means over a rollout's B completions, and over the tokens of the mask that are trained on."""
     sums = sums_over_ranks(sums)
-    trained = ended if args.mask_truncated else torch.ones_like(ended)
-    num_completions = max(trained.sum().item() * args.update_epochs, 1)
-    num_tokens = max(lengths[trained].sum().item() * args.update_epochs, 1)
+    num_completions = max(mask.any(dim=1).sum().item() * args.update_epochs, 1)
+    num_tokens = max(mask.sum().item() * args.update_epochs, 1)
     rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
     teach = groups_that_teach(args, all_rewards)
     metrics = {
@@ -552,8 +555,6 @@ def rollout_metrics(
         "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),
         "reward/zero_variance_groups": 1 - teach.float().mean().item(),
         "prompts/kept": teach.sum().item(),
-        "completions/length_mean": lengths.float().mean().item(),
-        "completions/truncated_fraction": 1 - ended.float().mean().item(),
         "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
         "policy/grad_norm": np.mean(grad_norms),
     }
@@ -574,15 +575,10 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 
 
 def evaluate(
-    args: Args,
-    sample: Callable,
-    reward_fns: dict[str, Callable],
-    eval_fn: Callable | None,
-    tokenizer: Any,
-    prompts: list[Prompt],
+    args: Args, sample: Callable, reward_fns: dict, eval_fn: Any, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of --eval-samples completions per held-out prompt."""
-    rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
+    rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     n = args.eval_samples
     prompts = [prompt for prompt in prompts for _ in range(n)]
     sequences, _ = sample(prompts, args.eval_temperature, rng)
@@ -591,15 +587,14 @@ def evaluate(
     else:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
-    lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
     if {*rewards} <= {0, 1}:  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
-        num_correct = np.reshape(rewards, (-1, n)).sum(axis=1)  # of each prompt's n
+        num_correct = np.reshape(rewards, (-1, n)).sum(axis=1).astype(int)  # of each prompt's n
         for k in (2**i for i in range(1, n.bit_length())):  # unbiased: arXiv 2107.03374, equation 1
-            misses = [math.comb(n - int(c), k) / math.comb(n, k) for c in num_correct]
+            misses = [math.comb(n - right, k) / math.comb(n, k) for right in num_correct]
             metrics[f"eval/pass_at_{k}"] = 1 - np.mean(misses)
-    metrics["eval/length_mean"] = np.mean(lengths)
+    metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -612,7 +607,7 @@ def evaluate(
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules beside it
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
     namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
     if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
@@ -630,16 +625,24 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
-        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
-        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
+        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
+            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
+
+
+def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
+    """A frozen classifier with one label."""
+    kind = AutoModelForSequenceClassification
+    model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
+    if getattr(getattr(model, "score", None), "out_features", 0) != 1:
+        raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
+    return model
 
 
 @torch.no_grad()
@@ -708,12 +711,12 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -728,7 +731,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -746,10 +749,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

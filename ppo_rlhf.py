@@ -34,7 +34,7 @@ counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.
     python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # continue an interrupted run
 
 A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays
-low. If an independent `--eval-reward-fn` falls alone, the reward model is being hacked.
+low. If only an independent `--eval-reward-fn` falls, the reward model is being hacked.
 """
 
 import json
@@ -86,18 +86,18 @@ class Args:
     exp_name: str = "ppo_rlhf"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of data order, all sampling and a critic's new weights
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 10  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name of policy and tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/reviews/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     answer_column: str = "answer"  # column that reward functions receive as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
@@ -121,26 +121,25 @@ class Args:
     update_epochs: PositiveInt = 2  # passes over a rollout's completions
     num_minibatches: PositiveInt = 2  # optimiser steps per pass
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor per token
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda: 0 trusts the critic alone
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda; 0: only the critic
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
     vf_coef: NonNegativeFloat = 0.5  # factor of the value loss, before the gradient is clipped
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     target_kl: PositiveFloat | None = None  # no further pass if policy/approx_kl is above this
-    critic_warmup_rollouts: NonNegativeInt = 0  # in which the critic learns and the policy not yet
+    critic_warmup_rollouts: NonNegativeInt = 0  # first rollouts, which train only the critic
     # where the critic starts; sft: --model with a new head; policy: a head on the policy itself
     critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
     beta: NonNegativeFloat = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL in rewards (k1) or loss (rho k2)
     kl_target: PositiveFloat | None = None  # adapt beta to this KL, in nats per completion
-    kl_horizon: PositiveFloat = 1_280  # completions in which beta adapts by about 20% at most
+    kl_horizon: PositiveFloat = 1_280  # completions in which beta changes by at most about 20 %
     # --- optimisation and evaluation ---
-    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory and speed alone
+    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-6, for adapters ten times as much
-    learning_rate: PositiveFloat = 5e-4
+    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
     critic_learning_rate: PositiveFloat = 1e-3  # the critic's peak; 0.5B parameters or more: 1e-5
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
@@ -157,8 +156,6 @@ class Args:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
         if self.critic_warmup_rollouts >= self.total_rollouts:
             raise ValueError("--critic-warmup-rollouts: the policy would never be trained")
-        if self.reference and self.beta == 0:
-            raise ValueError("--reference needs --beta above 0")
         if self.kl_target and self.beta == 0:
             raise ValueError("--kl-target adapts --beta, which is 0")
         if self.kl_target and completions_per_rollout >= 5 * self.kl_horizon:
@@ -170,8 +167,6 @@ class Args:
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
-        if len(self.reward_weights) != num_rewards:
-            raise ValueError(f"--reward-weights: give {num_rewards}, one for each reward")
 
 
 class Prompt(NamedTuple):
@@ -238,71 +233,36 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    advantages: Tensor,
-    entropy: Tensor,
-    weights: Tensor,
-    clip_coef: float,
-    beta: float,
-    ent_coef: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's part of L over some completions of a minibatch, and sums of tokens for the log.
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float
+) -> Tensor:
+    """-min(rho A, clip(rho, 1 - eps, 1 + eps) A) at each token (B, T) (PPO, equation 7).
 
-    Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref, and the entropy of
-    pi_theta, are in nats. Weights (B, T) are 1 / sampled tokens of the whole minibatch, so the
-    losses of micro-batches and ranks add up, and 0 after a completion's end.
+    Log-probs of the sampled tokens under pi_theta and pi_old are in nats. There is no gradient
+    where rho has left the interval to the side that A pushes to.
     """
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()  # rho
+    ratio = (logprobs - old_logprobs).exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
-    surrogate = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    loss = surrogate
-    if beta > 0:  # the KL is in the loss, not in the rewards
-        loss = loss + beta * k2_kl(logprobs, old_logprobs, ref_logprobs)
-    if ent_coef > 0:
-        loss = loss - ent_coef * entropy
-    sums = {
-        "policy/loss": surrogate.sum(),
-        "policy/entropy": entropy.sum(),
-        "policy/ratio": (ratio * (weights > 0)).sum(),  # 1 at padding, where other terms are 0
-        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
-        "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
-        "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
-    }
-    return (weights * loss).sum(), sums
+    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_coef: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's part of L: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps_v) - R)^2).
+    values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None
+) -> Tensor:
+    """1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps_v) - R)^2) at each token (B, T).
 
-    All (B, T), with the weights of `policy_loss`; also sums over tokens. There is no gradient where
-    V has left the interval and is nearer to R than the clipped V (Ziegler et al.'s code).
+    There is no gradient where V has left the interval and is nearer to R than the clipped V
+    (Ziegler et al.'s code).
     """
-    unclipped_losses = 0.5 * (values - returns).square()
-    losses = unclipped_losses
+    losses = 0.5 * (values - returns).square()
     if clip_coef is not None:
         clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        losses = torch.maximum(unclipped_losses, 0.5 * (clipped_values - returns).square())
-    # Inside the interval the two losses differ too, but only by rounding.
-    has_left = (values - old_values).abs() > (clip_coef or math.inf)
-    is_clipped = has_left & (losses > unclipped_losses)
-    sums = {
-        "value/loss": losses.sum(),
-        "value/clip_fraction": is_clipped.sum(),
-        "value/mean": old_values.sum(),
-        "value/return_mean": returns.sum(),
-    }
-    return (weights * losses).sum(), sums
+        losses = torch.maximum(losses, 0.5 * (clipped_values - returns).square())
+    return losses
 
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -322,11 +282,12 @@ def main(args: Args) -> Path:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
-    reward_model = None
+    critic = load_critic(args, policy, tokenizer, positions, device)
     if args.reward_model:
-        reward_model = load_reward_model(args, tokenizer, positions, device)
+        reward_model = critic.backbone  # its adapters are off where it is the reward model
+        if args.lora_rank == 0 or args.critic_init != "reward_model":
+            reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
-    critic = load_critic(args, policy, reward_model, tokenizer, positions, device)
     if args.activation_checkpointing:
         for model in {policy, critic.backbone}:
             checkpoint_activations(model)
@@ -350,8 +311,6 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
-    beta = state["beta"]  # as adapted so far
-    kl_in_reward = args.kl_placement == "reward"
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: from the policy as it is now.
@@ -370,8 +329,8 @@ def main(args: Args) -> Path:
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
         rollout_time = time.perf_counter()
 
-        # 3. Log-probs and values before the update, fixed during it. In the first epoch's
-        # micro-batches: same padding, same rounding, so the first ratio is exactly 1.
+        # 3. Log-probs and values before the update, fixed during it. Computed in the micro-batches
+        # of the first epoch, so that the first ratio is exactly 1.
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
         batches = []
@@ -386,7 +345,9 @@ def main(args: Args) -> Path:
 
         # 4. A reward per token: the score at the last, and the KL penalty. Advantages and returns.
         k1 = old_logprobs - ref_logprobs  # (B, T), the plain estimate of KL(pi_old || pi_ref)
-        token_rewards = shaped_rewards(scores, k1, mask, beta=beta if kl_in_reward else 0.0)
+        beta = state["beta"]
+        beta_in_reward = beta if args.kl_placement == "reward" else 0.0
+        token_rewards = shaped_rewards(scores, k1, mask, beta_in_reward)
         advantages, returns = gae(token_rewards, old_values, args.gamma, args.gae_lambda)
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
@@ -398,7 +359,7 @@ def main(args: Args) -> Path:
             policy_optimizer.state.clear()  # moments of an untrained critic's advantages
         policy_optimizer.param_groups[0]["lr"] = 0.0 if is_warmup else args.learning_rate * factor
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * factor
-        sums, policy_grad_norms, critic_grad_norms = defaultdict(float), [], []
+        sums, grad_norms = defaultdict(float), {"policy": [], "critic": []}
         num_tokens, trained_tokens = lengths.sum().item(), 0
         for epoch in epochs:
             approx_kl = torch.zeros((), device=device)  # summed over the epoch's tokens
@@ -410,45 +371,53 @@ def main(args: Args) -> Path:
                     logprobs, entropy = completion_logprobs(
                         policy, sequences, inds, args.temperature, entropy=True
                     )
-                    pg_loss, policy_sums = policy_loss(
-                        logprobs,
-                        old_logprobs[idx],
-                        ref_logprobs[idx],
-                        advantages[idx],
-                        entropy,
-                        weights,
-                        clip_coef=args.clip_coef,
-                        beta=0.0 if kl_in_reward else beta,
-                        ent_coef=args.ent_coef,
+                    surrogate = policy_loss(
+                        logprobs, old_logprobs[idx], advantages[idx], args.clip_coef
                     )
+                    token_losses = surrogate
+                    if args.kl_placement == "loss" and beta > 0:
+                        k2 = k2_kl(logprobs, old_logprobs[idx], ref_logprobs[idx])
+                        token_losses = token_losses + beta * k2
+                    if args.ent_coef > 0:
+                        token_losses = token_losses - args.ent_coef * entropy
+                    pg_loss = (weights * token_losses).sum()
                     pg_loss.backward()  # frees the policy's activations before the critic's
                     values = critic_values(critic, sequences, inds)
-                    v_loss, value_sums = value_loss(
-                        values, old_values[idx], returns[idx], weights, args.vf_clip_coef
+                    token_losses = value_loss(
+                        values, old_values[idx], returns[idx], args.vf_clip_coef
                     )
-                    (args.vf_coef * v_loss).backward()
-                    loss_sums = policy_sums | value_sums
-                    loss_sums["objective/loss"] = pg_loss + args.vf_coef * v_loss
+                    v_loss = args.vf_coef * (weights * token_losses).sum()
+                    v_loss.backward()
+                    loss_sums = policy_sums(
+                        args, logprobs, old_logprobs[idx], advantages[idx], mask[idx]
+                    )
+                    loss_sums |= value_sums(args, values, old_values[idx], returns[idx])
+                    loss_sums |= {
+                        "objective/loss": pg_loss + v_loss,
+                        "policy/loss": surrogate.sum(),
+                        "policy/entropy": entropy.sum(),
+                    }
                     for name, value in loss_sums.items():
                         sums[name] += value.detach().double()
-                    approx_kl += loss_sums["policy/approx_kl"].detach()
-                policy_grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
-                critic_grad_norms.append(clip_grad_norm(critic.trained, args.max_grad_norm))
-                policy_optimizer.step()
-                critic_optimizer.step()
-                policy_optimizer.zero_grad()
-                critic_optimizer.zero_grad()
+                    approx_kl += loss_sums["policy/approx_kl"]
+                for name, (model, optimizer) in training.items():
+                    grad_norms[name].append(clip_grad_norm(model, args.max_grad_norm))
+                    optimizer.step()
+                    optimizer.zero_grad()
             trained_tokens += num_tokens
             # The mean over the tokens of all ranks: all ranks stop, or none.
             if args.target_kl and all_reduce_sum(approx_kl) / num_tokens > args.target_kl:
                 break
+        kl = k1.sum(dim=1).mean().item()  # KL(pi_old || pi_ref), nats per completion
+        if args.kl_target and not is_warmup:
+            state["beta"] = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
 
-        # 6. Log, adapt beta, evaluate, save.
-        num_steps = len(policy_grad_norms)
+        # 6. Log, evaluate, save.
+        num_steps = len(grad_norms["policy"])
         metrics = rollout_metrics(rewards, lengths, ended, sums, trained_tokens, num_steps)
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
-        metrics["policy/grad_norm"] = np.mean(policy_grad_norms)
-        metrics["value/grad_norm"] = np.mean(critic_grad_norms)
+        metrics["policy/grad_norm"] = np.mean(grad_norms["policy"])
+        metrics["value/grad_norm"] = np.mean(grad_norms["critic"])
         metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
         metrics["objective/beta"] = beta
         metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
@@ -458,11 +427,9 @@ def main(args: Args) -> Path:
         columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
         metrics |= {name: reward.mean().item() for name, reward in columns.items()}
         columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-        if ref_model is not None:  # KL(pi_old || pi_ref), nats per completion
+        if ref_model is not None:
             columns["log_ratio"] = k1
-            kl = metrics["objective/kl"] = k1.sum(dim=1).mean().item()  # beta adapts to it
-            if args.kl_target and not is_warmup:
-                beta = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
+            metrics["objective/kl"] = kl
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
@@ -474,7 +441,7 @@ def main(args: Args) -> Path:
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
         if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1, "beta": beta})
+            save_checkpoint(run_dir, training, state | {"step": step + 1})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
@@ -491,9 +458,7 @@ def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
 def sample_completions(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
 ) -> tuple[Sequences, Tensor]:
-    """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
-    (B, T) with which they were sampled.
-    """
+    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
     prompt_ids = [prompt.ids for prompt in prompts]
     completion_ids, sampler_logprobs = generate(
         policy,
@@ -505,6 +470,38 @@ def sample_completions(
         batch_size=args.generation_batch_size,
     )
     return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
+
+
+@torch.no_grad()
+def policy_sums(
+    args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Sums over the tokens of some completions, for the log."""
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.exp()
+    return {
+        "policy/ratio": (ratio * mask).sum(),  # 1 at padding, where other terms are 0
+        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/clip_fraction_low": ((ratio < 1 - args.clip_coef) & (advantages < 0)).sum(),
+        "policy/clip_fraction_high": ((ratio > 1 + args.clip_coef) & (advantages > 0)).sum(),
+    }
+
+
+@torch.no_grad()
+def value_sums(
+    args: Args, values: Tensor, old_values: Tensor, returns: Tensor
+) -> dict[str, Tensor]:
+    """Sums over the tokens of some completions, for the log."""
+    losses = value_loss(values, old_values, returns, args.vf_clip_coef)
+    # Inside the interval the clipped loss may be larger too, but only by rounding.
+    has_left = (values - old_values).abs() > (args.vf_clip_coef or math.inf)
+    is_clipped = has_left & (losses > 0.5 * (values - returns).square())
+    return {
+        "value/loss": losses.sum(),
+        "value/clip_fraction": is_clipped.sum(),
+        "value/mean": old_values.sum(),
+        "value/return_mean": returns.sum(),
+    }
 
 
 def rollout_metrics(
@@ -534,26 +531,20 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 
 
 def evaluate(
-    args: Args,
-    sample: Callable,
-    reward_fns: dict[str, Callable],
-    eval_fn: Callable | None,
-    tokenizer: Any,
-    prompts: list[Prompt],
+    args: Args, sample: Callable, reward_fns: dict, eval_fn: Any, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
+    rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     sequences, _ = sample(prompts, args.eval_temperature, rng)
     if eval_fn is not None:
         rewards = eval_fn(prompts, sequences).tolist()
     else:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
-    lengths = [len(completion) for _, completion in sequences]
     metrics = {"eval/reward": np.mean(rewards)}
     if {*rewards} <= {0, 1}:  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
-    metrics["eval/length_mean"] = np.mean(lengths)
+    metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -572,15 +563,20 @@ class Critic(NamedTuple):
 
 
 def load_critic(
-    args: Args, policy: Any, reward_model: Any, tokenizer: Any, positions: int, device: torch.device
+    args: Args, policy: Any, tokenizer: Any, positions: int, device: torch.device
 ) -> Critic:
-    """The critic of --critic-init, before training."""
-    kind = AutoModelForSequenceClassification
-    if args.critic_init == "reward_model" and args.lora_rank > 0:  # see `load_reward_model`
-        return Critic(reward_model, reward_model.value_head, trained=reward_model)
+    """The critic of --critic-init, before training. Under LoRA `reward_model` means the reward
+    model itself, with adapters, which are off while it scores, and a second head.
+    """
     if args.critic_init == "reward_model":
-        critic = load_model(kind, args.reward_model, tokenizer, positions)
-        return Critic(shard(critic, device), critic.score, trained=critic)
+        critic = load_reward_model(args, tokenizer, positions)
+        if args.lora_rank == 0:
+            critic.requires_grad_(True)
+            return Critic(shard(critic, device), critic.score, trained=critic)
+        add_adapters(critic, args.lora_rank, args.seed)
+        critic.value_head = deepcopy(critic.score).requires_grad_(True)
+        return Critic(shard(critic, device), critic.value_head, trained=critic)
+    kind = AutoModelForSequenceClassification
     config = AutoConfig.from_pretrained(args.model, num_labels=1)
     torch.manual_seed(args.seed)
     if args.critic_init == "scratch":
@@ -632,7 +628,7 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules beside it
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
     namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
     if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
@@ -650,30 +646,24 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
-        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
-        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
+        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
+            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
 
-def load_reward_model(args: Args, tokenizer: Any, positions: int, device: torch.device) -> Any:
-    """A frozen classifier with one label, and under adapters the critic: its adapters, which are
-    off while the model scores, and its head.
-    """
+def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
+    """A frozen classifier with one label."""
     kind = AutoModelForSequenceClassification
     model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
     if getattr(getattr(model, "score", None), "out_features", 0) != 1:
         raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
-    if args.lora_rank > 0 and args.critic_init == "reward_model":
-        add_adapters(model, args.lora_rank, args.seed)
-        model.value_head = deepcopy(model.score).requires_grad_(True)
-    return shard(model, device)
+    return model
 
 
 @torch.no_grad()
@@ -742,12 +732,12 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -762,7 +752,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -780,10 +770,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

@@ -65,14 +65,14 @@ class Args:
     exp_name: str = "reinforce"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
@@ -84,7 +84,7 @@ class Args:
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- REINFORCE ---
-    # path/to/file.py:function; default: 1 if the last number is the answer, else 0
+    # path/to/file.py:function; the default gives 1 if the last number is the answer, else 0
     reward_fn: str = "tiny/arithmetic/reward.py:last_number"
     total_rollouts: PositiveInt = 60  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
@@ -94,12 +94,10 @@ class Args:
     beta: NonNegativeFloat = 0.0  # coefficient of the KL in the reward; 0 loads no reference
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     # --- optimisation and evaluation ---
-    # completions per forward pass of training: sets memory and speed, not the result
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters or more 1e-6, for adapters
-    # ten times as much
+    # AdamW's first rate, which falls linearly to 0; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
     learning_rate: PositiveFloat = 1e-3
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
 
@@ -132,8 +130,8 @@ def baseline_advantages(returns: Tensor, group_size: int, baseline: str) -> Tens
 def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
     """-(1/B) sum (r - b) log pi(o|q) over n of a step's B completions; micro-batches add up.
 
-    Log-probs (n, T) are in nats, advantages r - b (n,). The gradient is the estimate of -grad E[r];
-    the value means nothing.
+    Log-probs (n, T) are in nats, advantages r - b (n,). Its gradient is the estimate of -grad E[r];
+    its value has no meaning.
     """
     log_pi = logprobs.sum(dim=1)  # log pi(o|q), (n,)
     return -(advantages * log_pi).sum() / num_completions
@@ -141,7 +139,7 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -168,8 +166,7 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, Tensor]:
-        """A completion for each prompt, pairs (prompt, completion) of token ids, and the log-probs
-        (B, T) with which they were sampled."""
+        """A sequence for each prompt, and the log-probs (B, T) with which it was sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids, sampler_logprobs = generate(
             policy,
@@ -262,7 +259,7 @@ def evaluate(
     args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list[Prompt]
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    sequences, _ = sample(prompts, Generator().manual_seed(args.seed))  # the same numbers each time
+    sequences, _ = sample(prompts, Generator().manual_seed(args.seed))  # the same random numbers
     rewards = reward_fn(prompts, sequences).tolist()
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
@@ -277,7 +274,7 @@ def evaluate(
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules beside it
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
     namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
     if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
@@ -295,14 +292,13 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
-        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
-        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
+        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
+            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -360,12 +356,12 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -380,7 +376,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -398,10 +394,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

@@ -61,16 +61,16 @@ class Args:
     exp_name: str = "rm_bradley_terry"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the new head
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 50  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name; a head of scores is added if missing
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt; conversations that begin alike need none
     chosen_column: str = "chosen"  # column of the preferred completion, a string or chat messages
     rejected_column: str = "rejected"  # column of the other completion
@@ -80,14 +80,13 @@ class Args:
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     # --- training and evaluation ---
-    train_layers: NonNegativeInt | None = None  # last layers trained, 0: the head alone; None: all
+    train_layers: NonNegativeInt | None = None  # last layers trained; 0: only the head; None: all
     center_coef: NonNegativeFloat = 0.0  # c, which keeps r_w + r_l near 0 (Eisenstein: 0.01)
     epochs: PositiveFloat = 3.0  # passes over the training pairs
     batch_size: PositiveInt = 32  # pairs per optimiser step
     micro_batch_size: PositiveInt = 32  # pairs per forward pass: sets memory, not the result
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-5, for adapters ten times as much
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: PositiveFloat = 1e-3  # AdamW's peak; 0.5B parameters or more: 1e-5 (LoRA: 1e-4)
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.2  # warm-up, as a fraction of all steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -137,7 +136,7 @@ def calibration_error(score_gaps: Tensor, bins: int = 5) -> float:
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -372,12 +371,12 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -392,7 +391,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -410,10 +409,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

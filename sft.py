@@ -5,9 +5,9 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
 with N completion tokens in the batch, each completion's EOS among them: stage 1 of InstructGPT
-(arXiv 2203.02155, section 3.5). Deviations (the paper's choice in brackets): no dropout [0.2]; 4
-epochs [16]; a warm-up and a linear decay [a cosine decay to 10 %]; the last model is saved [the one
-with the best reward model score].
+(arXiv 2203.02155, section 3.5; AdamW's beta2 is 0.95, as there). Deviations (the paper's choice in
+brackets): no dropout [0.2]; 4 epochs [16]; a warm-up and a linear decay [a cosine decay to 10 %];
+the last model is saved [the one with the best reward model score].
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
@@ -60,16 +60,16 @@ class Args:
     exp_name: str = "sft"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 200  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/base"  # folder or hub name of the model and its tokenizer
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/sft"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     completion_column: str = "completion"  # column; without it `messages` or `text` is read
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
@@ -83,8 +83,7 @@ class Args:
     micro_batch_size: PositiveInt = 32  # rows per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak, for tiny/; for 0.5B parameters or more 1e-5, for adapters ten times as much
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: PositiveFloat = 1e-3  # AdamW's peak; 0.5B parameters or more: 1e-5 (LoRA: 1e-4)
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03  # warm-up, as a fraction of all steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -97,7 +96,7 @@ class Args:
 
 
 class Demonstration(NamedTuple):
-    prompt: str | list[dict] | None  # a string, chat messages, or none: text alone
+    prompt: str | list[dict] | None  # a string, chat messages, or None: only a text
     prompt_ids: list[int]  # its token ids
     completion_ids: list[int]  # token ids of the completion
 
@@ -110,7 +109,7 @@ def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
 
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
-    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
@@ -217,7 +216,7 @@ def evaluate(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
-        rng=Generator().manual_seed(args.seed),  # every evaluation draws the same numbers
+        rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
     metrics = {
@@ -327,12 +326,12 @@ def to_texts(args: Args, row: dict, turn: int | None) -> tuple:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -347,7 +346,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -365,10 +364,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():

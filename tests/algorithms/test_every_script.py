@@ -161,7 +161,7 @@ def new_head(kind, seed):
         args = rm_bradley_terry.Args(seed=seed)
         return rm_bradley_terry.load_classifier(args, tokenizer, [2], cpu).score
     args = ppo_rlhf.Args(critic_init=kind, seed=seed)
-    return ppo_rlhf.load_critic(args, None, None, tokenizer, 104, cpu).head
+    return ppo_rlhf.load_critic(args, None, tokenizer, 104, cpu).head
 
 
 @pytest.mark.parametrize("kind", ["reward model", "sft", "policy"])

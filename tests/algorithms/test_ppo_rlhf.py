@@ -20,7 +20,8 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 import common.logprobs
 import ppo_rlhf
 from ppo_rlhf import Args, Critic, adapt_beta, critic_values, explained_variance, gae, k2_kl
-from ppo_rlhf import load_critic, policy_loss, shaped_rewards, value_loss, whiten
+from ppo_rlhf import load_critic, policy_loss, policy_sums, shaped_rewards, value_loss, value_sums
+from ppo_rlhf import whiten
 from runs import metrics_of
 
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
@@ -49,7 +50,7 @@ def plain_reward_model():
 def critic_of(**flags):
     args = Args(**flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    return load_critic(args, plain_model(), None, tokenizer, 104, CPU)
+    return load_critic(args, plain_model(), tokenizer, 104, CPU)
 
 
 def as_critic(model):
@@ -59,11 +60,6 @@ def as_critic(model):
 def until(*lengths, width):
     """A mask of the first tokens in each row."""
     return torch.arange(width) < torch.tensor(lengths)[:, None]
-
-
-def sampled(call):
-    """Which tokens were sampled, of a call of a loss: those with a weight."""
-    return call["weights"] > 0
 
 
 # --- rewards of tokens --------------------------------------------------------------------------
@@ -152,7 +148,8 @@ def test_explained_variance_by_hand():
 def test_value_clipping(value, target, clip, loss, gradient):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
     old, returns = torch.ones(1, 1).double(), torch.tensor([[target]]).double()
-    result, sums = value_loss(values, old, returns, torch.ones(1, 1), clip)
+    result = value_loss(values, old, returns, clip)
+    sums = value_sums(Args(vf_clip_coef=clip), values, old, returns)
     assert result.item() == pytest.approx(loss)
     result.backward()
     assert values.grad.item() == pytest.approx(gradient)
@@ -164,7 +161,7 @@ def test_rounding_is_not_counted_as_clipping():
     """V_old + (V - V_old) need not be V to the last bit."""
     values, old_values, returns = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0))
     for clip_coef, least in ((1000.0, 0), (None, 0), (0.2, 1)):
-        _, sums = value_loss(values, old_values, returns, torch.ones(50, 40), clip_coef)
+        sums = value_sums(Args(vf_clip_coef=clip_coef), values, old_values, returns)
         assert (sums["value/clip_fraction"] > 0) == least
 
 
@@ -222,11 +219,8 @@ def test_policy_loss_has_the_gradient_of_the_objective_by_enumeration(kl_coef, e
     old = torch.full_like(ref, -math.log(7))
     advantages = scale * torch.randn(7, 1, dtype=torch.float64)
     entropy = -(p * logp).sum()
-    weights = torch.full((7, 1), 1 / 7, dtype=torch.float64)
-    wide = 100.0  # nothing is clipped
-    loss, _ = policy_loss(
-        logp, old, ref, advantages, entropy.expand(7, 1), weights, wide, kl_coef, ent_coef
-    )
+    losses = policy_loss(logp, old, advantages, clip_coef=100.0)  # nothing is clipped
+    loss = (losses + kl_coef * k2_kl(logp, old, ref) - ent_coef * entropy).mean()
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     # The expected advantage up, KL(pi || pi_ref) down, entropy up; d H/d z_k = -p_k (log p_k + H).
     (exact,) = torch.autograd.grad(-(p * advantages).sum() + kl_coef * exact_kl(logp, ref), logits)
@@ -240,25 +234,23 @@ def test_policy_loss_and_metrics_by_hand():
     ratio = torch.tensor([[1.5, 0.5, 1.3, 1.1], [1.5, 0.5, 0.7, 1.0], [1.5, 0.5, 1.0, 1.0]])
     mask = until(4, 3, 2, width=4)
     advantages = torch.tensor([[0.5], [-0.5], [0.0]]) * mask
-    entropy = torch.tensor([[1.0, 2, 3, 4], [5.0, 6, 7, 0], [8.0, 9, 0, 0]])
     zeros = torch.zeros(3, 4)
-    loss, sums = policy_loss(
-        ratio.log(), zeros, 3.0 * mask, advantages, entropy, mask / 70, 0.2, 0.9, 0.01
-    )
+    losses = policy_loss(ratio.log(), zeros, advantages, 0.2)
+    sums = policy_sums(Args(clip_coef=0.2), ratio.log(), zeros, advantages, mask)
     assert sums["policy/clip_fraction_high"] == 2  # row 0, tokens 0 and 2
     assert sums["policy/clip_fraction_low"] == 2  # row 1, tokens 1 and 2
     ratios = (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.7, 1.5, 0.5)
     assert sums["policy/ratio"].item() == pytest.approx(sum(ratios))
-    assert sums["policy/entropy"] == 45
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
     terms = [r - 1 - math.log(r) for r in ratios]
     assert sums["policy/approx_kl"].item() == pytest.approx(sum(terms), rel=1e-5)
     # The surrogate: at most 1.2 where the ratio is to be raised, at least 0.8 where to be lowered.
     surrogate = -0.5 * (1.2 + 0.5 + 1.2 + 1.1) + 0.5 * (1.5 + 0.8 + 0.8)
-    assert sums["policy/loss"].item() == pytest.approx(surrogate, rel=1e-5)
-    # 0.9 of k2, 1/2 log^2(pi / pi_ref) times the ratio, and 0.01 of the entropy.
-    k2 = sum(r * (math.log(r) - 3) ** 2 / 2 for r in ratios)
-    assert loss.item() * 70 == pytest.approx(surrogate + 0.9 * k2 - 0.01 * 45, rel=1e-5)
+    assert losses.sum().item() == pytest.approx(surrogate, rel=1e-5)
+    # k2 is 1/2 log^2(pi / pi_ref) times the ratio.
+    k2 = [r * (math.log(r) - 3) ** 2 / 2 for r in ratios]
+    found = k2_kl(ratio.log(), zeros, torch.full((3, 4), 3.0))[mask]
+    assert found.tolist() == pytest.approx(k2, rel=1e-5)
 
 
 # --- the critic ---------------------------------------------------------------------------------
@@ -324,7 +316,7 @@ def test_what_a_critic_starts_as(critic_init):
 
 # --- the loop -----------------------------------------------------------------------------------
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
-    calls, scored = spy_on(monkeypatch, "policy_loss"), []
+    calls, scored = spy_on(monkeypatch, "policy_sums"), []
     for module in (ppo_rlhf, common.logprobs):  # in the steps, and of the old log-probs
         scored.append(spies.spy_by_name(module, monkeypatch, "completion_logprobs"))
     run(tmp_path, temperature=0.6, micro_batch_size=4, beta=0.0)
@@ -333,12 +325,12 @@ def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
     in_steps, of_old = ([call["inds"].tolist() for call in calls] for calls in scored)
     assert len(in_steps) == 8 and in_steps[:4] == of_old
     for number, call in enumerate(calls):
-        sums, tokens = call["result"][1], sampled(call).sum()
+        sums, tokens = call["result"], call["mask"].sum()
         same = torch.equal(call["logprobs"], call["old_logprobs"])
         assert same == (number < 2), "exactly 1 before the first step, and never again"
         assert (sums["policy/approx_kl"] == 0) == same
         assert not same or sums["policy/ratio"] == tokens
-        assert (call["old_logprobs"][sampled(call)] < 0).any()
+        assert (call["old_logprobs"][call["mask"]] < 0).any()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +355,7 @@ def test_no_model_is_loaded_that_is_not_needed(tmp_path, monkeypatch, flags, loa
 
 
 def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
-    calls = spy_on(monkeypatch, "policy_loss")
+    calls = spy_on(monkeypatch, "policy_sums")
     flags, rows = dict(update_epochs=3, micro_batch_size=4), []  # two micro-batches a minibatch
 
     def steps(**more):
@@ -373,17 +365,17 @@ def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
 
     assert steps(target_kl=None) == 6
     # By hand: the mean over the tokens of each pass, of two minibatches of two micro-batches.
-    tokens = sum(sampled(call).sum().item() for call in calls[:4])
-    sums = [call["result"][1]["policy/approx_kl"].item() for call in calls]
+    tokens = sum(call["mask"].sum().item() for call in calls[:4])
+    sums = [call["result"]["policy/approx_kl"].item() for call in calls]
     first, second = sum(sums[:4]) / tokens, sum(sums[4:8]) / tokens
-    last_minibatch = sum(sums[2:4]) * calls[2]["weights"].max().item()
+    last_minibatch = sum(sums[2:4]) / sum(call["mask"].sum().item() for call in calls[2:4])
     assert 1e-4 < 1.1 * first < second and 1.1 * first < last_minibatch
     assert steps(target_kl=1.01 * first) == 4
     assert steps(target_kl=1.01 * second) == 6
     assert steps(target_kl=0.99 * first) == 2
     # The logged means are over the passes that were made.
-    for name in calls[0]["result"][1]:
-        total = sum(call["result"][1][name].item() for call in calls)
+    for name in calls[0]["result"]:
+        total = sum(call["result"][name].item() for call in calls)
         assert rows[-1][name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
 
     # Under torchrun the sum over ranks decides, on all of them alike.
@@ -418,13 +410,13 @@ def test_in_its_warm_up_the_critic_learns_alone(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_kl_target_adapts_beta_between_rollouts(placement, tmp_path, monkeypatch):
-    name = {"reward": "shaped_rewards", "loss": "policy_loss"}[placement]
-    calls = spy_on(monkeypatch, name)
+    calls, of_k2 = spy_on(monkeypatch, "shaped_rewards"), spy_on(monkeypatch, "k2_kl")
     flags = dict(total_rollouts=4, learning_rate=2e-3, max_new_tokens=12, kl_placement=placement)
     flags |= dict(update_epochs=1, num_minibatches=1)
     rows = metrics_of(run(tmp_path, **flags))[1:]
     assert [row["objective/beta"] for row in rows] == [0.1] * 4
     calls.clear()
+    of_k2.clear()
     # With a horizon of 16, all completions of a rollout, beta changes by the whole error.
     target = rows[2]["objective/kl"] / 1.1  # a tenth under what there was
     run_dir = run(tmp_path, kl_target=target, kl_horizon=16.0, **flags)
@@ -436,8 +428,14 @@ def test_kl_target_adapts_beta_between_rollouts(placement, tmp_path, monkeypatch
     assert errors[0] == -1  # the first rollout is the reference's own
     assert any(abs(error) < 0.2 for error in errors), "the test needs one that is not clipped"
     assert [row["objective/beta"] for row in rows] == pytest.approx(betas[:4])
-    of_rollouts = calls[:: len(calls) // 4]
-    assert [call["beta"] for call in of_rollouts] == pytest.approx(betas[:4])
+    if placement == "reward":
+        assert [call["beta"] for call in calls] == pytest.approx(betas[:4])
+    else:  # one step in each rollout: its loss is a sum of three parts
+        for row, call, beta in list(zip(rows, of_k2, betas, strict=False))[1:]:
+            kl_loss = row["objective/loss"] - row["policy/loss"] - 0.5 * row["value/loss"]
+            k2 = call["result"].sum().item() / (16 * row["completions/length_mean"])
+            assert kl_loss == pytest.approx(beta * k2, rel=1e-3) and k2 > 0
+        assert all(call["beta"] == 0 for call in calls) and len(of_k2) == 4
     # What a resumed run begins with.
     assert last_checkpoint(run_dir)["beta"] == pytest.approx(betas[4])
 
@@ -518,18 +516,19 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
         for i in minibatch:
             logprobs, entropy = plain_logprobs(policy, *sequences[i], args.temperature)
             old, ref, old_values, advantages, returns = fixed[i]
-            weights = torch.full_like(logprobs, 1 / tokens)
-            coefficients = (args.clip_coef, args.beta - beta_in_reward, args.ent_coef)
-            pg_loss, policy_sums = policy_loss(
-                logprobs, old, ref, advantages, entropy, weights, *coefficients
-            )
-            v_loss, value_sums = value_loss(
-                values_of_one(*sequences[i]), old_values, returns, weights, args.vf_clip_coef
-            )
-            loss = pg_loss + args.vf_coef * v_loss
+            surrogate = policy_loss(logprobs, old, advantages, args.clip_coef)
+            k2 = (args.beta - beta_in_reward) * k2_kl(logprobs, old, ref)
+            values = values_of_one(*sequences[i])
+            v_losses = value_loss(values, old_values, returns, args.vf_clip_coef)
+            of_tokens = surrogate + k2 - args.ent_coef * entropy + args.vf_coef * v_losses
+            loss = of_tokens.sum() / tokens
             loss.backward()
             losses[-1] += loss.item()
-            for name, value in (policy_sums | value_sums).items():
+            all_true = torch.ones_like(logprobs).bool()
+            loss_sums = policy_sums(args, logprobs, old, advantages, all_true)
+            loss_sums |= value_sums(args, values, old_values, returns)
+            loss_sums |= {"policy/loss": surrogate.sum(), "policy/entropy": entropy.sum()}
+            for name, value in loss_sums.items():
                 sums[name] += value.item() / (2 * len(all_values))
         for number, (name, model) in enumerate((("policy", policy), ("value", critic.trained))):
             expected = [parameter.grad for parameter in model.parameters()]

@@ -167,8 +167,8 @@ def test_grpo(recipe, tmp_path):
     mask, old = mask[:, :width], inputs["old_per_token_logps"][:, :width]
     ref = inputs["ref_per_token_logps"][:, :width] if "beta" in theirs else None
     coefs = dict(clip_low=0.2, clip_high=0.2, beta=0.0) | ours
-    weights = grpo.token_weights(mask, norm, 8)
-    loss, _ = grpo.grpo_loss(logprobs, old, ref, advantages, weights, **coefs)
+    losses = grpo.grpo_loss(logprobs, old, ref, advantages, mask, **coefs)
+    loss = (grpo.token_weights(mask, norm, 8) * losses).sum()
     assert not torch.allclose(logprobs[mask], old[mask], atol=1e-2)
     for found, gradient in zip(
         torch.autograd.grad(loss, policy.parameters()), expected, strict=True

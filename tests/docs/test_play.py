@@ -30,8 +30,9 @@ def loss_and_gradients(new, old, ref, A, low, high, beta, loss):
     """grpo_loss of completions in lists, and its gradient by autograd."""
     logprobs, mask, (level, kind) = leaf(padded(new)), mask_of(new), LEVELS[loss]
     weights = grpo.token_weights(mask.double(), "sequence", max_new_tokens=0)
-    rows = (logprobs, padded(old), padded(ref), torch.tensor(A).double(), weights)
-    value, _ = grpo.grpo_loss(*rows, low, high, beta, level=level, loss_type=kind)
+    rows = (logprobs, padded(old), padded(ref), torch.tensor(A).double(), mask)
+    coefs = dict(clip_low=low, clip_high=high, beta=beta)
+    value = (weights * grpo.grpo_loss(*rows, **coefs, level=level, loss_type=kind)).sum()
     return [value.item(), *torch.autograd.grad(value, logprobs)[0][mask].tolist()]
 
 

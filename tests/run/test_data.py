@@ -76,7 +76,7 @@ def test_weights_that_are_missing_are_not_made_up(tokenizer, tmp_path):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
     args = ppo_rlhf.Args(model=folder, critic_init="sft")
     with pytest.raises(ValueError, match=r"has no weights for .*model.norm.weight"):
-        ppo_rlhf.load_critic(args, None, None, tokenizer, 10, CPU)
+        ppo_rlhf.load_critic(args, None, tokenizer, 10, CPU)
 
 
 @pytest.mark.parametrize("name", with_flag("reward_model"))
@@ -331,7 +331,8 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
 def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkeypatch):
     script = SPECS[name].module
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
-    monkeypatch.setattr(script, "evaluate", Mock(side_effect=KeyboardInterrupt))
+    evaluation = "evaluate_samples" if name == "dpo" else "evaluate"
+    monkeypatch.setattr(script, evaluation, Mock(side_effect=KeyboardInterrupt))
     for rate, is_warned_of in ((1e-4, True), (9e-5, False)):
         flags = short_flags(name, critic_learning_rate=9e-5) | dict(learning_rate=rate)
         flags = SPECS[name].short_flags | flags | dict(output_dir=str(tmp_path))

@@ -144,7 +144,9 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
     def rule(prompts, completions, **columns):
         return rewards
 
-    message = r"reward rule of .*: a list of 2 finite numbers expected, found|could not convert"
+    message = (
+        r"reward rule of .*: a list of 2 finite numbers expected, found|could not convert|float"
+    )
     with pytest.raises((ValueError, TypeError), match=message):
         call(rule)
 

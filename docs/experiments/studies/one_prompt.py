@@ -107,17 +107,17 @@ def take_step(
 def grpo_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, mask: Tensor
 ) -> Tensor:
-    loss, _ = grpo.grpo_loss(
+    losses = grpo.grpo_loss(
         logprobs,
         old_logprobs,
         ref_logprobs,
         grpo.group_advantages(rewards, len(rewards)),
-        grpo.token_weights(mask, GRPO.loss_norm, GRPO.max_new_tokens),
+        mask,
         clip_low=GRPO.clip_coef,
         clip_high=GRPO.clip_coef,
         beta=GRPO.beta,
     )
-    return loss
+    return (grpo.token_weights(mask, GRPO.loss_norm, GRPO.max_new_tokens) * losses).sum()
 
 
 def logprobs_of(policy: sampling.Policy, sequences: Sequences) -> list[list[float]]:
@@ -216,17 +216,8 @@ def whitening(measured: dict) -> dict:
 def ppo_table(measured: dict) -> dict:
     mask, columns = mask_of(measured["tokens"]), ppo_advantages(measured)
     old, new = padded(measured["old"]), leaf(padded(measured["new"]))
-    loss, _ = ppo_rlhf.policy_loss(
-        new,
-        old,
-        ref_logprobs=None,
-        advantages=columns["whitened A"],
-        entropy=torch.zeros_like(new),
-        weights=mask / mask.sum(),
-        clip_coef=PPO.clip_coef,
-        beta=0.0,  # the KL is in the rewards
-        ent_coef=PPO.ent_coef,
-    )
+    losses = ppo_rlhf.policy_loss(new, old, columns["whitened A"], PPO.clip_coef)
+    loss = losses.sum() / mask.sum()
     (columns["gradient"],) = torch.autograd.grad(loss, new)
     columns["ratio"] = (new.detach() - old).exp()
     order = ("k1", "r", "V", "δ", "A", "whitened A", "ratio", "gradient")
