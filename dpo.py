@@ -334,18 +334,18 @@ def pair_losses(
 
 # --- log-probs of pairs ------------------------------------------------------------------------
 def to_sequences(pairs: list[PreferencePair], device: Any) -> tuple[Sequences, Tensor]:
-    """The B chosen completions with their prompts, then the B rejected ones; lengths (B, 2)."""
-    chosen = [(pair.prompt.ids, pair.chosen_ids) for pair in pairs]
-    rejected = [(pair.prompt.ids, pair.rejected_ids) for pair in pairs]
+    """The chosen and the rejected completion of each pair with its prompt, 2B; lengths (B, 2)."""
+    sequences = []
+    for pair in pairs:
+        sequences += [(pair.prompt.ids, pair.chosen_ids), (pair.prompt.ids, pair.rejected_ids)]
     lengths = [[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs]
-    return chosen + rejected, torch.tensor(lengths, device=device)
+    return sequences, torch.tensor(lengths, device=device)
 
 
 def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
     """log pi(y|x) (b, 2) of the pairs `inds`, chosen and rejected in one forward pass."""
-    rows = torch.cat([inds, inds + len(sequences) // 2])
-    logprobs = completion_logprobs(model, sequences, rows).sum(dim=1)  # (2b,)
-    return torch.stack([logprobs[: len(inds)], logprobs[len(inds) :]], dim=1)
+    rows = torch.stack([2 * inds, 2 * inds + 1], dim=1).flatten()
+    return completion_logprobs(model, sequences, rows).sum(dim=1).view(-1, 2)
 
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:

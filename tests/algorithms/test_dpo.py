@@ -173,9 +173,9 @@ def test_orpo_is_finite_at_its_limits(chosen, rejected):
 
 
 # --- micro-batches ------------------------------------------------------------------------------
-def test_pairs_are_in_the_order_of_their_longer_sides():
+def test_pairs_with_the_most_tokens_come_first():
     pairs = [
-        PreferencePair(Prompt("", [1], {}), [5, 2], [7, 7, 9, 2]),
+        PreferencePair(Prompt("", [1], {}), [5, 2], [7, 9, 2]),
         PreferencePair(Prompt("", [1, 7, 3, 4, 8, 7], {}), [9, 8, 3, 4, 6, 2], [2]),
         PreferencePair(Prompt("", [7, 3], {}), [4], [3, 9, 7, 8]),
     ]

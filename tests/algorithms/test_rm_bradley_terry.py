@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer
 
+from common.tree import reads_trees
 from common.model import transformer_layers
 from grpo import model_rewards
 from reviews import dataset, plain_model
@@ -152,6 +153,7 @@ def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are
 
 def test_no_rows_still_run_both_passes_and_add_nothing():
     model = tiny_classifier("llama")
+    assert reads_trees(model)  # tried before passes are counted
     passes = []
     model.base_model.register_forward_pre_hook(lambda *args: passes.append(1))
     scores = pair_scores(model, [])
@@ -167,6 +169,7 @@ def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
     take_gpu_types(monkeypatch)
     model = tiny_classifier("llama")
     model.model.bfloat16()
+    assert reads_trees(model)
     hidden, types = [], []
     model.score.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     up = model.model.layers[0].mlp.up_proj
