@@ -87,7 +87,7 @@ def test_every_table_is_on_a_page(made_tables):
 def test_what_is_generated_on_a_page(tmp_path):
     (tmp_path / "loss.py").write_text(
         'A = 1\n\n\ndef loss(x):\n    """Twice.\n\n    Of x.\n    """\n    return 2 * x\n\n\n'
-        "def long(x):\n    a = 1\n    b = (\n        a\n    )\n    # Why.\n    c = d = b\n    return c\n"
+        "def long(x):\n    a = 1\n    b = (\n        a\n    )\n    # Why.\n    c = d = b\n"
     )
     page = tmp_path / "page.md"
     page.write_text(

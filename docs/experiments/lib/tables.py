@@ -12,7 +12,7 @@ from statistics import mean
 from textwrap import dedent
 
 TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
-CODE = re.compile(r"(<!-- code (\S+) (\w+)(?: (\w+)-(\w+))? -->\n).*?(<!-- end code -->)", re.DOTALL)
+CODE = re.compile(r"(<!-- code (\S+) (\w+)(?: (\w+)-(\w+))? -->\n).*?(<!-- end code -->)", re.S)
 LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 
