@@ -4,9 +4,13 @@ in other words (see mkdocs.yml)."""
 import os
 import re
 
-from experiments.lib.navigation import LAST_LINE
 from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
+from pymdownx.arithmatex import arithmatex_fenced_format
+
+from docs.experiments.lib.navigation import LAST_LINE
+
+formula = arithmatex_fenced_format(mode="generic")  # of a fence of ```math
 
 # On GitHub a link to a page of HTML shows its source; on the site it opens the page.
 DOWNLOAD = re.compile(

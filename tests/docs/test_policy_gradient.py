@@ -1,4 +1,5 @@
-"""The tables of docs/policy_gradient.md by enumeration, and the scripts' functions behind them."""
+"""The tables of docs/policy_gradient.md, gae.md, ratio_and_clip.md and sampler.md by enumeration,
+and the scripts' functions behind them."""
 
 import itertools
 import math
@@ -9,7 +10,8 @@ from by_hand import close, rows_of
 
 import grpo
 
-PAGE = "docs/policy_gradient.md"
+GRADIENT, CLIP = "docs/policy_gradient.md", "docs/ratio_and_clip.md"
+GAE, SAMPLER = "docs/gae.md", "docs/sampler.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 EPS = 0.2
@@ -30,7 +32,7 @@ def test_the_baselines_table():
         return sum(P[o] * (R[o] - b) ** 2 * squares[o] for o in range(3)) - signal
 
     exact = {"-1": -1, "0": 0, "0.9, the mean reward": 0.9, f"{best:.3f}, the best": best}
-    table = rows_of(PAGE, "| $b$ |")
+    table = rows_of(GRADIENT, "| $b$ |")
     assert [*table] == [*exact]
     for name, b in exact.items():
         close(table[name][1:2], [P[j] * (R[j] - 0.9) for j in range(3)], 2)
@@ -42,7 +44,7 @@ def test_the_baselines_table():
 
 def test_the_two_views():
     start = sum(p * right for p, right in TREE.values())
-    table, sums = rows_of(PAGE, "| completion | probability |"), {"a": 0.0, "b": 0.0}
+    table, sums = rows_of(GRADIENT, "| completion | probability |"), {"a": 0.0, "b": 0.0}
     for first, (p, right) in TREE.items():
         for second, chance, reward in (("correct", right, 1), ("wrong", 1 - right, 0)):
             bandit, of_first, of_second = reward - start, right - start, reward - right
@@ -56,7 +58,7 @@ def test_the_two_views():
 
 def test_the_lambda_table():
     """Of token b, whose true advantage is 0.25 - 0.4."""
-    table = rows_of(PAGE, "| $\\lambda$ |")
+    table = rows_of(GAE, "| $\\lambda$ |")
     assert [*table] == ["0", "0.5", "0.95", "1"]
     for name, cells in table.items():
         lam = float(name)
@@ -68,7 +70,7 @@ def test_the_lambda_table():
 
 def test_the_clip_in_all_four_sign_cases():
     """By grpo.py's loss."""
-    table = rows_of(PAGE, "| $A$ |")
+    table = rows_of(CLIP, "| $A$ |")
     assert [*table] == [("+1", "0.7"), ("+1", "1.3"), ("-1", "0.7"), ("-1", "1.3")]
     for (sign, ratio), cells in table.items():
         advantage, rho = float(sign), float(ratio)
@@ -132,7 +134,7 @@ WEIGHTS = {
 
 def test_the_weights_of_what_another_policy_has_sampled():
     """Bias and standard deviation of sum_t w_t (r - b) grad log pi, in lengths of the gradient."""
-    table = rows_of(PAGE, "| weight of a token |")
+    table = rows_of(SAMPLER, "| weight of a token |")
     assert [*table] == [*WEIGHTS]
     expected = {name: [] for name in WEIGHTS}
     for noise in (0.25, 1.0):

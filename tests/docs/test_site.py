@@ -130,7 +130,7 @@ def site(tmp_path_factory):
     with (katex / "katex.min.css").open("a") as style:
         style.write(".katex { position: relative; }")  # as in newer versions than Debian's
     (root / "docs" / "libraries" / "mermaid.min.js").touch()
-    build = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    build = [sys.executable, "-m", "zensical", "build", "--strict"]
     env = os.environ | {"SITE_URL": "https://site/"}
     done = subprocess.run(build, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

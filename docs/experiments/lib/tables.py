@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
+from textwrap import dedent
 
 TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
-CODE = re.compile(r"(<!-- code (\S+) (\w+) -->\n)(.*?)(<!-- end code -->)", re.DOTALL)
+CODE = re.compile(r"(<!-- code (\S+) (\w+)(?: (\w+)-(\w+))? -->\n).*?(<!-- end code -->)", re.S)
 LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 
@@ -70,7 +71,7 @@ def definition(path: Path, name: str) -> ast.stmt:
 
 
 def code(path: Path, name: str) -> str:
-    """The source of a function without its docstring, as Markdown."""
+    """The source of a function without its docstring."""
     node = definition(path, name)
     lines = path.read_text().splitlines()
     docstring = node.body[0] if ast.get_docstring(node) else None
@@ -78,7 +79,22 @@ def code(path: Path, name: str) -> str:
     for number in range(node.lineno, node.end_lineno + 1):
         if docstring is None or not docstring.lineno <= number <= docstring.end_lineno:
             source.append(lines[number - 1])
-    return "```python\n" + "\n".join(source) + "\n```\n"
+    return "\n".join(source)
+
+
+def part_of(path: Path, name: str, first: str, last: str) -> str:
+    """Of a function, from the statement that assigns the first variable to the one that assigns the
+    last: what a page shows of a long one follows the code."""
+    starts, ends = {}, {}
+    for statement in definition(path, name).body:
+        for target in getattr(statement, "targets", ()):
+            starts.setdefault(ast.unparse(target), statement.lineno)
+            ends.setdefault(ast.unparse(target), statement.end_lineno)
+    for variable in (first, last):
+        if variable not in starts:
+            raise ValueError(f"{path}: {name} does not assign {variable}")
+    lines = path.read_text().splitlines()[starts[first] - 1 : ends[last]]
+    return dedent("\n".join(lines))
 
 
 def generated(page: Path, tables: dict[str, dict]) -> str:
@@ -89,7 +105,9 @@ def generated(page: Path, tables: dict[str, dict]) -> str:
         return f"{block[1]}{made}{block[4]}"
 
     def with_code(block: re.Match) -> str:
-        return f"{block[1]}{code(Path(block[2]), block[3])}{block[5]}"
+        path, name, first, last = Path(block[2]), block[3], block[4], block[5]
+        source = part_of(path, name, first, last) if first else code(path, name)
+        return f"{block[1]}```python\n{source}\n```\n{block[6]}"
 
     def with_line(link: re.Match) -> str:
         return f"{link[1]}{definition(page.parent / link[3], link[2]).lineno})"

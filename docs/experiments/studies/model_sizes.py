@@ -71,11 +71,11 @@ def fits_table() -> dict:
     return {"columns": ["one card", *METHODS], "rows": rows}
 
 
-def peaks_table(gpus: int) -> dict:
-    """Peaks in GB, with all weights / with adapters; algorithms that need the same share a row."""
+def peaks_table() -> dict:
+    """Peaks in GB on one GPU, with all weights / with adapters; who needs the same shares a row."""
 
     def gigabytes(name: str, algorithm: dict, lora_rank: int) -> str:
-        work = WORK | {"gpus": gpus, "lora_rank": lora_rank}
+        work = WORK | {"gpus": 1, "lora_rank": lora_rank}
         size = peak(MODELS[name], algorithm, BFLOAT16, **work) / GB
         return f"{size:,.0f}" if size >= 10 else f"{size:.1f}"
 
@@ -91,11 +91,7 @@ def peaks_table(gpus: int) -> dict:
 
 
 def tables(_: dict) -> dict:
-    return {
-        "model_sizes fits": fits_table(),
-        "model_sizes one": peaks_table(gpus=1),
-        "model_sizes eight": peaks_table(gpus=8),
-    }
+    return {"model_sizes fits": fits_table(), "model_sizes one": peaks_table()}
 
 
 # --- real_size ---------------------------------------------------------------------------------

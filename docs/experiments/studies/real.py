@@ -181,12 +181,12 @@ def readme_list(numbers: dict) -> dict:
     untrained, trained = numbers["GRPO without SFT"], numbers["GRPO after SFT"]
     rows = []
     for name, found, step in (
-        ("before, cut off at 24 tokens", untrained, 0),
-        ("after `sft.py` on 64 sums", trained, 0),
-        ("after 16 rollouts of `grpo.py`", trained, 16),
+        ("right as downloaded, because it rambles past the limit of 24 tokens", untrained, 0),
+        ("right after `sft.py` on 64 sums", trained, 0),
+        ("right after 16 rollouts of `grpo.py`", trained, 16),
     ):
-        accuracy = spread(found[f"eval/reward at {step}"], 2)
-        rows.append([f'{name} (right: {accuracy}): "{found["answers"][0][step > 0]}"'])
+        percent = spread([100 * of_seed for of_seed in found[f"eval/reward at {step}"]], 0)
+        rows.append([f'**{percent} %** {name}: "{found["answers"][0][step > 0]}"'])
     return {"rows": rows}
 
 

@@ -1,4 +1,4 @@
-"""docs/grpo.md: recipes, dynamic sampling where most groups fail, pass@k over training."""
+"""docs/recipes.md: recipes, dynamic sampling where most groups fail; docs/grpo.md: pass@k."""
 
 from statistics import mean, stdev
 
@@ -63,7 +63,7 @@ def tables(results: dict) -> dict:
     for step in STEPS:
         passes = [numbers["pass@k"][f"eval/{metric} at {step}"] for metric in PASSES.values()]
         steps.append([str(step), *(spread(of_seeds, 2) for of_seeds in passes)])
-    columns = ["recipe", "accuracy", "minus the default's of that β", "prompts per rollout"]
+    columns = ["recipe", "accuracy", "minus the default's", "prompts per rollout"]
     return {
         "recipes": {"columns": columns, "rows": rows},
         "pass at k": {"columns": ["rollouts", *PASSES], "rows": steps},

@@ -1,4 +1,4 @@
-"""docs/policy_gradient.md: GRPO whose completions another policy has sampled."""
+"""docs/sampler.md: GRPO whose completions another policy has sampled."""
 
 import copy
 import tempfile

@@ -1,4 +1,4 @@
-"""The example of docs/details.md, with a server that the test starts in place of an engine."""
+"""The example of docs/sampler.md, with a server that the test starts in place of an engine."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_the_example_of_a_server(tmp_path):
     """Its first rollout is of the policy that is trained, and its second of older weights."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
     Thread(target=server.serve_forever, daemon=True).start()
-    page = Path("docs/details.md").read_text().partition("### Completions from elsewhere")[2]
+    page = Path("docs/sampler.md").read_text()
     example = page.partition("```python\n")[2].partition("```")[0]
     assert len([line for line in example.splitlines() if line]) <= 15
     (tmp_path / "sampler.py").write_text(example.replace("8000", str(server.server_port)))
