@@ -83,13 +83,14 @@ def code(path: Path, name: str) -> str:
 
 
 def part_of(path: Path, name: str, first: str, last: str) -> str:
-    """Of a function, from the statement that assigns the first variable to the one that assigns the
-    last: what a page shows of a long one follows the code."""
+    """Of a function, from the statement that assigns the first variable to the last one that
+    assigns the last: what a page shows of a long one follows the code."""
     starts, ends = {}, {}
     for statement in definition(path, name).body:
-        for target in getattr(statement, "targets", ()):
-            starts.setdefault(ast.unparse(target), statement.lineno)
-            ends.setdefault(ast.unparse(target), statement.end_lineno)
+        for part in ast.walk(statement):  # of an `if` too
+            for target in getattr(part, "targets", ()):
+                starts.setdefault(ast.unparse(target), statement.lineno)
+                ends[ast.unparse(target)] = statement.end_lineno
     for variable in (first, last):
         if variable not in starts:
             raise ValueError(f"{path}: {name} does not assign {variable}")
