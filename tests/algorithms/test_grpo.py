@@ -15,6 +15,7 @@ from algorithms import assert_same_gradient, set_weights
 from plain import plain_logprobs
 from models import tiny_classifier
 from reviews import EOS, plain_model
+from scripts import REVIEWS
 from spies import watch_steps
 from transformers import AutoTokenizer
 
@@ -35,6 +36,29 @@ spy_by_name = partial(spies.spy_by_name, grpo)
 def weighted_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, weights, **coefs):
     losses = grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, **coefs)
     return (weights * losses).sum()
+
+
+# --- passes -------------------------------------------------------------------------------------
+def test_every_pass_reads_each_prompt_once(tmp_path, monkeypatch):
+    """The reward model's, those of pi_old and of the reference, and the two updates' passes."""
+    trees = spies.spy_on(common.logprobs, monkeypatch, "PrefixTree")
+    sampled = spy_on(monkeypatch, "generate")
+    flags = REVIEWS | dict(reward_fn=[], eval_reward_fn=None, beta=0.1, max_new_tokens=6)
+    run(tmp_path, micro_batch_size=4, update_epochs=2, train_split="train[:8]", **flags)
+    (arguments, (completions, _)) = sampled[1]  # after those of the evaluation
+    sequences = [*zip(arguments[1], completions, strict=True)]
+    scored, predicted = set(), set()  # prefixes by prompt; the last token predicts nothing
+    for prompt, completion in sequences:
+        row = prompt + completion
+        prefixes = [(tuple(prompt), tuple(row[: end + 1])) for end in range(len(row))]
+        scored.update(prefixes)
+        predicted.update(prefixes[:-1])
+    passes = [(rows, len(tree.ids)) for (rows, _), tree in trees]
+    first = next(i for i, (rows, _) in enumerate(passes) if sum(sequences[0], []) in rows)
+    num_nodes = [number for _, number in passes[first : first + 20]]  # a pass for each prompt
+    assert sum(num_nodes[:4]) == len(scored)
+    for start in (4, 8, 12, 16):
+        assert sum(num_nodes[start : start + 4]) == len(predicted)
 
 
 # --- advantages ---------------------------------------------------------------------------------
