@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import date
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from os.path import commonprefix
 from typing import Any
 
@@ -146,7 +146,8 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         check_nothing_is_lost(tokenizer.name_or_path, messages, rendered)
-        ids = tokenizer(rendered, add_special_tokens=False).input_ids
+        turns = special_tokens(tokenizer).split(rendered) if can_split(tokenizer) else [rendered]
+        ids = [token for turn in turns for token in turn_ids(tokenizer, turn)]
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
@@ -154,9 +155,25 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
 
 @cache
 def special_tokens(tokenizer: Any) -> re.Pattern:
-    """Matches each special token, such as <|im_end|>, that a text spells out."""
+    """Matches before each special token, such as <|im_end|>, that a text spells out."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")  # which matches nothing
+    return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
+
+
+@cache
+def can_split(tokenizer: Any) -> bool:
+    """Whether a text that is split before each special token gives the tokens of the whole. Not
+    where such a token looks at what stands before it, or is found in normalised text.
+    """
+    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unsafe = (token.lstrip or token.single_word or token.normalized for token in special)
+    return tokenizer.is_fast and not any(unsafe)
+
+
+@lru_cache(1000)  # a system message, a prompt or an earlier turn begins several texts
+def turn_ids(tokenizer: Any, turn: str) -> list[int]:
+    """Token ids of a part of a rendered chat."""
+    return tokenizer(turn, add_special_tokens=False, return_attention_mask=False).input_ids
 
 
 def as_chat(text: Any, role: str = "user") -> Any:
@@ -349,11 +366,10 @@ def encode_rows(
                 items.append((first + number, part, ids, target, length, dropped))
         return dict(zip(FEATURES, map(list, zip(*items, strict=True)), strict=True))
 
-    are_bars_off = datasets.are_progress_bars_disabled()
-    if RANK > 0 or len(mine) < 2 * ROWS_PER_WORKER:
-        datasets.disable_progress_bars()
     cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     workers = min(cores, len(mine) // ROWS_PER_WORKER)
+    if RANK > 0 or len(mine) < 2 * ROWS_PER_WORKER:
+        datasets.disable_progress_bars()
     encoded = mine.map(
         encode_batch,
         with_indices=True,
@@ -367,8 +383,7 @@ def encode_rows(
         num_proc=workers if workers > 1 else None,
         desc=split,
     )
-    if not are_bars_off:
-        datasets.enable_progress_bars()
+    datasets.enable_progress_bars()
     tables = [table for table in all_gather([encoded.data.table]) if len(table)]
     encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *tables])
     dropped = Counter(encoded["dropped"].drop_null().to_pylist())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from encoded import encode_pair
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -34,12 +35,6 @@ def tokenizer():
 
 def message(role, text):
     return {"role": role, "content": text}
-
-
-def encode_pair(tokenizer, prompt, completion, stop_ids):
-    """Token ids of a prompt with one completion."""
-    prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
-    return prompt_ids, ids
 
 
 def text_parts(*texts):
@@ -434,7 +429,7 @@ def test_ranks_and_workers_give_what_each_row_gives(ranks, workers, tokenizer, m
     parts = [encoded_by(rank) for rank in range(ranks)]
     assert [item for part in parts for item in part] == [*whole] == expected
     assert (f"(num_proc={workers})" in capfd.readouterr().err) == (workers > 1)
-    monkeypatch.setattr(tokens, "all_gather", lambda items: sum(gathered, []))
+    monkeypatch.setattr(tokens, "all_gather", lambda items: [x for each in gathered for x in each])
     assert encoded_by(0).checksum() == whole.checksum()
 
 

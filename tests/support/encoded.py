@@ -1,0 +1,10 @@
+"""What common/tokens.py makes of a prompt with one completion."""
+
+from typing import Any
+
+from common.tokens import encode_completions
+
+
+def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int]) -> tuple:
+    prompt_ids, [completion_ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
+    return prompt_ids, completion_ids
