@@ -304,16 +304,19 @@ class EncodedRows(Sequence):
     stays where `datasets` has it, on the disk, and is read with the item.
     """
 
-    def __init__(self, rows: Any, split_row: Callable, to_item: Callable, encoded: pa.Table):
-        self.rows, self.split_row, self.to_item, self.encoded = rows, split_row, to_item, encoded
+    def __init__(
+        self, rows: Any, split_row: Callable, to_item: Callable, encoded: pa.Table, kept: Any
+    ):
+        self.rows, self.split_row, self.to_item = rows, split_row, to_item
+        self.encoded, self.kept = encoded, kept  # a table with dropped ones; those that are not
 
     def __len__(self) -> int:
-        return len(self.encoded)
+        return len(self.kept)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]
+        index = self.kept[range(len(self))[index]]
         row, part, ids = (self.encoded[name][index].as_py() for name in ("row", "part", "ids"))
         return self.to_item(self.split_row(self.rows[row])[part], *ids)
 
@@ -358,7 +361,7 @@ def encode_rows(
                     if length > max_length:
                         raise UnusableRow(f"longer than {flag}")
                 except UnusableRow as reason:
-                    dropped = str(reason)
+                    ids, dropped = [], str(reason)
                 except Exception as error:
                     where = f"--dataset: row {first + number} of {split}"
                     raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
@@ -384,17 +387,17 @@ def encode_rows(
         desc=split,
     )
     datasets.enable_progress_bars()
-    tables = [table for table in all_gather([encoded.data.table]) if len(table)]
-    encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *tables])
+    encoded = [table for table in all_gather([encoded.data.table]) if len(table)]
+    encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *encoded])
     dropped = Counter(encoded["dropped"].drop_null().to_pylist())
     longest = pc.max(encoded["length"]).as_py() or 0
-    encoded = encoded.filter(encoded["dropped"].is_null()).select(["row", "part", "ids", "target"])
-    report = f"{split}: {len(encoded)} rows, dropped {dict(dropped)}; longest {longest} tokens"
-    if not len(encoded):
+    kept = encoded["dropped"].is_null().to_numpy().nonzero()[0]  # a filtered table is a copy
+    report = f"{split}: {len(kept)} rows, dropped {dict(dropped)}; longest {longest} tokens"
+    if not len(kept):
         raise ValueError(f"--dataset: no row is left of {report}")
-    ids = encoded["ids"][0].as_py()
+    ids = encoded["ids"][kept[0]].as_py()
     text = tokenizer.decode(ids[0] + ids[1] if len(ids) > 1 else ids[0])
     print(f"{report}\n    {text if len(text) < 1000 else text[:500] + ' ... ' + text[-500:]!r}")
-    if len(encoded) < dropped.total():
+    if len(kept) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
-    return EncodedRows(rows, split_row, to_item, encoded)
+    return EncodedRows(rows, split_row, to_item, encoded, kept)
