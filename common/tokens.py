@@ -8,12 +8,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from functools import cache, lru_cache, partial
 from os.path import commonprefix
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -299,16 +301,17 @@ def completion_start(
 
 
 # --- the rows of a split -----------------------------------------------------------------------
+@dataclass(eq=False)
 class EncodedRows(Sequence):
     """The usable rows of a split as items. Their token ids are in memory, 4 bytes each; all else
     stays where `datasets` has it, on the disk, and is read with the item.
     """
 
-    def __init__(
-        self, rows: Any, split_row: Callable, to_item: Callable, encoded: pa.Table, kept: Any
-    ):
-        self.rows, self.split_row, self.to_item = rows, split_row, to_item
-        self.encoded, self.kept = encoded, kept  # a table with dropped ones; those that are not
+    rows: datasets.Dataset
+    split_row: Callable[[dict], list[dict]]
+    to_item: Callable
+    encoded: pa.Table  # see FEATURES; dropped ones have no ids
+    kept: np.ndarray  # the places in it of those that are not dropped
 
     def __len__(self) -> int:
         return len(self.kept)
