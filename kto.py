@@ -56,7 +56,7 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import EncodedRows, Encoding, encode_pairs, encode_rows, find_stop_ids
+from common.tokens import EncodedRows, as_chat, encode_completions, encode_rows, find_stop_ids
 from common.tokens import load_tokenizer
 
 
@@ -410,39 +410,43 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
     path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    if path.is_file():  # its rows are the split `train`
-        name, paths = "train", [path]
-    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
-    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
-    source = str(paths[0].parent) if files else args.dataset
-    data_files = {name: files} if files else None
-    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    if missing := columns - {*dataset.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
-    return dataset
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    if path.is_file():  # `datasets` puts a single file into the split `train`
+        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
+    elif files and args.dataset_config is None and "+" not in split:
+        # Without their names `datasets` would take all files with NAME in them.
+        rows = load_dataset(str(path), data_files={name: files}, split=split)
+    else:  # a name on the hub, or a folder that `datasets` searches for the split
+        rows = load_dataset(args.dataset, args.dataset_config, split=split)
+    if missing := columns - {*rows.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    return rows
 
 
 def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
     """The rows of a split, without those that are empty or longer than --max-length."""
     columns = [args.prompt_column, args.completion_column, args.label_column]
 
-    def encode_row(row: dict) -> Encoding:
+    def to_texts(row: dict) -> tuple:
         prompt, completion, label = [row.pop(column) for column in columns]
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
-        if args.chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        pairs = yield from encode_pairs(tokenizer, prompt or "", [completion], stop_ids)
-        prompt_ids, completion_ids = pairs[0]
-        labelled = LabelledRow(Prompt(prompt, prompt_ids, row), completion_ids, bool(label))
-        return labelled, [prompt_ids + completion_ids], labelled.label
+        return as_chat(prompt) if args.chat else prompt, completion, bool(label)
+
+    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+        prompt, completion, label = to_texts(row)
+        prompt_ids, ids = encode_completions(tokenizer, prompt, [completion], stop_ids)
+        return [prompt_ids, *ids], label
+
+    def to_item(row: dict, prompt_ids: list[int], completion_ids: list[int]) -> LabelledRow:
+        text, _, label = to_texts(row)
+        return LabelledRow(Prompt(text, prompt_ids, row), completion_ids, label)
 
     rows = load_rows(args, split, {*columns})
-    labelled = encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
-    labels = [*rows[args.label_column]]
-    print(f"{split}: {sum(bool(labels[i]) for i in labelled.places[::2])} of them desirable")
+    labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
+    labels = rows.select(labelled.encoded["row"].take(labelled.kept))[args.label_column]
+    print(f"{split}: {sum(map(bool, labels))} of them desirable")
     return labelled
 
 

@@ -77,7 +77,7 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
-from common.tokens import EncodedRows, Encoding, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.tokens import EncodedRows, as_chat, encode, encode_rows, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
 
 
@@ -699,36 +699,37 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
     path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    if path.is_file():  # its rows are the split `train`
-        name, paths = "train", [path]
-    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
-    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
-    source = str(paths[0].parent) if files else args.dataset
-    data_files = {name: files} if files else None
-    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    if missing := columns - {*dataset.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
-    return dataset
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    if path.is_file():  # `datasets` puts a single file into the split `train`
+        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
+    elif files and args.dataset_config is None and "+" not in split:
+        # Without their names `datasets` would take all files with NAME in them.
+        rows = load_dataset(str(path), data_files={name: files}, split=split)
+    else:  # a name on the hub, or a folder that `datasets` searches for the split
+        rows = load_dataset(args.dataset, args.dataset_config, split=split)
+    if missing := columns - {*rows.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    return rows
 
 
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def encode_row(row: dict) -> Encoding:
+    def to_prompt(row: dict, ids: list[int]) -> Prompt:
         text = row.pop(args.prompt_column)
-        if args.chat and isinstance(text, str):
-            text = [{"role": "user", "content": text}]
         if args.answer_column in row:
             row["answer"] = row.pop(args.answer_column)
-        ids = yield from encode(tokenizer, text, add_generation_prompt=True)
-        return Prompt(text, ids, row), [ids], row.get("answer")
+        return Prompt(as_chat(text) if args.chat else text, ids, row)
+
+    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+        prompt = to_prompt(row, [])
+        ids = encode(tokenizer, prompt.text, add_generation_prompt=True)
+        return [ids], prompt.columns.get("answer")
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows = load_rows(args, split, columns)
-    flag = "--max-prompt-length"
-    return encode_rows(split, rows, encode_row, tokenizer, flag, args.max_prompt_length)
+    rows, flag = load_rows(args, split, columns), "--max-prompt-length"
+    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -52,7 +52,7 @@ from common.model import TRAINED, add_adapters, checkpoint_activations, replaced
 from common.model import shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import EncodedRows, Encoding, UnusableRow, encode_pairs, encode_rows
+from common.tokens import EncodedRows, UnusableRow, as_chat, encode_completions, encode_rows
 from common.tokens import find_stop_ids, load_tokenizer
 
 
@@ -315,39 +315,42 @@ def load_classifier(
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
     path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    if path.is_file():  # its rows are the split `train`
-        name, paths = "train", [path]
-    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
-    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
-    source = str(paths[0].parent) if files else args.dataset
-    data_files = {name: files} if files else None
-    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    if missing := columns - {*dataset.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
-    return dataset
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    if path.is_file():  # `datasets` puts a single file into the split `train`
+        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
+    elif files and args.dataset_config is None and "+" not in split:
+        # Without their names `datasets` would take all files with NAME in them.
+        rows = load_dataset(str(path), data_files={name: files}, split=split)
+    else:  # a name on the hub, or a folder that `datasets` searches for the split
+        rows = load_dataset(args.dataset, args.dataset_config, split=split)
+    if missing := columns - {*rows.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    return rows
 
 
 def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
 
-    def encode_row(row: dict) -> Encoding:
+    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
         margin = row.get(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
         prompt, *completions = to_pair(args, row)
-        both = yield from encode_pairs(tokenizer, prompt, completions, stop_ids)
-        chosen_ids, rejected_ids = [prompt_ids + ids for prompt_ids, ids in both]
-        if chosen_ids == rejected_ids:
+        prompt_ids, both = encode_completions(tokenizer, prompt, completions, stop_ids)
+        if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
-        return Comparison(chosen_ids, rejected_ids, margin), [chosen_ids, rejected_ids], margin
+        return [prompt_ids, *both], margin
+
+    def to_item(row: dict, prompt_ids: list[int], *both: list[int]) -> Comparison:
+        chosen_ids, rejected_ids = [prompt_ids + ids for ids in both]
+        return Comparison(chosen_ids, rejected_ids, row.get(args.margin_column, 0.0))
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
     rows = load_rows(args, split, columns - {"prompt", "margin", None})  # these need not be there
     if args.margin_column in rows.column_names:
         print(f"{split}: margins m from the column `{args.margin_column}`")
-    return encode_rows(split, rows, encode_row, tokenizer, "--max-length", args.max_length)
+    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
@@ -365,9 +368,7 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:
         raise UnusableRow("with an empty prompt, or without --prompt-column")
-    if args.chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    return prompt, chosen, rejected
+    return as_chat(prompt) if args.chat else prompt, chosen, rejected
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -51,8 +51,8 @@ from common.model import TRAINED, add_adapters, checkpoint_activations, replaced
 from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import EncodedRows, Encoding, UnusableRow, encode_pairs, encode_rows, encode_text
-from common.tokens import find_stop_ids, load_tokenizer
+from common.tokens import EncodedRows, UnusableRow, as_chat, encode_completions, encode_rows
+from common.tokens import encode_text, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -256,41 +256,41 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_rows(args: Args, split: str, columns: set[str]) -> Any:
     """The rows of a split of --dataset, which must have these columns."""
     path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    # The split NAME of a folder is NAME.jsonl; `datasets` would take all names with NAME in them.
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    if path.is_file():  # its rows are the split `train`
-        name, paths = "train", [path]
-    is_whole = args.dataset_config is None and "+" not in split  # else `datasets` reads the folder
-    files = [escape(str(path)) for path in paths if path.is_file() and is_whole]
-    source = str(paths[0].parent) if files else args.dataset
-    data_files = {name: files} if files else None
-    dataset = load_dataset(source, args.dataset_config, data_files=data_files, split=split)
-    if missing := columns - {*dataset.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {dataset.column_names}")
-    return dataset
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    if path.is_file():  # `datasets` puts a single file into the split `train`
+        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
+    elif files and args.dataset_config is None and "+" not in split:
+        # Without their names `datasets` would take all files with NAME in them.
+        rows = load_dataset(str(path), data_files={name: files}, split=split)
+    else:  # a name on the hub, or a folder that `datasets` searches for the split
+        rows = load_dataset(args.dataset, args.dataset_config, split=split)
+    if missing := columns - {*rows.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    return rows
 
 
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
     """The demonstrations of a split, without those that are empty or longer than --max-length."""
 
-    def encode_part(part: tuple) -> Encoding:
-        prompt, completion = to_texts(args, *part)
+    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+        prompt, completion = to_texts(args, row)
         if prompt is None:
-            prompt_ids, completion_ids = yield from encode_text(tokenizer, completion, stop_ids)
-        else:
-            pairs = yield from encode_pairs(tokenizer, prompt, [completion], stop_ids)
-            prompt_ids, completion_ids = pairs[0]
-        sequence = prompt_ids + completion_ids
-        return Demonstration(prompt, prompt_ids, completion_ids), [sequence], None
+            return encode_text(tokenizer, completion, stop_ids), None
+        prompt_ids, ids = encode_completions(tokenizer, prompt, [completion], stop_ids)
+        return [prompt_ids, *ids], None
+
+    def to_item(row: dict, prompt_ids: list[int], completion_ids: list[int]) -> Demonstration:
+        return Demonstration(to_texts(args, row)[0], prompt_ids, completion_ids)
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows, turns = load_rows(args, split, columns), partial(learned_turns, args)
-    return encode_rows(split, rows, encode_part, tokenizer, "--max-length", args.max_length, turns)
+    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, split_row=turns)
 
 
-def learned_turns(args: Args, row: dict) -> list[tuple[dict, int | None]]:
-    """The row with the place of each assistant's turn of `messages` that is learned; one that has
-    none, once.
+def learned_turns(args: Args, row: dict) -> list[dict]:
+    """A row for each assistant's turn of `messages` that is learned, with the turns before it as
+    its prompt; the row itself if there is none.
     """
     turns = row.get("messages") if args.completion_column not in row else None
     places = []
@@ -301,13 +301,12 @@ def learned_turns(args: Args, row: dict) -> list[tuple[dict, int | None]]:
             places.append(i)
     if args.train_on_prompt:  # the last pair holds all turns: it is enough
         places = places[-1:]
-    return [(row, place) for place in places] or [(row, None)]
+    pairs = [{args.prompt_column: turns[:i], args.completion_column: [turns[i]]} for i in places]
+    return pairs or [row]
 
 
-def to_texts(args: Args, row: dict, turn: int | None) -> tuple:
-    """The prompt and the completion of a row, or of a turn of its `messages`."""
-    if turn is not None:
-        return row["messages"][:turn], [row["messages"][turn]]
+def to_texts(args: Args, row: dict) -> tuple:
+    """The prompt and the completion of a row, strings or chat messages; the prompt may be None."""
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"] or []
         if not isinstance(turns, list):
@@ -320,9 +319,7 @@ def to_texts(args: Args, row: dict, turn: int | None) -> tuple:
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
-    if args.chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    return prompt or "", completion
+    return (as_chat(prompt) if args.chat else prompt) or "", completion
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -1,29 +1,40 @@
 """Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
 
 import json
+import os
 import re
 import warnings
 import zlib
-from array import array
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
-from functools import cache, partial
-from itertools import accumulate, pairwise
+from functools import cache, lru_cache, partial
 from os.path import commonprefix
 from typing import Any
 
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common.ranks import RANK, WORLD_SIZE, all_gather
 
-BATCH_ROWS = 1000  # tokenised at a time
+ROWS_PER_WORKER = 2500  # for fewer it does not pay to start a process
+FEATURES = datasets.Features(
+    row=datasets.Value("int32"),  # its number
+    part=datasets.Value("int32"),  # of the row, where it is split
+    ids=datasets.List(datasets.List(datasets.Value("int32"))),  # of the prompt, of each completion
+    target=datasets.Value("uint32"),  # checksum of what else is trained on
+    length=datasets.Value("int32"),  # of the longest sequence, in tokens
+    dropped=datasets.Value("string"),  # the reason, if it is
+)
 
 
 def load_tokenizer(
@@ -44,7 +55,7 @@ def load_tokenizer(
     if unknown := values.keys() - {*words}:
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
     if today and "strftime_now(" in str(tokenizer.chat_template):  # else midnight changes prompts
-        values["chat_template"] = re.sub(
+        values["chat_template"] = re.sub(  # each call, such as strftime_now("%d %b"), by its text
             r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
             lambda call: repr(date.fromisoformat(today).strftime(call[2])),
             tokenizer.get_chat_template(),
@@ -70,8 +81,8 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         config_ids = GenerationConfig.from_pretrained(source).eos_token_id
         stop_ids.update(config_ids if isinstance(config_ids, list) else [config_ids])
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "@@"}]
-        end = tokenizer.apply_chat_template(turns, tokenize=False).partition("@@")[2]
+        turns = as_chat("?") + as_chat("ANSWER", "assistant")
+        _, _, end = tokenizer.apply_chat_template(turns, tokenize=False).partition("ANSWER")
         ids = tokenizer(end, add_special_tokens=False).input_ids
         added = tokenizer.added_tokens_decoder
         stop_ids.update([i for i in ids if i in added and added[i].special][:1])
@@ -112,19 +123,7 @@ class UnusableRow(ValueError):
 
 
 # --- texts and chats to token ids --------------------------------------------------------------
-# Yields a text, and whether special tokens are added; is sent its ids; returns what becomes of
-# them. So the texts of many rows are tokenised at once, see `encode_all`.
-Encoding = Generator[tuple[str, bool], list[int], Any]
-
-
-@cache
-def special_tokens(tokenizer: Any) -> re.Pattern:
-    """Matches before each special token, such as <|im_end|>, that a text spells out."""
-    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
-
-
-def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> Encoding:
+def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> list[int]:
     """Token ids of a string, with the tokenizer's BOS and without an EOS that it appends, or of
     chat messages through the chat template. A ValueError if that leaves out a message; an
     `UnusableRow` if the text is empty, if a message spells out a special token, which would end or
@@ -136,150 +135,31 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> En
         is_rendered = special_tokens(tokenizer).search(text)
         if add_generation_prompt and tokenizer.chat_template and not is_rendered:
             warnings.warn("--chat: without it string prompts get no chat template", stacklevel=2)
-        ids = yield text, True
+        ids = tokenizer(text).input_ids
         if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
             ids = ids[:-1]  # a prompt that ends with EOS would be over
     else:
         if add_generation_prompt and text[-1]["role"] == "assistant":
             raise UnusableRow("whose prompt ends with an assistant's turn")
-        messages = [message | {"content": content(message)} for message in text]
+        messages = [message | {"content": message_text(message)} for message in text]
         if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
             raise UnusableRow("with a special token in the text of a message")
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        for message in messages:
-            # Templates may drop an assistant's thoughts, and write what a tool says as JSON.
-            name, role = tokenizer.name_or_path, message["role"]
-            if role not in ("assistant", "tool") and message["content"].strip() not in rendered:
-                raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
-        if text[-1]["role"] == "assistant" and answer(messages[-1]["content"]) not in rendered:
-            raise UnusableRow("whose completion the chat template leaves out")
-        ids = yield rendered, False
+        check_nothing_is_lost(tokenizer.name_or_path, messages, rendered)
+        turns = special_tokens(tokenizer).split(rendered) if can_split(tokenizer) else [rendered]
+        ids = [token for turn in turns for token in turn_ids(tokenizer, turn)]
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
 
 
-def content(message: Any) -> str:
-    """The text of a chat message; parts are joined, since most templates expect a string."""
-    if not isinstance(message, dict) or not message.get("role"):
-        raise ValueError(f"every chat message needs a role and a content, found {message!r:.200}")
-    parts = message.get("content") or ""
-    if isinstance(parts, str):
-        return parts
-    if any(part.get("type") != "text" for part in parts):
-        raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
-    return "".join(part["text"] for part in parts)
-
-
-def answer(text: str) -> str:
-    """What follows an assistant's thoughts, if there are any."""
-    return text.rpartition("</think>")[2].strip()
-
-
-def refuse_empty(text: Any) -> None:
-    """An `UnusableRow` if a string, or the last of some chat messages, is empty; a ValueError if
-    the text is neither.
-    """
-    if not isinstance(text, str | list | None):
-        raise ValueError(f"expected a string or a list of chat messages, found {text!r:.200}")
-    last_turn = content(text[-1]) if text and isinstance(text, list) else text
-    if not last_turn or not last_turn.strip():
-        if isinstance(text, list) and text and text[-1].get("tool_calls"):
-            raise UnusableRow("with a tool call instead of a text")
-        raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
-
-
-def encode_text(tokenizer: Any, text: Any, stop_ids: list[int]) -> Encoding:
-    """Token ids of a text without a prompt: the first one, and the others with an EOS. Stop ids
-    within it, of several turns or documents, end nothing.
-    """
-    ids = yield from encode(tokenizer, text)
-    if len(ids) == 1 or ids[-1] not in stop_ids:
-        ids = [*ids, stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
-    return ids[:1], ids[1:]
-
-
-def encode_pairs(tokenizer: Any, prompt: Any, completions: list, stop_ids: list[int]) -> Encoding:
-    """Token ids (prompt, completion) of a prompt with each of some completions, which end with
-    their first stop id. The two are tokenised as one text and cut where it departs from the prompt
-    as the model meets it when it samples: at its end, or in what a chat template opens an answer
-    with, such as a thought; then a warning. An `UnusableRow` if they depart earlier, if one of the
-    two is empty or left out, if the completion is several messages, or if a string goes on after a
-    stop id.
-    """
-    eos = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    pairs, sampled_ids = [], None
-    for completion in completions:
-        refuse_empty(completion)
-        if isinstance(prompt, str) and isinstance(completion, list):
-            prompt, sampled_ids = [{"role": "user", "content": prompt}], None
-        if isinstance(prompt, list) and isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        if isinstance(completion, list) and len(completion) > 1:
-            raise UnusableRow("with a completion of several messages")
-        if sampled_ids is None:
-            sampled_ids = yield from encode(tokenizer, prompt, add_generation_prompt=True)
-        ids = yield from encode(tokenizer, prompt + completion)
-        if isinstance(completion, list) and completion[0]["role"] != "assistant":
-            raise UnusableRow("whose completion is not an assistant's turn")
-        start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
-        if start < len(sampled_ids):
-            turns = sampled_ids
-            if isinstance(prompt, list):
-                turns = yield from encode(tokenizer, prompt)
-            if start < len(commonprefix([sampled_ids, turns])):
-                raise UnusableRow("whose prompt's last token changes with the completion: a space?")
-            sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
-            said = answer(content(completion[0]))
-            if not said or said not in trained:
-                raise UnusableRow("whose answer begins as the chat template's opening of a thought")
-            trained = trained.partition(said)[0]
-            difference = f"an answer is sampled after {sampled!r}, trained after {trained!r}"
-            warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
-        ids = [*ids[start:], eos]
-        end = min(ids.index(stop_id) for stop_id in stop_ids if stop_id in ids)
-        if end == 0 and isinstance(completion, list):  # no token of what the message says
-            raise UnusableRow("whose completion the chat template leaves out")
-        rest = tokenizer.decode(ids[end + 1 :], skip_special_tokens=True)
-        if rest.strip() and isinstance(completion, str):
-            raise UnusableRow("whose completion goes on after a stop id")
-        pairs.append((sampled_ids[:start], ids[: end + 1]))
-    return pairs
-
-
-def encode_all(tokenizer: Any, encodings: list[Encoding]) -> list[tuple[Any, list]]:
-    """Of each encoding what it returns, or the error that it raises, and the token ids that it was
-    sent. Texts that are waited for at the same time are tokenised together: fast tokenizers do
-    that in parallel.
-    """
-    results, sent = [None] * len(encodings), [[] for _ in encodings]
-    running = range(len(encodings))
-    while running:
-        waiting = {True: {}, False: {}}  # with special tokens and without: pieces by encoding
-        for i in running:
-            try:
-                text, add_special_tokens = encodings[i].send(sent[i][-1] if sent[i] else None)
-                is_rendered = not add_special_tokens and can_split(tokenizer)
-                pieces = special_tokens(tokenizer).split(text) if is_rendered else [text]
-                waiting[add_special_tokens][i] = pieces
-            except StopIteration as end:
-                results[i] = end.value
-            except Exception as error:
-                results[i] = error
-        for add_special_tokens, pieces_of in waiting.items():
-            # A system message, a pair's prompt or an earlier turn stands in many texts.
-            pieces = [*dict.fromkeys(piece for pieces in pieces_of.values() for piece in pieces)]
-            if pieces:
-                batch = tokenizer(
-                    pieces, add_special_tokens=add_special_tokens, return_attention_mask=False
-                )
-                ids_of = dict(zip(pieces, batch.input_ids, strict=True))
-                for i, pieces in pieces_of.items():
-                    sent[i].append([token for piece in pieces for token in ids_of[piece]])
-        running = [*waiting[True], *waiting[False]]
-    return list(zip(results, sent, strict=True))
+@cache
+def special_tokens(tokenizer: Any) -> re.Pattern:
+    """Matches before each special token, such as <|im_end|>, that a text spells out."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 @cache
@@ -292,113 +172,235 @@ def can_split(tokenizer: Any) -> bool:
     return tokenizer.is_fast and not any(unsafe)
 
 
+@lru_cache(1000)  # a system message, a prompt or an earlier turn begins several texts
+def turn_ids(tokenizer: Any, turn: str) -> list[int]:
+    """Token ids of a part of a rendered chat."""
+    return tokenizer(turn, add_special_tokens=False, return_attention_mask=False).input_ids
+
+
+def as_chat(text: Any, role: str = "user") -> Any:
+    """A string as a chat of one message; chat messages as they are."""
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def message_text(message: Any) -> str:
+    """The text of a chat message; parts are joined, since most templates expect a string."""
+    if not isinstance(message, dict) or not message.get("role"):
+        raise ValueError(f"every chat message needs a role and a content, found {message!r:.200}")
+    parts = message.get("content") or ""
+    if isinstance(parts, str):
+        return parts
+    if any(part.get("type") != "text" for part in parts):
+        raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
+    return "".join(part["text"] for part in parts)
+
+
+def without_thoughts(text: str) -> str:
+    """What follows an assistant's thoughts, if there are any."""
+    return text.rpartition("</think>")[2].strip()
+
+
+def refuse_empty(text: Any) -> None:
+    """An `UnusableRow` if a string, or the last of some chat messages, is empty; a ValueError if
+    the text is neither.
+    """
+    if not isinstance(text, str | list | None):
+        raise ValueError(f"expected a string or a list of chat messages, found {text!r:.200}")
+    last_turn = message_text(text[-1]) if text and isinstance(text, list) else text
+    if not last_turn or not last_turn.strip():
+        if isinstance(text, list) and text and text[-1].get("tool_calls"):
+            raise UnusableRow("with a tool call instead of a text")
+        raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
+
+
+def check_nothing_is_lost(name: str, messages: list[dict], rendered: str) -> None:
+    """A ValueError if a template has left out a message, an `UnusableRow` if only the last answer.
+    Templates may drop earlier answers and thoughts, and write what a tool says as JSON.
+    """
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role not in ("assistant", "tool") and text.strip() not in rendered:
+            raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
+    if role == "assistant" and without_thoughts(text) not in rendered:
+        raise UnusableRow("whose completion the chat template leaves out")
+
+
+def encode_text(tokenizer: Any, text: Any, stop_ids: list[int]) -> tuple[list[int], list[int]]:
+    """Token ids of a text without a prompt: the first one, and the others with an EOS. Stop ids
+    within it, of several turns or documents, end nothing.
+    """
+    ids = encode(tokenizer, text)
+    if len(ids) == 1 or ids[-1] not in stop_ids:
+        ids = [*ids, end_id(tokenizer, stop_ids)]
+    return ids[:1], ids[1:]
+
+
+def end_id(tokenizer: Any, stop_ids: list[int]) -> int:
+    """The token id that is appended to a completion."""
+    return stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+
+
+def encode_completions(
+    tokenizer: Any, prompt: Any, completions: list, stop_ids: list[int]
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a prompt and of each of its completions, which end with their first stop id. A
+    completion is tokenised as one text with the prompt and cut at the end of the sampling prompt.
+    If the template opens sampled and trained answers differently, the cut is where they part.
+    An `UnusableRow` if prompt and completion cannot be told apart, if one of them is empty or left
+    out, if a completion is several messages, or if a string goes on after a stop id.
+    """
+    for completion in completions:
+        refuse_empty(completion)
+    if any(isinstance(completion, list) for completion in completions):
+        prompt = as_chat(prompt)
+    if isinstance(prompt, list):
+        completions = [as_chat(completion, "assistant") for completion in completions]
+        if any(len(completion) > 1 for completion in completions):
+            raise UnusableRow("with a completion of several messages")
+    sampled_ids = encode(tokenizer, prompt, add_generation_prompt=True)
+    sequences = []
+    for completion in completions:
+        ids = encode(tokenizer, prompt + completion)
+        if isinstance(completion, list) and completion[0]["role"] != "assistant":
+            raise UnusableRow("whose completion is not an assistant's turn")
+        start = completion_start(tokenizer, prompt, completion, sampled_ids, ids)
+        ids = [*ids, end_id(tokenizer, stop_ids)]
+        end = min(ids.index(stop_id, start) for stop_id in stop_ids if stop_id in ids[start:])
+        if end == start and isinstance(completion, list):  # no token of what the message says
+            raise UnusableRow("whose completion the chat template leaves out")
+        rest = tokenizer.decode(ids[end + 1 :], skip_special_tokens=True)
+        if rest.strip() and isinstance(completion, str):
+            raise UnusableRow("whose completion goes on after a stop id")
+        sequences.append((start, ids[: end + 1]))
+    # What the template opens only some of the answers with belongs to all completions.
+    start = min(start for start, _ in sequences)
+    return sampled_ids[:start], [ids[start:] for _, ids in sequences]
+
+
+def completion_start(
+    tokenizer: Any, prompt: Any, completion: Any, sampled_ids: list[int], ids: list[int]
+) -> int:
+    """Where a completion begins in the token ids of prompt and completion. That is at the end of
+    the sampling prompt, or where a template goes on otherwise than it, with a thought that it opens
+    or closes; then a warning. An `UnusableRow` if the two part earlier, or within the answer.
+    """
+    start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
+    if start == len(sampled_ids):
+        return start
+    turns = sampled_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
+    if start < len(commonprefix([sampled_ids, turns])):
+        raise UnusableRow("whose prompt's last token changes with the completion: a space?")
+    sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
+    answer = without_thoughts(message_text(completion[0]))
+    if not answer or answer not in trained:
+        raise UnusableRow("whose answer begins as the chat template's opening of a thought")
+    opening = trained.partition(answer)[0]
+    difference = f"an answer is sampled after {sampled!r}, trained after {opening!r}"
+    warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
+    return start
+
+
 # --- the rows of a split -----------------------------------------------------------------------
+@dataclass(eq=False)
 class EncodedRows(Sequence):
-    """The usable rows of a split as items. An item is made when it is read: its encoding is sent
-    the token ids of its texts again. These are kept, in 4 bytes each; all else stays where
-    `datasets` has it, on the disk.
+    """The usable rows of a split as items. Their token ids are in memory, 4 bytes each; all else
+    stays where `datasets` has it, on the disk, and is read with the item.
     """
 
-    def __init__(self, rows: Any, encode_row: Callable, parts_of: Callable):
-        self.rows, self.encode_row, self.parts_of = rows, encode_row, parts_of
-        self.places = array("i")  # of each item the numbers of its row and of its part of it
-        # Of each text how many ids of the one before it it repeats, how many follow, and these.
-        self.texts = array("i")
-        self.sizes = array("i")  # of each item that of its part of `texts`
-        self.checks = array("I")  # of each item a checksum of what else of it is trained on
-
-    def append(self, place: tuple[int, int], texts: list[list[int]], rest: Any) -> None:
-        self.places.extend(place)
-        size = len(self.texts)
-        for before, text in pairwise([[], *texts]):
-            shared = len(commonprefix([before, text]))
-            self.texts.extend([shared, len(text) - shared, *text[shared:]])
-        self.sizes.append(len(self.texts) - size)
-        self.checks.append(zlib.crc32(repr(rest).encode()))
-
-    def gather(self) -> None:
-        """The items of all ranks."""
-        for name in ("places", "texts", "sizes", "checks"):
-            parts = all_gather([getattr(self, name)])
-            setattr(self, name, sum(parts[1:], parts[0]))
-        self.starts = array("q", accumulate(self.sizes, initial=0))  # in `texts`
-
-    def checksum(self) -> int:
-        """CRC-32 of what is trained on, by which --resume sees that it has changed."""
-        return zlib.crc32(self.checks, zlib.crc32(self.texts))
+    rows: datasets.Dataset
+    split_row: Callable[[dict], list[dict]]
+    to_item: Callable
+    encoded: pa.Table  # see FEATURES; dropped ones have no ids
+    kept: np.ndarray  # the places in it of those that are not dropped
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self.kept)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]
-        number, part = self.places[2 * index : 2 * index + 2]
-        encoding = self.encode_row(self.parts_of(self.rows[number])[part])
-        next(encoding)
-        ids, at = [], self.starts[index]
-        try:
-            while True:
-                shared, size = self.texts[at : at + 2]
-                ids = ids[:shared] + self.texts[at + 2 : at + 2 + size].tolist()
-                at += 2 + size
-                encoding.send(ids)
-        except StopIteration as end:
-            return end.value[0]
+        index = self.kept[range(len(self))[index]]
+        row, part, ids = (self.encoded[name][index].as_py() for name in ("row", "part", "ids"))
+        return self.to_item(self.split_row(self.rows[row])[part], *ids)
+
+    def checksum(self) -> int:
+        """CRC-32 of what is trained on, by which --resume sees that it has changed."""
+        sequences = pc.list_flatten(self.encoded["ids"])
+        checksum = zlib.crc32(self.encoded["target"].to_numpy())
+        checksum = zlib.crc32(pc.list_value_length(sequences).to_numpy(), checksum)
+        return zlib.crc32(pc.list_flatten(sequences).to_numpy(), checksum)
 
 
 def encode_rows(
-    split: str,
-    rows: Any,
-    encode_row: Callable[[Any], Encoding],
+    rows: datasets.Dataset,
+    encode_row: Callable[[dict], tuple[list[list[int]], Any]],
+    to_item: Callable,
     tokenizer: Any,
-    flag: str,
     max_length: int,
-    parts_of: Callable[[dict], list] = lambda row: [row],
+    flag: str = "--max-length",
+    split_row: Callable[[dict], list[dict]] = lambda row: [row],
 ) -> EncodedRows:
-    """The items of a split's rows, or of their parts. `encode_row` returns an item, its sequences
-    of token ids, and what else of it is trained on. What is unusable, or longer than the
-    `max_length` of a flag, is dropped and counted; a warning if most are, a ValueError if all are,
-    or if a row fails otherwise. Prints the counts and the first row. Each rank encodes some rows.
+    """The items of a split's rows, or of the rows into which `split_row` splits each of them.
+    `encode_row` returns the token ids of a prompt and of each of its completions, and what else is
+    trained on; `to_item` makes an item of a row and these ids. Rows that are unusable, or longer
+    than the `max_length` of a flag, are dropped and counted; a warning if most are, a ValueError if
+    all are, or if a row fails otherwise. Prints the counts and the first row. Each rank encodes a
+    part of the rows, a large one in several processes.
     """
-    kept, dropped, longest, first = EncodedRows(rows, encode_row, parts_of), Counter(), 0, ""
-    mine = range(len(rows) * RANK // WORLD_SIZE, len(rows) * (RANK + 1) // WORLD_SIZE)
-    progress = tqdm(desc=split, total=len(mine), unit=" rows", delay=3, disable=RANK > 0)
-    for start in mine[::BATCH_ROWS]:
-        numbers = range(start, min(start + BATCH_ROWS, mine.stop))
-        places, encodings = [], []
-        columns = rows[start : numbers.stop]
-        for number, row in zip(numbers, zip(*columns.values(), strict=True), strict=True):
-            parts = parts_of(dict(zip(columns, row, strict=True)))
-            places += [(number, part) for part in range(len(parts))]
-            encodings += map(encode_row, parts)
-        encoded = encode_all(tokenizer, encodings)
-        for place, (result, texts) in zip(places, encoded, strict=True):
-            try:
-                if isinstance(result, Exception):
-                    raise result
-                _, sequences, rest = result
-                length = max(map(len, sequences))
-                longest = max(longest, length)
-                if length > max_length:
-                    raise UnusableRow(f"longer than {flag}")
-                kept.append(place, texts, rest)
-                first = first or tokenizer.decode(sequences[0])
-            except UnusableRow as reason:
-                dropped[str(reason)] += 1
-            except Exception as error:
-                where = f"--dataset: row {place[0]} of {split}"
-                raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
-        progress.update(len(numbers))
-    progress.close()
-    kept.gather()
-    dropped, longest = sum(all_gather([dropped]), Counter()), max(all_gather([longest]))
-    first = next(filter(None, all_gather([first])), "")
+    split, first = str(rows.split), len(rows) * RANK // WORLD_SIZE
+    mine = rows.select(range(first, len(rows) * (RANK + 1) // WORLD_SIZE))
+
+    def encode_batch(batch: Any, numbers: list[int], worker: int | None) -> dict[str, list]:
+        if worker:
+            warnings.simplefilter("ignore")  # the first process says enough
+        items = []
+        for number, *values in zip(numbers, *batch.values(), strict=True):
+            parts = split_row(dict(zip(batch, values, strict=True)))
+            for part, row in enumerate(parts):
+                ids, target, length, dropped = [], None, 0, None
+                try:
+                    ids, target = encode_row(row)
+                    length = len(ids[0]) + max(map(len, ids[1:]), default=0)
+                    if length > max_length:
+                        raise UnusableRow(f"longer than {flag}")
+                except UnusableRow as reason:
+                    ids, dropped = [], str(reason)
+                except Exception as error:
+                    where = f"--dataset: row {first + number} of {split}"
+                    raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+                target = zlib.crc32(repr(target).encode())
+                items.append((first + number, part, ids, target, length, dropped))
+        return dict(zip(FEATURES, map(list, zip(*items, strict=True)), strict=True))
+
+    cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    workers = min(cores, len(mine) // ROWS_PER_WORKER)
+    if RANK > 0 or len(mine) < 2 * ROWS_PER_WORKER:
+        datasets.disable_progress_bars()
+    encoded = mine.map(
+        encode_batch,
+        with_indices=True,
+        with_rank=True,
+        batched=True,
+        remove_columns=mine.column_names,
+        features=FEATURES,
+        keep_in_memory=True,
+        load_from_cache_file=False,
+        new_fingerprint="encoded",  # else a hash of all that is used
+        num_proc=workers if workers > 1 else None,
+        desc=split,
+    )
+    datasets.enable_progress_bars()
+    encoded = [table for table in all_gather([encoded.data.table]) if len(table)]
+    encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *encoded])
+    dropped = Counter(encoded["dropped"].drop_null().to_pylist())
+    longest = pc.max(encoded["length"]).as_py() or 0
+    kept = encoded["dropped"].is_null().to_numpy().nonzero()[0]  # a filtered table is a copy
     report = f"{split}: {len(kept)} rows, dropped {dict(dropped)}; longest {longest} tokens"
-    print(f"{report}\n    {first if len(first) < 1000 else first[:500] + ' ... ' + first[-500:]!r}")
-    if not kept:
+    if not len(kept):
         raise ValueError(f"--dataset: no row is left of {report}")
+    ids = encoded["ids"][kept[0]].as_py()
+    text = tokenizer.decode(ids[0] + ids[1] if len(ids) > 1 else ids[0])
+    print(f"{report}\n    {text if len(text) < 1000 else text[:500] + ' ... ' + text[-500:]!r}")
     if len(kept) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
-    return kept
+    return EncodedRows(rows, split_row, to_item, encoded, kept)

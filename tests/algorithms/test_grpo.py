@@ -54,7 +54,8 @@ def test_every_pass_reads_each_prompt_once(tmp_path, monkeypatch):
         scored.update(prefixes)
         predicted.update(prefixes[:-1])
     passes = [(rows, len(tree.ids)) for (rows, _), tree in trees]
-    first = next(i for i, (rows, _) in enumerate(passes) if sum(sequences[0], []) in rows)
+    prompt, completion = sequences[0]
+    first = next(i for i, (rows, _) in enumerate(passes) if prompt + completion in rows)
     num_nodes = [number for _, number in passes[first : first + 20]]  # a pass for each prompt
     assert sum(num_nodes[:4]) == len(scored)
     for start in (4, 8, 12, 16):

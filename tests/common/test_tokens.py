@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from collections import Counter
 from os.path import commonprefix
@@ -10,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from encoded import encode, encode_pair, result_of
+from encoded import encode_pair
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from common import tokens
-from common.tokens import UnusableRow, encode_rows, encode_text, find_stop_ids, load_tokenizer
-from common.tokens import pad_rows, rollout_row, token_texts
+from common.tokens import UnusableRow, encode, encode_completions, encode_rows, encode_text
+from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -206,7 +207,7 @@ def test_an_appended_eos_is_taken_off(appending, tokenizer):
     ],
 )
 def test_of_a_text_alone_all_is_learned(text, expected, tokenizer):
-    first, rest = result_of(tokenizer, encode_text(tokenizer, text, [2]))
+    first, rest = encode_text(tokenizer, text, [2])
     assert len(first) == 1 and tokenizer.decode(first + rest) == expected
 
 
@@ -344,15 +345,14 @@ def test_what_a_reason_says(completion, error, tokenizer):
         encode_pair(tokenizer, prompt, completion, [2])
 
 
-def load(tokenizer, rows, **options):
+def load(tokenizer, rows):
     """The items of some texts, which are their ids."""
 
     def encode_row(row):
-        ids = yield from tokens.encode(tokenizer, row["text"])
-        return (row["text"], ids), [ids], row.get("label")
+        return [encode(tokenizer, row["text"])], row.get("label")
 
-    rows = Dataset.from_list(rows)
-    return encode_rows("train", rows, encode_row, tokenizer, "--max-length", 9, **options)
+    rows = Dataset.from_list(rows, split="train")
+    return encode_rows(rows, encode_row, lambda row, ids: (row["text"], ids), tokenizer, 9)
 
 
 def texts(*values):
@@ -385,39 +385,69 @@ def test_a_checksum_sees_what_has_changed(tokenizer):
     assert sums[0] == sums[1] and len({*sums}) == len(changed)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_batch_gives_what_each_row_gives_alone(ranks, tokenizer, monkeypatch):
-    """Forms of rows that take one, two or three texts, with rows between them that are dropped."""
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (3, 1), (1, 2)])
+def test_ranks_and_workers_give_what_each_row_gives(ranks, workers, tokenizer, monkeypatch, capfd):
+    """Rows of one item, of two and of none, with some between them that are dropped."""
     tokenizer.chat_template = OPENING
     user, replies = [message("user", "5+6")], ["11", "1,#</think>", "", "1<eos>", "12"]
     pairs = [(prompt, reply) for prompt in ("5+6=", user, "", user * 2) for reply in replies]
     pairs += [("5+6", "=11"), ("5+6=", "1<eos>1"), ("1+2=", "3")]
-    rows = [dict(number=number) for number in range(len(pairs))]
+    rows = Dataset.from_list([dict(number=i) for i in range(len(pairs))], split="train")
+
+    def split_row(row):
+        return [row | dict(other=other) for other in ("4", "5")[: 1 + row["number"] % 2]]
 
     def encode_row(row):
         prompt, completion = pairs[row["number"]]
-        both = yield from tokens.encode_pairs(tokenizer, prompt, [completion, "4"], [2])
-        return both, [prompt + completion for prompt, completion in both], None
+        completions = [completion, row["other"]]
+        prompt_ids, both = encode_completions(tokenizer, prompt, completions, [2])
+        return [prompt_ids, *both], row["number"]
 
-    alone, reasons = [], []
+    def to_item(row, *ids):
+        return row, [*ids]
+
+    expected, reasons = [], []
     for row in rows:
-        try:
-            alone.append(result_of(tokenizer, encode_row(row))[0])
-        except UnusableRow as reason:
-            reasons.append(str(reason))
-    assert len(alone) > 5 and len({*reasons}) == 4
-    gathered = []
-    monkeypatch.setattr(tokens, "BATCH_ROWS", 5)
-    monkeypatch.setattr(tokens, "WORLD_SIZE", ranks)
-    monkeypatch.setattr(tokens, "all_gather", lambda items: gathered.append(items) or items)
-    found = []
-    for rank in range(ranks):
+        for part in split_row(row):
+            try:
+                expected.append((part, encode_row(part)[0]))
+            except UnusableRow as reason:
+                reasons.append(str(reason))
+    assert len(expected) > 8 and len({*reasons}) == 4
+    whole = encode_rows(rows, encode_row, to_item, tokenizer, 99, split_row=split_row)
+    assert f"dropped {dict(Counter(reasons))}" in capfd.readouterr().out
+
+    def encoded_by(rank):
         monkeypatch.setattr(tokens, "RANK", rank)
-        rows = Dataset.from_list(rows)
-        found += encode_rows("train", rows, encode_row, tokenizer, "--max-length", 99)
-    assert found == alone
-    dropped = sum((counts for items in gathered[4::7] for counts in items), Counter())
-    assert dropped == Counter(reasons)
+        return encode_rows(rows, encode_row, to_item, tokenizer, 99, split_row=split_row)
+
+    monkeypatch.setattr(tokens, "WORLD_SIZE", ranks)
+    monkeypatch.setattr(tokens.os, "cpu_count", lambda: workers)
+    monkeypatch.setattr(tokens, "ROWS_PER_WORKER", 3)
+    gathered = []
+    monkeypatch.setattr(tokens, "all_gather", lambda items: gathered.append(items) or items)
+    parts = [encoded_by(rank) for rank in range(ranks)]
+    assert [item for part in parts for item in part] == [*whole] == expected
+    assert (f"(num_proc={workers})" in capfd.readouterr().err) == (workers > 1)
+    monkeypatch.setattr(tokens, "all_gather", lambda items: [x for each in gathered for x in each])
+    assert encoded_by(0).checksum() == whole.checksum()
+
+
+def test_a_workers_error_names_the_row_and_only_the_first_one_warns(tokenizer, monkeypatch, capfd):
+    monkeypatch.setattr(tokens.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tokens, "ROWS_PER_WORKER", 2)
+    show = lambda message, *rest: print(message, file=sys.stderr)  # noqa: E731
+    monkeypatch.setattr(warnings, "showwarning", show)
+
+    def encode_row(row):
+        warnings.warn(f"row {row['number']}", stacklevel=1)
+        return [[1 // (row["number"] - 3)]], None
+
+    rows = Dataset.from_list([dict(number=number) for number in range(4)], split="train")
+    with pytest.raises(ValueError, match="--dataset: row 3 of train: ZeroDivisionError"):
+        encode_rows(rows, encode_row, None, tokenizer, 9)
+    said = capfd.readouterr().err
+    assert [f"row {number}\n" in said for number in range(4)] == [True, True, False, False]
 
 
 # --- back to texts --------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
 
 def pairs_of(row, **flags):
     args = sft.Args(**flags)
-    return [sft.to_texts(args, *part) for part in sft.learned_turns(args, row)]
+    return [sft.to_texts(args, part) for part in sft.learned_turns(args, row)]
 
 
 def test_pairs_of_dialogues_as_text():

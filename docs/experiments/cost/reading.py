@@ -14,6 +14,7 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+import pyarrow.compute as pc
 from datasets import Dataset, disable_caching, disable_progress_bars
 from transformers import AutoTokenizer
 
@@ -47,14 +48,9 @@ def make_rows(data: str, num_rows: int) -> dict[str, list[dict]]:
 
 
 def bytes_per_token(rows: EncodedRows) -> float:
-    """What stays in memory, by the tokens of distinct texts: what a pair shares counts once."""
-    kept = (rows.places, rows.texts, rows.sizes, rows.starts, rows.checks)
-    num_tokens = at = 0
-    while at < len(rows.texts):
-        size = rows.texts[at + 1]
-        num_tokens += size
-        at += 2 + size
-    return sum(part.itemsize * len(part) for part in kept) / num_tokens
+    """What stays in memory; the prompt of a pair is kept once."""
+    num_tokens = len(pc.list_flatten(pc.list_flatten(rows.encoded["ids"])))
+    return (rows.encoded.get_total_buffer_size() + rows.kept.nbytes) / num_tokens
 
 
 def read_ours(name: str, folder: str, tokenizer, stop_ids: list[int]) -> EncodedRows:

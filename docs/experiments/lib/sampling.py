@@ -17,7 +17,7 @@ from transformers import (
 import grpo
 from common.generation import generate
 from common.logprobs import Sequences, micro_batches, rollout_logprobs
-from common.tokens import encode, encode_all, find_stop_ids
+from common.tokens import encode, find_stop_ids
 from docs.experiments.lib.measuring import quietly
 
 BATCH_SIZE = 256  # sequences sampled at a time
@@ -51,8 +51,7 @@ def load_prompts(args: Any, split: str, tokenizer: PreTrainedTokenizerBase) -> l
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list) -> list[list[int]]:
     """The token ids of strings or chats, as they are sampled from."""
-    encodings = [encode(tokenizer, prompt, add_generation_prompt=True) for prompt in prompts]
-    return [ids for ids, _ in encode_all(tokenizer, encodings)]
+    return [encode(tokenizer, prompt, add_generation_prompt=True) for prompt in prompts]
 
 
 def sample(
