@@ -30,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -100,8 +100,7 @@ class Args:
     micro_batch_size: PositiveInt = 64
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters or more 1e-6, for adapters
-    # ten times as much
+    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters 1e-6, for adapters 1e-5
     learning_rate: PositiveFloat = 3e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
@@ -231,8 +230,7 @@ def main(args: Args) -> Path:
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. In the
         # update's own micro-batches: same padding, same rounding, so the first ratio is exactly 1.
-        order = torch.randperm(len(sequences), generator=rng)
-        minibatches = order.tensor_split(args.num_minibatches)
+        minibatches = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
         batches = []
         for minibatch in minibatches:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
@@ -311,7 +309,7 @@ def sample_turns(
 ) -> tuple[Sequences, Tensor, Tensor, Tensor]:
     """A completion of up to --max-turns turns for each prompt: pairs (prompt, completion) of token
     ids; the log-probs (B, T) with which tokens were sampled; which tokens were, bool (B, T); and
-    which completions are over, bool (B,), because the environment says so. The others are cut off.
+    which completions are over, bool (B,), as the environment says. The others are cut off.
 
     The policy samples a turn, up to an id in `turn_ends`; the environment replies; the policy goes
     on after the reply. A reply that leaves no token or no turn to go on is not appended.
@@ -374,16 +372,12 @@ def evaluate(
     metrics = {"eval/reward": np.mean(rewards)} | turn_metrics("eval", sequences, mask)
     samples, lengths = [], mask.sum(dim=1).tolist()
     for prompt, (_, ids), reward, length in zip(prompts, sequences, rewards, lengths, strict=True):
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        row = {"prompt": prompt.text, "completion": text}
+        row = {"prompt": prompt.text, "completion": tokenizer.decode(ids, skip_special_tokens=True)}
         samples.append(row | {"reward": round(reward, 6), "length": length})
     return metrics, samples
 
 
 # --- the environment ---------------------------------------------------------------------------
-REPLY = "the reply"  # stands in a rendered chat for what a message says
-
-
 def load_environment(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and completions, see `ask`."""
     path, _, name = spec.rpartition(":")
@@ -395,70 +389,62 @@ def load_environment(spec: str, tokenizer: Any) -> Callable:
 
 
 def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) -> list:
-    """For each completion (token ids) the ids of the environment's reply, or None if it is over.
-    Rank 0 asks for all.
-    """
+    """Token ids of the reply to each completion, None if it is over; rank 0 asks for all."""
     replies = []
     if RANK == 0 and prompts:
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns["prompts"] = [prompt.text for prompt in prompts]
         columns["completions"] = tokenizer.batch_decode(completions)  # special tokens show turns
-        name = f"environment {getattr(function, '__name__', function)} of {function.__module__}"
         try:
             found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            if not isinstance(found, list) or len(found) != len(prompts):
+                raise ValueError(f"a list of {len(prompts)} replies expected, found {found!r:.200}")
+            for reply, ids in zip(found, completions, strict=True):
+                replies.append(None if reply is None else encode_reply(tokenizer, reply, ids[-1]))
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
-            raise RuntimeError(f"{name} failed: {error!r}") from error
-        if not isinstance(found, list) or len(found) != len(prompts):
-            raise ValueError(f"{name}: a list of {len(prompts)} replies expected, found {found!r}")
-        for reply, completion in zip(found, completions, strict=True):
-            try:
-                ids = None if reply is None else encode_reply(tokenizer, reply, completion[-1])
-            except Exception as error:
-                raise ValueError(f"{name}: reply {reply!r}: {error!r}") from error
-            replies.append(ids)
+            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+            raise RuntimeError(f"environment {name}: {type(error).__name__}: {error}") from error
     return all_gather(replies)  # rank 0's, on all
 
 
 def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list[int]:
-    """Token ids of a reply to a completion that ends with `last_id`: of a text; of a chat message;
+    """Token ids of a reply to a completion that ends with `last_id`: of a text, of a chat message,
     or of a list of texts and ids. Special tokens that a text spells out become text: what a tool
     has read must not end a turn.
     """
     parts = reply if isinstance(reply, list) else [reply]
     if isinstance(reply, dict):
-        parts = between_turns(tokenizer, reply["role"])
-        parts = parts[parts[0] == last_id :]  # unless the policy has ended its turn itself
-        parts = [p.replace(REPLY, reply["content"]) if isinstance(p, str) else p for p in parts]
+        parts = between_turns(tokenizer, reply["role"], reply["content"])
+        parts = parts[parts[0] == last_id :]  # the policy has ended its turn itself
     ids = []
     for part in parts:
         if isinstance(part, str):
             part = tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids
         elif not isinstance(part, int):
-            raise ValueError("expected a text, a message, or a list of texts and token ids")
+            raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
         ids += part if isinstance(part, list) else [part]
     return ids
 
 
-@cache
-def between_turns(tokenizer: Any, role: str) -> list[str | int]:
+def between_turns(tokenizer: Any, role: str, text: str) -> list[str | int]:
     """What the chat template writes from the end of an assistant's turn to the start of the next,
-    with a message of this role between them: ids of its special tokens, and texts. A ValueError
-    unless it only appends.
+    with a message between them: ids of its special tokens, and texts. A ValueError unless the
+    template leaves what is before the message as it was.
     """
-    turn = "<think>\nwhy\n</think>\n\nthe turn"  # a later message makes some drop the thought
+    turn = "<think>\nwhy\n</think>\n\nthe turn"  # some drop the thought once a message follows
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
     before = tokenizer.apply_chat_template(messages, tokenize=False)
-    messages.append({"role": role, "content": REPLY})
+    messages.append({"role": role, "content": "the reply"})
     after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    _, *pieces = special_tokens(tokenizer).split(after[len(before.rpartition(turn)[0]) :])
-    if not after.startswith(before) or REPLY not in after or not pieces:
-        raise ValueError(
-            f"the chat template does not append a message of {role}: return texts and ids"
-        )
+    start, found, _ = before.rpartition(turn)
+    _, *pieces = special_tokens(tokenizer).split(after[len(start + found) :])
+    if not (found and after.startswith(before) and "the reply" in after and pieces):
+        raise ValueError(f"the chat template appends no {role!r} message: return texts and ids")
     parts = []
     for piece in pieces:  # each begins with a special token
         special_id = tokenizer(piece, add_special_tokens=False).input_ids[0]
-        parts += [special_id, piece.removeprefix(tokenizer.decode(special_id))]
+        piece = piece.removeprefix(tokenizer.decode(special_id))
+        parts += [special_id, piece.replace("the reply", text)]
     return parts
 
 

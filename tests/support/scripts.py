@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import distill
 import dpo
 import grpo
+import grpo_tools
 import kto
 import ppo_rlhf
 import reinforce
@@ -71,6 +72,14 @@ SPECS = {
         loader="load_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
+        advantages="group_advantages",
+    ),
+    "grpo_tools": ScriptSpec(
+        module=grpo_tools,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | dict(group_size=3, num_minibatches=2),
         advantages="group_advantages",
     ),
     "dpo": ScriptSpec(
