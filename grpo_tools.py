@@ -88,7 +88,7 @@ class Args:
     call_end: str | None = None
     max_turns: PositiveInt = 4  # turns of the policy in a completion, at most
     # --- GRPO ---
-    total_rollouts: PositiveInt = 60  # rollouts, each followed by its optimiser steps
+    total_rollouts: PositiveInt = 40  # rollouts, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
     max_new_tokens: PositiveInt = 40  # longest completion in tokens, the environment's included

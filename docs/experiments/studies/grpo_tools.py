@@ -56,7 +56,7 @@ FIGURE = Lines(
 EXPERIMENTS = (
     Experiment(
         "grpo_tools",
-        {"(default)": "grpo_tools.py --eval-every 4"},
+        {"(default)": "grpo_tools.py --eval-every 5"},
         {"grpo_tools": TABLE},
         {"grpo_tools": FIGURE},
         measure_seed=measure_seed,
