@@ -228,8 +228,8 @@ def main(args: Args) -> Path:
         # and after the end, all that is computed is set to 0, and with it the gradient.
         is_masked = ~mask.to(device)
 
-        # 2. Log-probs under the old policy and the reference, fixed during the update. In the
-        # update's own micro-batches: same padding, same rounding, so the first ratio is exactly 1.
+        # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
+        # the micro-batches of the update, so that the first ratio is exactly 1.
         minibatches = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
         batches = []
         for minibatch in minibatches:

@@ -93,13 +93,13 @@ def loop(path: Path) -> list[str]:
 
 
 def added(old: Path, new: Path) -> str:
-    """What the loop of a script has and that of an older one has not, as Markdown."""
+    """What the loop of a script has and that of an older one has not, but for comments."""
     lines, older = loop(new), [line.strip() for line in loop(old)]
     matcher = SequenceMatcher(None, older, [line.strip() for line in lines], autojunk=False)
     shown = []
     for tag, _, _, start, end in matcher.get_opcodes():
         for line in lines[start:end]:
-            if tag != "equal":
+            if tag != "equal" and not line.strip().startswith("# "):
                 shown.append(f"+{line[4:]}")
             elif re.match(r" +# \d\. ", line):
                 shown.append(f" {line[4:]}")
