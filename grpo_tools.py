@@ -9,10 +9,9 @@ S_i, the tokens of o_i that the policy has sampled:
                   { min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it } ],
 
 with rho_it, A_i and KL_it (k3) as in grpo.py. The policy reads the environment's tokens, but they
-are no actions: one mask (B, T) leaves them out of the loss, lengths, entropy, KL and ratios. What
-is trained on are the ids that were sampled: nothing is decoded and tokenised again. Deviations from
-the paper: the turns; std divides by G - 1, plus 1e-4; two optimiser steps per rollout. A healthy
-run: `reward/mean` and `eval/reward` rise, `completions/truncated_fraction` stays low.
+are no actions: one mask (B, T) leaves them out of the loss, lengths, entropy, KL and ratios. No
+token is decoded and tokenised again. Deviations from the paper: the turns; std divides by G - 1,
+plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `eval/reward` rise.
 
     python grpo_tools.py                                 # tiny/calculator, a minute on a CPU
     python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat --learning-rate 1e-6 ... \
@@ -280,10 +279,9 @@ def main(args: Args) -> Path:
             "policy/grad_norm": np.mean(grad_norms),
         }
         metrics |= {name: total / mask.sum().item() for name, total in sums.items()}
-        metrics |= turn_metrics("completions", sequences, mask)
+        metrics |= {f"completions/{name}": x for name, x in turn_metrics(sequences, mask).items()}
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, ~is_masked)
-        columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-        columns["sampled"] = mask  # 0: the environment's
+        columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended, "sampled": mask}
         if ref_model is not None:
             columns["log_ratio"] = old_logprobs - ref_logprobs
             metrics["objective/kl"] = columns["log_ratio"].sum(dim=1).mean().item()  # k1, nats
@@ -351,14 +349,14 @@ def sample_turns(
     return sequences, logprobs[:, :longest], is_sampled[:, :longest], ended
 
 
-def turn_metrics(group: str, sequences: Sequences, mask: Tensor) -> dict[str, float]:
+def turn_metrics(sequences: Sequences, mask: Tensor) -> dict[str, float]:
     """Means over completions: tokens sampled, those of the environment, and whether it has any."""
     sampled = mask.sum(dim=1).float()  # (B,), of a mask (B, T)
     others = torch.tensor([len(completion) for _, completion in sequences]) - sampled
     return {
-        f"{group}/length_mean": sampled.mean().item(),
-        f"{group}/environment_length_mean": others.mean().item(),
-        f"{group}/called_fraction": (others > 0).float().mean().item(),
+        "length_mean": sampled.mean().item(),
+        "environment_length_mean": others.mean().item(),
+        "called_fraction": (others > 0).float().mean().item(),
     }
 
 
@@ -369,7 +367,8 @@ def evaluate(
     rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
     sequences, _, mask, _ = sample(prompts, rng)
     rewards = reward_fn(prompts, sequences).tolist()
-    metrics = {"eval/reward": np.mean(rewards)} | turn_metrics("eval", sequences, mask)
+    metrics = {"eval/reward": np.mean(rewards)}
+    metrics |= {f"eval/{name}": x for name, x in turn_metrics(sequences, mask).items()}
     samples, lengths = [], mask.sum(dim=1).tolist()
     for prompt, (_, ids), reward, length in zip(prompts, sequences, rewards, lengths, strict=True):
         row = {"prompt": prompt.text, "completion": tokenizer.decode(ids, skip_special_tokens=True)}
