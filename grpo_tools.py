@@ -79,7 +79,7 @@ class Args:
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
-    max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
+    max_prompt_length: PositiveInt = 32  # longest prompt in tokens; longer ones are dropped
     # --- environment and reward: path/to/file.py:function, by default those of the tiny model ---
     environment: str | None = None  # replies to the policy
     reward_fn: str | None = None  # judges completions, with what the environment has said in them
@@ -189,7 +189,8 @@ def main(args: Args) -> Path:
         turn_ends = stop_ids + call_end_ids
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)
-    positions = args.max_prompt_length + args.max_new_tokens
+    # A turn is sampled for as long as the shortest completion has room.
+    positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
     shard(policy, device)
@@ -312,17 +313,16 @@ def sample_turns(
     The policy samples a turn, up to an id in `turn_ends`; the environment replies; the policy goes
     on after the reply. A reply that leaves no token or no turn to go on is not appended.
     """
-    completions: list[list[int]] = [[] for _ in prompts]
+    completions = [[] for _ in prompts]
     logprobs = torch.zeros(len(prompts), args.max_new_tokens, device=policy.device)
-    is_sampled = torch.zeros(logprobs.shape, dtype=torch.bool)
-    ended = torch.zeros(len(prompts), dtype=torch.bool)
+    is_sampled, ended = torch.zeros(logprobs.shape).bool(), torch.zeros(len(prompts)).bool()
     running = [*range(len(prompts))]  # the completions that go on
     for turn in range(1, args.max_turns + 1):
         starts = [len(completions[i]) for i in running]
         turns, turn_logprobs = generate(
             policy,
             [prompts[i].ids + completions[i] for i in running],
-            max_new_tokens=args.max_new_tokens - min(starts),
+            max_new_tokens=args.max_new_tokens - min(starts),  # what is too long is cut below
             temperature=1.0,
             stop_ids=turn_ends,
             rng=rng,
@@ -407,9 +407,8 @@ def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) ->
 
 
 def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list[int]:
-    """Token ids of a reply to a completion that ends with `last_id`: of a text, of a chat message,
-    or of a list of texts and ids. Special tokens that a text spells out become text: what a tool
-    has read must not end a turn.
+    """Token ids of a text, a chat message, or a list of texts and ids, after `last_id`. A special
+    token that a text spells out is text: what a tool has read must not end a turn.
     """
     parts = reply if isinstance(reply, list) else [reply]
     if isinstance(reply, dict):

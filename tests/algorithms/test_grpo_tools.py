@@ -258,6 +258,12 @@ def test_a_call_ends_with_one_token(call_end, tmp_path):
         run(tmp_path, call_end=call_end)
 
 
+def test_the_model_has_positions_for_what_is_sampled_and_cut(tmp_path):
+    """In a turn a long completion goes on for as many tokens as the shortest may."""
+    with pytest.raises(ValueError, match="fewer positions than the 130"):
+        run(tmp_path, max_new_tokens=49)
+
+
 def test_the_end_of_a_call_is_no_end_of_the_saved_policy(tmp_path, monkeypatch):
     calls = spy_by_name(grpo_tools, monkeypatch, "generate")
     run_dir = run(tmp_path, **TURNS)
