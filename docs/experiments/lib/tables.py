@@ -100,9 +100,9 @@ def added(old: Path, new: Path) -> str:
     for tag, _, _, start, end in matcher.get_opcodes():
         for line in lines[start:end]:
             if tag != "equal" and not line.strip().startswith("# "):
-                shown.append(f"+{line[4:]}")
+                shown.append(f"+{line[8:]}")
             elif re.match(r" +# \d\. ", line):
-                shown.append(f" {line[4:]}")
+                shown.append(f" {line[8:]}")
     return "```diff\n" + "\n".join(shown) + "\n```\n"
 
 
