@@ -18,6 +18,7 @@ from spies import spy_by_name, spy_on, watch_steps
 from transformers import AutoTokenizer, GenerationConfig
 
 import grpo_tools
+from docs.real import calculator
 from grpo_tools import Args, Prompt, between_turns, encode_reply, sample_turns
 
 POLICY = "tiny/calculator/policy"
@@ -241,6 +242,16 @@ def test_templates_that_do_not_append_are_refused(change, tokenizer):
     tokenizer.chat_template = CHAT.replace(*change)
     with pytest.raises(ValueError, match="appends no 'tool' message: return texts and ids"):
         between_turns(tokenizer, "tool", "85")
+
+
+def test_the_calculator_for_chat_models_by_hand(tmp_path):
+    call, close = "calculate: 34 + 47<|im_end|>", "\n<|im_start|>tool\n81<|im_end|>\n"
+    said = [call, f"{call}{close}<|im_start|>assistant\n34 + 47 = 81<|im_end|>", "81<|im_end|>"]
+    assert calculator.calculator([], said) == [{"role": "tool", "content": "81"}, None, None]
+    seen = ["calculate: 34 + 47\ntool\n81\nassistant\n", "\nassistant\n34 + 47 = 81", "34", "81"]
+    assert calculator.right([], seen, ["81"] * 4) == [0, 1, 0, 1]  # without special tokens
+    calculator.write_demonstrations(tmp_path)
+    assert read(tmp_path / "train.jsonl") == read("docs/real/calls/train.jsonl")
 
 
 # --- flags and environments ---------------------------------------------------------------------
