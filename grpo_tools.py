@@ -63,26 +63,26 @@ class Args:
     exp_name: str = "grpo_tools"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue, with its own flags and no others
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/calculator/policy"  # folder or hub name of the policy and its tokenizer
-    lora_rank: NonNegativeInt = 0  # train adapters of this rank alone (LoRA); 0: all weights
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/calculator/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows; or train[95%:], beside --train-split train[:95%]
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     answer_column: str = "answer"  # column that reward functions receive as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 32  # longest prompt in tokens; longer ones are dropped
-    # --- environment and reward: path/to/file.py:function, by default those of the tiny model ---
+    # --- environment and reward: path/to/file.py:function; by default those of the tiny model ---
     environment: str | None = None  # replies to the policy
-    reward_fn: str | None = None  # judges completions, with what the environment has said in them
+    reward_fn: str | None = None  # judges whole completions, the environment's words included
     # text of the one token that ends a call; default: the model's ends of turns, and no other
     call_end: str | None = None
     max_turns: PositiveInt = 4  # turns of the policy in a completion, at most
@@ -92,7 +92,8 @@ class Args:
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
     max_new_tokens: PositiveInt = 40  # longest completion in tokens, the environment's included
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
-    clip_coef: PositiveFloat = 0.2  # the ratio's gradient ends at 1 - this and at 1 + this
+    # eps: no gradient above 1 + eps where the advantage is positive, below 1 - eps if negative
+    clip_coef: PositiveFloat = 0.2
     num_minibatches: PositiveInt = 2  # optimiser steps per rollout
     # --- optimisation and evaluation ---
     # completions per forward pass of training: sets memory and speed, not the result
@@ -364,7 +365,7 @@ def evaluate(
     args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list[Prompt]
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt, sampled as in training."""
-    rng = Generator().manual_seed(args.seed)  # every evaluation draws the same numbers
+    rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     sequences, _, mask, _ = sample(prompts, rng)
     rewards = reward_fn(prompts, sequences).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
@@ -380,7 +381,7 @@ def evaluate(
 def load_environment(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and completions, see `ask`."""
     path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules beside it
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
     namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
     if name not in namespace:
         raise ValueError(f"--environment {spec}: expected path/to/file.py:function")
@@ -450,7 +451,7 @@ def between_turns(tokenizer: Any, role: str, text: str) -> list[str | int]:
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules beside it
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
     namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
     if name not in namespace:
         raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
@@ -468,14 +469,13 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
-        is_list = isinstance(found, list | tuple | np.ndarray | Tensor)
-        rewards = np.asarray(found if is_list else None, dtype=np.float32)  # None becomes NaN
+        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(found).__name__} {rewards}")
+            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
         rewards = rewards.tolist()
     return torch.tensor(all_gather(rewards))  # rank 0's, on all
 
@@ -533,12 +533,12 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
-def parse_args(words: list[str]) -> Args:
+def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
-    args = tyro.cli(Args, args=words, description=__doc__.splitlines()[0])
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in words) > 1:  # it would be another run
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
         raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
@@ -553,7 +553,7 @@ def open_run(args: Args) -> Path:
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    print(f"{run_dir}: if the run is interrupted, --resume {run_dir} continues it", flush=True)
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
 
@@ -571,10 +571,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
     run_dir = Path(args.resume)
-    try:
-        saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(f"--resume {run_dir}: checkpoint.pt cannot be read: {error}") from error
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
