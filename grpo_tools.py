@@ -80,9 +80,11 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 32  # longest prompt in tokens; longer ones are dropped
-    # --- environment and reward: path/to/file.py:function; by default those of the tiny model ---
-    environment: str | None = None  # replies to the policy
-    reward_fn: str | None = None  # judges whole completions, the environment's words included
+    # --- environment and reward ---
+    # path/to/file.py:function that replies to the policy; the default is for the default --model
+    environment: str | None = None
+    # path/to/file.py:function, also of the environment's words; default: for the default --model
+    reward_fn: str | None = None
     # text of the one token that ends a call; default: the model's ends of turns, and no other
     call_end: str | None = None
     max_turns: PositiveInt = 4  # turns of the policy in a completion, at most
