@@ -233,9 +233,9 @@ def main(args: Args) -> Path:
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
         # the micro-batches of the update, so that the first ratio is exactly 1.
-        minibatches = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
+        epoch = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
         batches = []
-        for minibatch in minibatches:
+        for minibatch in epoch:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
         old_logprobs = old_logprobs.masked_fill(is_masked, 0.0)
@@ -250,7 +250,7 @@ def main(args: Args) -> Path:
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
         sums, grad_norms = defaultdict(float), []
-        for minibatch in minibatches:
+        for minibatch in epoch:
             lengths = mask[minibatch].sum(dim=1, keepdim=True)  # |S_i|
             weights = torch.zeros(mask.shape)  # (B, T)
             weights[minibatch] = mask[minibatch] / (lengths * len(minibatch))

@@ -32,7 +32,7 @@ SHORT_ROWS = SHORT | dict(train_split="train[:13]", epochs=1.7, batch_size=3)
 SHORT_ROLLOUTS = SHORT | dict(train_split="train[:19]", total_rollouts=7, prompts_per_rollout=3)
 # All completions of tiny/calculator have several turns.
 TURNS = dict(environment="tests/support/turns.py:echo", call_end="#", max_turns=3)
-TURNS |= dict(reward_fn="tests/support/turns.py:digits")
+TURNS |= dict(reward_fn="tests/support/turns.py:checksums", max_prompt_length=64, max_new_tokens=32)
 
 SPECS = {
     "sft": ScriptSpec(

@@ -4,11 +4,11 @@
 def echo(prompts: list, completions: list[str], **columns: list) -> list[str | None]:
     """The start of the prompt, of two to four characters, twice; then it is over."""
     return [
-        prompt[: 2 + int(prompt[1]) % 3] if text.endswith("#") and text.count("#") < 3 else None
+        prompt[: 2 + len(text) % 3] if text.endswith("#") and text.count("#") < 3 else None
         for prompt, text in zip(prompts, completions, strict=True)
     ]
 
 
-def digits(prompts: list, completions: list[str], **columns: list) -> list[float]:
+def checksums(prompts: list, completions: list[str], **columns: list) -> list[float]:
     """A reward that differs within a group."""
-    return [sum(map(int, filter(str.isdigit, completion))) % 7 / 3 for completion in completions]
+    return [sum(map(ord, completion)) % 7 / 3 for completion in completions]
