@@ -40,7 +40,7 @@ MESSAGES = [
 ]
 FLAGS = dict(total_rollouts=1, prompts_per_rollout=2, group_size=2, num_minibatches=1)
 FLAGS |= dict(update_epochs=1, epochs=0.5, batch_size=2, eval_samples=1, eval_split="test[:2]")
-FLAGS |= dict(max_new_tokens=8, learning_rate=1e-5, critic_learning_rate=1e-5)
+FLAGS |= dict(max_prompt_length=64, max_new_tokens=8, learning_rate=1e-5, critic_learning_rate=1e-5)
 RULE = "def rule(prompts, completions, **columns):\n    return [len(c) / 9 for c in completions]\n"
 RULE += "def over(prompts, **columns):\n    return [None for _ in prompts]\n"
 

@@ -4,7 +4,9 @@
 def echo(prompts: list, completions: list[str], **columns: list) -> list[str | None]:
     """The start of the prompt, of two to four characters, twice; then it is over."""
     return [
-        prompt[: 2 + len(text) % 3] if text.endswith("#") and text.count("#") < 3 else None
+        prompt[: 2 + sum(map(ord, prompt)) % 3]
+        if text.endswith("#") and text.count("#") < 3
+        else None
         for prompt, text in zip(prompts, completions, strict=True)
     ]
 

@@ -60,5 +60,6 @@ EXPERIMENTS = (
         {"grpo_tools": TABLE},
         {"grpo_tools": FIGURE},
         measure_seed=measure_seed,
+        seeds=(1,),
     ),
 )
