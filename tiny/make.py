@@ -1,6 +1,6 @@
 """Write the tiny tasks anew: `python tiny/make.py`, from the root of the repository.
 
-Writes the data of both tasks from fixed seeds and trains their policies, the teacher and the
+Writes the data of the tasks from fixed seeds and trains their policies, the teacher and the
 reward model by calling the scripts, as a user would. About four minutes on two CPU cores.
 """
 
@@ -290,6 +290,53 @@ def make_labels() -> None:
         write_rows(TINY / f"reviews/labels/{split}.jsonl", rows)
 
 
+# --- calculator: the sum of three numbers, with a tool -----------------------------------------
+
+
+def call(numbers: list[int], share: float, rng: random.Random) -> str:
+    """The sum by two calls, in this share of the rows; else the sum at once."""
+    a, b, c = numbers
+    if rng.random() < share:
+        return f"?{a}+{b}={a + b};?{a + b}+{c}={a + b + c};#{a + b + c}"
+    return f"#{a + b + c}"
+
+
+def make_calculator() -> None:
+    """It needs nothing else: PYTHONPATH=tiny python -c "import make; make.make_calculator()" """
+    rng = random.Random(5)
+    folder = TINY / "calculator"
+    questions = rng.sample(range(90**3), 6_400 + 3_200 + 1_500 + 500)
+    numbers = [[10 + q // 8_100, 10 + q // 90 % 90, 10 + q % 90] for q in questions]
+    prompts = ["+".join(map(str, of_row)) + "=" for of_row in numbers]
+    rl = [
+        {"prompt": prompt, "answer": str(sum(of_row))}
+        for prompt, of_row in zip(prompts, numbers, strict=True)
+    ]
+    write_rows(folder / "prompts/train.jsonl", rl[9_600:11_100])
+    write_rows(folder / "prompts/test.jsonl", rl[11_100:])
+    with tempfile.TemporaryDirectory() as temporary:
+        base, able = Path(temporary, "base"), Path(temporary, "able")
+        config = make_config(base, make_tokenizer(list("0123456789+=,#?;"), characters=True))
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+        # First all rows call, so that the policy learns to copy. Then one in ten does, so that it
+        # seldom calls: with so few from the start it never learns how.
+        stages = (
+            (base, able, slice(0, 6_400), 1.0, "3", "2e-3"),
+            (able, folder / "policy", slice(6_400, 9_600), 0.1, "1", "5e-4"),
+        )
+        for start, end, rows, share, epochs, learning_rate in stages:
+            sft = [
+                {"prompt": prompt, "completion": call(of_row, share, rng)}
+                for prompt, of_row in zip(prompts[rows], numbers[rows], strict=True)
+            ]
+            write_rows(Path(temporary, "sft/train.jsonl"), sft)
+            write_rows(Path(temporary, "sft/test.jsonl"), sft[:100])
+            flags = ["--model", str(start), "--dataset", str(Path(temporary, "sft"))]
+            flags += ["--epochs", epochs, "--learning-rate", learning_rate]
+            train(end, AutoModelForCausalLM, "sft.py", *flags)
+
+
 if __name__ == "__main__":
     make_arithmetic()
     make_teacher()
@@ -297,5 +344,6 @@ if __name__ == "__main__":
     make_reviews()
     make_preferences()
     make_labels()
+    make_calculator()
     reward_model = TINY / "reviews/reward_model"
     train(reward_model, AutoModelForSequenceClassification, "rm_bradley_terry.py")

@@ -11,6 +11,7 @@ STUDIES = {  # by file the names of its experiments
     "best_of_n": ["best_of_n"],
     "distill": ["distill"],
     "exercises": ["exercises"],
+    "grpo_tools": ["grpo_tools"],
     "hints": ["hints", "hints_real", "hints_grpo"],
     "kl": ["kl"],
     "lora": ["lora"],

@@ -32,8 +32,8 @@ FROM_0 = (0.0, -TINY)
 RANGES = {
     ((1, 0),): "save_every max_length max_prompt_length batch_size micro_batch_size eval_every "
     "generation_batch_size eval_rows eval_samples max_new_tokens total_rollouts group_size "
-    "prompts_per_rollout update_epochs num_minibatches max_sampling_rounds",
-    ((2, 1),): "grpo.group_size kto.batch_size kto.eval_rows",
+    "prompts_per_rollout update_epochs num_minibatches max_sampling_rounds max_turns",
+    ((2, 1),): "grpo.group_size grpo_tools.group_size kto.batch_size kto.eval_rows",
     ((0, -1),): "seed lora_rank log_rollouts_every train_layers overlong_buffer "
     "critic_warmup_rollouts",
     ((TINY, 0.0),): "epochs learning_rate critic_learning_rate max_grad_norm temperature dpo.beta "
@@ -109,7 +109,7 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
 
 
 # The others' own tests have micro-batches beside one completion at a time.
-BESIDE_ONE = ("reinforce", "ppo_rlhf", "grpo", "dpo", "kto", "distill")
+BESIDE_ONE = ("reinforce", "ppo_rlhf", "grpo", "grpo_tools", "dpo", "kto", "distill")
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in BESIDE_ONE])
@@ -293,7 +293,8 @@ def test_without_a_reward_function_there_is_no_reward(name, names, tmp_path):
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_a_line_of_rollouts_shows_the_first_group(name, tmp_path, monkeypatch):
     sampled = spy_on(SPECS[name].module, monkeypatch, "generate")
-    run_dir = run(name, tmp_path, max_new_tokens=9, prompts_per_rollout=8)
+    one_turn = short_flags(name, max_turns=1)
+    run_dir = run(name, tmp_path, max_new_tokens=9, prompts_per_rollout=8, **one_turn)
     (_, prompts, *_), (completions, _) = sampled[1]  # after the first evaluation
     (line,) = read(run_dir / "rollouts.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(run_dir)

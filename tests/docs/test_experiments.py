@@ -111,6 +111,17 @@ def test_what_is_generated_on_a_page(tmp_path):
         tables.part_of(tmp_path / "loss.py", "long", "b", "e")
 
 
+def test_what_one_loop_has_and_another_has_not(tmp_path):
+    start, end = (
+        "    for step in progress:\n        # 1. Sample.\n",
+        "        # 5. Log.\n        log()\n",
+    )
+    (tmp_path / "old.py").write_text(f"{start}        a()\n        if x:\n            b()\n{end}")
+    (tmp_path / "new.py").write_text(f"{start}        # Not a.\n        b()\n        c()\n{end}")
+    added = tables.added(tmp_path / "old.py", tmp_path / "new.py")
+    assert added == "```diff\n # 1. Sample.\n+c()\n```\n"
+
+
 # --- runs --------------------------------------------------------------------------------------
 SCRIPT = """
 import json, sys

@@ -12,6 +12,7 @@ import torch
 
 from docs.experiments.lib.sampling import load_policy, sample
 from tiny.arithmetic.reward import last_number
+from tiny.calculator.calculator import calculator, right
 from tiny.reviews.gold import grammatical, score, sentiment
 
 
@@ -55,6 +56,20 @@ def test_arithmetic_preferences_are_a_right_and_a_wrong_completion_for_each_prom
             last_number([], columns[side], columns["answer"]) for side in ("chosen", "rejected")
         ]
         assert judged == [[1.0] * count, [0.0] * count]
+
+
+def test_calculator_answers_are_right_and_held_out_prompts_are_new():
+    train, test = rows("calculator/prompts/train.jsonl"), rows("calculator/prompts/test.jsonl")
+    for row in train + test:
+        assert int(row["answer"]) == sum(map(int, re.findall(r"\d+", row["prompt"])))
+    assert len({row["prompt"] for row in train + test}) == 2000
+
+
+def test_the_calculator_and_its_reward_by_hand():
+    said = ["?37+48=", "?37+48=85;?85+96=", "#181<eos>", "37+48=", "?37+=", "?1+2=3"]
+    assert calculator([""] * 6, said) == ["85;", "181;", None, None, None, None]
+    said = ["?37+48=85;?85+96=181;#181", "#181", "?85+96=181;", "#18", "#181#", "#181;", "#9#181"]
+    assert right([""] * 7, said, ["181"] * 7) == [1, 1, 0, 0, 0, 0, 1]
 
 
 def test_review_titles_are_held_out_and_demonstrations_are_grammatical():

@@ -145,6 +145,15 @@ def test_a_run_of_a_script(browser, tmp_path):
 
 
 @needs_browser
+def test_tokens_of_an_environment_have_no_colour_and_no_numbers(browser, tmp_path):
+    open_page(browser, write_run(tmp_path / "a", [x | dict(sampled=[1, 0, 1, 0]) for x in GRPO]))
+    for one, (*_, tokens) in zip(GRPO, browser.run(COMPLETIONS), strict=True):
+        own = expected(one, "advantage")[2]
+        theirs = [[TOKENS[i], "from the environment", 0, False] for i in (1, 3)]
+        assert tokens == [own[0], theirs[0], own[2], theirs[1]]
+
+
+@needs_browser
 def test_two_runs_side_by_side(browser, tmp_path):
     a, b = (write_run(tmp_path / f"run-{name * 60}") for name in "ab")
     open_page(browser, a, b, width=390)

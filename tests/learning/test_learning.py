@@ -41,6 +41,11 @@ QUICK = [
         SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},  # 0.9, 11.9
     ),
     (
+        "grpo_tools.py",
+        "--total-rollouts 8 --eval-split test[:200]",
+        {"first eval/reward": (0, 0.12), "eval/reward": (0.6, 1), "eval/called_fraction": (0.8, 1)},
+    ),
+    (
         "reinforce.py",
         "--total-rollouts 15 --eval-split test[:200]",
         {"first eval/reward": (0.2, 0.45), "eval/reward": (0.75, 1)},  # 0.9
@@ -91,6 +96,7 @@ SLOW = [
     # The demonstrations have 0.43 nats a token in them; what cannot add stays above 0.85.
     ("sft.py", "", {"eval/loss": (0, 0.5)}),
     ("grpo.py", "", {"eval/accuracy": (0.9, 1), "eval/length_mean": (11.5, 13)}),
+    ("grpo_tools.py", "", {"eval/reward": (0.88, 1), "eval/called_fraction": (0.95, 1)}),
     ("reinforce.py", "", {"eval/reward": (0.9, 1)}),
     ("distill.py", "", {"eval/kl": (0, 0.1), "eval/length_mean": (11.5, 12.5)}),
     (

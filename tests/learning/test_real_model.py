@@ -40,8 +40,9 @@ MESSAGES = [
 ]
 FLAGS = dict(total_rollouts=1, prompts_per_rollout=2, group_size=2, num_minibatches=1)
 FLAGS |= dict(update_epochs=1, epochs=0.5, batch_size=2, eval_samples=1, eval_split="test[:2]")
-FLAGS |= dict(max_new_tokens=8, learning_rate=1e-5, critic_learning_rate=1e-5)
+FLAGS |= dict(max_prompt_length=64, max_new_tokens=8, learning_rate=1e-5, critic_learning_rate=1e-5)
 RULE = "def rule(prompts, completions, **columns):\n    return [len(c) / 9 for c in completions]\n"
+RULE += "def over(prompts, **columns):\n    return [None for _ in prompts]\n"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,7 @@ def run(name, folder, model, rows, **flags):
     script, rule = SPECS[name].module, f"{folder}/rule.py:rule"
     several = isinstance(script.Args().__dict__.get("reward_fn"), list)
     more = dict(reward_fn=[rule] if several else rule, reward_model=None, critic_init="sft")
+    more |= dict(environment=f"{folder}/rule.py:over")
     flags = short_flags(name, **FLAGS | more) | dict(model=model, dataset=str(folder)) | flags
     if name == "distill":
         flags |= dict(teacher=model)

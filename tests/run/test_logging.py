@@ -107,7 +107,8 @@ def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
     flags = SPECS[name].short_flags | dict(total_rollouts=4, log_rollouts_every=2, save_every=9)
     flags |= dict(prompts_per_rollout=4, max_new_tokens=9, eval_every=9, learning_rate=5e-3)
     if hasattr(script.Args, "group_size"):
-        flags |= dict(prompts_per_rollout=1, group_size=4) | short_flags(name, num_minibatches=1)
+        one_turn = short_flags(name, num_minibatches=1, max_turns=1, call_end=";")
+        flags |= dict(prompts_per_rollout=1, group_size=4) | one_turn
     run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path)))
     tokenizer = AutoTokenizer.from_pretrained(run_dir)
     rows = {row["step"]: row for row in read_log(run_dir / "metrics.jsonl")}

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import distill
 import dpo
 import grpo
+import grpo_tools
 import kto
 import ppo_rlhf
 import reinforce
@@ -29,6 +30,9 @@ class ScriptSpec(NamedTuple):
 SHORT = dict(eval_split="test[:5]", eval_every=3, save_every=2, micro_batch_size=2)
 SHORT_ROWS = SHORT | dict(train_split="train[:13]", epochs=1.7, batch_size=3)
 SHORT_ROLLOUTS = SHORT | dict(train_split="train[:19]", total_rollouts=7, prompts_per_rollout=3)
+# All completions of tiny/calculator have several turns.
+TURNS = dict(environment="tests/support/turns.py:echo", call_end="#", max_turns=3)
+TURNS |= dict(reward_fn="tests/support/turns.py:checksums", max_prompt_length=64, max_new_tokens=32)
 
 SPECS = {
     "sft": ScriptSpec(
@@ -71,6 +75,14 @@ SPECS = {
         loader="load_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
+        advantages="group_advantages",
+    ),
+    "grpo_tools": ScriptSpec(
+        module=grpo_tools,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | TURNS | dict(group_size=3, num_minibatches=2),
         advantages="group_advantages",
     ),
     "dpo": ScriptSpec(

@@ -1,4 +1,5 @@
-"""What is generated on the pages: tables, functions of the scripts, and the lines of links.
+"""What is generated on the pages: tables, functions of the scripts, what one loop has and another
+has not, and the lines of links.
 
 A table is a dictionary of `columns`, a list of strings, and `rows`, lists of as many strings; a
 list has `rows` of one string each.
@@ -6,6 +7,7 @@ list has `rows` of one string each.
 
 import ast
 import re
+from difflib import SequenceMatcher
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -13,6 +15,7 @@ from textwrap import dedent
 
 TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 CODE = re.compile(r"(<!-- code (\S+) (\w+)(?: (\w+)-(\w+))? -->\n).*?(<!-- end code -->)", re.S)
+DIFF = re.compile(r"(<!-- diff (\S+) (\S+) -->\n)(.*?)(<!-- end diff -->)", re.DOTALL)
 LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 
@@ -98,6 +101,28 @@ def part_of(path: Path, name: str, first: str, last: str) -> str:
     return dedent("\n".join(lines))
 
 
+def loop(path: Path) -> list[str]:
+    """The lines of a script's training loop, down to where it logs."""
+    lines = path.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    for step in progress:"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("        # 5. "))
+    return lines[start + 1 : end]
+
+
+def added(old: Path, new: Path) -> str:
+    """What the loop of a script has and that of an older one has not, but for comments."""
+    lines, older = loop(new), [line.strip() for line in loop(old)]
+    matcher = SequenceMatcher(None, older, [line.strip() for line in lines], autojunk=False)
+    shown = []
+    for tag, _, _, start, end in matcher.get_opcodes():
+        for line in lines[start:end]:
+            if tag != "equal" and not line.strip().startswith("# "):
+                shown.append(f"+{line[8:]}")
+            elif re.match(r" +# \d\. ", line):
+                shown.append(f" {line[8:]}")
+    return "```diff\n" + "\n".join(shown) + "\n```\n"
+
+
 def generated(page: Path, tables: dict[str, dict]) -> str:
     """The text of a page with these tables, its functions and line numbers made anew."""
 
@@ -115,6 +140,9 @@ def generated(page: Path, tables: dict[str, dict]) -> str:
 
     text = TABLE.sub(with_table, page.read_text())
     text = CODE.sub(with_code, text)
+    text = DIFF.sub(
+        lambda block: f"{block[1]}{added(Path(block[2]), Path(block[3]))}{block[5]}", text
+    )
     return LINE_LINK.sub(with_line, text)
 
 

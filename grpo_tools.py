@@ -1,0 +1,620 @@
+r"""GRPO over several turns: a policy that calls tools, and learns when to.
+
+A completion is a conversation with an environment. The policy samples until it ends a call or a
+turn; the environment replies, or says that the completion is over; the policy goes on after the
+reply. The reward is for the whole completion. All else is GRPO (arXiv 2402.03300, equation 3) over
+S_i, the tokens of o_i that the policy has sampled:
+
+    J(theta) = E[ (1/G) sum_i (1/|S_i|) sum_{t in S_i}
+                  { min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it } ],
+
+with rho_it, A_i and KL_it (k3) as in grpo.py. The policy reads the environment's tokens, but they
+are no actions: one mask (B, T) leaves them out of the loss, lengths, entropy, KL and ratios. No
+token is decoded and tokenised again. Deviations from the paper: the turns; std divides by G - 1,
+plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `eval/reward` rise.
+
+    python grpo_tools.py                                 # tiny/calculator, a minute on a CPU
+    python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat --learning-rate 1e-6 ... \
+        --environment mine.py:tool --reward-fn mine.py:right  # docs/grpo_tools.md
+    torchrun --nproc_per_node=8 grpo_tools.py ...        # eight GPUs: docs/processes.md
+    python grpo_tools.py --resume runs/grpo_tools__1__...  # continue an interrupted run
+"""
+
+import json
+import os
+import runpy
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
+from datetime import datetime
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+import wandb
+from datasets import load_dataset
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Generator, Tensor
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.optim import AdamW
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from common.generation import generate
+from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import sampling_metrics
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
+from common.model import replaced, shard
+from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
+from common.ranks import sums_over_ranks
+from common.tokens import EncodedRows, as_chat, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.tokens import rollout_row, special_tokens
+
+
+@dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
+class Args:
+    exp_name: str = "grpo_tools"  # name of the run's folder, before the seed and the time
+    seed: NonNegativeInt = 1  # seed of the data order and of all sampling
+    output_dir: str = "runs"  # where the run's folder is made
+    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
+    log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
+    track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
+    # --- model and data ---
+    model: str = "tiny/calculator/policy"  # folder or hub name of the policy and its tokenizer
+    lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
+    dataset: str = "tiny/calculator/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset_config: str | None = None  # configuration of a hub dataset that has several
+    train_split: str = "train"  # rows to train on; slices such as train[:95%] work
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
+    prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
+    answer_column: str = "answer"  # column that reward functions receive as `answer`
+    chat: bool = False  # turn string prompts into a user's chat message
+    chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
+    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
+    max_prompt_length: PositiveInt = 32  # longest prompt in tokens; longer ones are dropped
+    # --- environment and reward ---
+    # path/to/file.py:function that replies to the policy; the default is for the default --model
+    environment: str | None = None
+    # path/to/file.py:function, also of the environment's words; default: for the default --model
+    reward_fn: str | None = None
+    # text of the one token that ends a call; default: the model's ends of turns, and no other
+    call_end: str | None = None
+    max_turns: PositiveInt = 4  # turns of the policy in a completion, at most
+    # --- GRPO ---
+    total_rollouts: PositiveInt = 40  # rollouts, each followed by its optimiser steps
+    prompts_per_rollout: PositiveInt = 32  # prompts per rollout
+    group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
+    max_new_tokens: PositiveInt = 40  # longest completion in tokens, the environment's included
+    beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
+    # eps: no gradient above 1 + eps where the advantage is positive, below 1 - eps if negative
+    clip_coef: PositiveFloat = 0.2
+    num_minibatches: PositiveInt = 2  # optimiser steps per rollout
+    # --- optimisation and evaluation ---
+    # completions per forward pass of training: sets memory and speed, not the result
+    micro_batch_size: PositiveInt = 64
+    generation_batch_size: PositiveInt = 256  # completions sampled at a time
+    activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters 1e-6, for adapters 1e-5
+    learning_rate: PositiveFloat = 3e-4
+    max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
+    eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
+
+    def __post_init__(self):
+        if self.num_minibatches > self.prompts_per_rollout * self.group_size:
+            raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
+        if self.model == "tiny/calculator/policy":
+            self.environment = self.environment or "tiny/calculator/calculator.py:calculator"
+            self.reward_fn = self.reward_fn or "tiny/calculator/calculator.py:right"
+            self.call_end = self.call_end or "="
+        if not self.environment or not self.reward_fn:
+            raise ValueError("--environment and --reward-fn: this --model needs its own")
+
+
+class Prompt(NamedTuple):
+    text: str | list[dict]  # a string or chat messages
+    ids: list[int]  # its token ids
+    columns: dict  # the row's other columns, for the reward functions
+
+
+# --- the mathematics ---------------------------------------------------------------------------
+def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
+
+    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
+    that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
+    """
+    groups = rewards.double().view(-1, group_size)
+    # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
+    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    advantages = (groups - groups.mean(dim=1, keepdim=True)).masked_fill(all_equal, 0.0)
+    if scale != "none":
+        std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
+        advantages = advantages / (std + 1e-4)
+    return advantages.view(-1).float()
+
+
+def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
+
+    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
+    loss it has the expected gradient of KL(pi_ref || pi).
+    """
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def clipped_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, clip_coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-J(theta) without the KL over some completions of an optimiser step, and sums over tokens for
+    the log. Log-probs (B, T) under pi_theta and pi_old are in nats; advantages are (B,). Weights
+    (B, T) are 1 / (|S_i| n) at the tokens that the step's n completions sampled. Elsewhere all
+    three (B, T) are 0, and the ratio is 1.
+    """
+    advantages = advantages[:, None]
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
+    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    return -(weights * objective).sum(), {
+        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
+        "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
+    }
+
+
+# --- the algorithm -----------------------------------------------------------------------------
+def main(args: Args) -> Path:
+    """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
+    device = join_processes()
+    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+
+    # --- environment, reward, data and models ---
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    environment = load_environment(args.environment, tokenizer)
+    reward_fn = load_reward_fn(args.reward_fn, tokenizer)
+    stop_ids = find_stop_ids(args.model, tokenizer)
+    turn_ends = stop_ids  # at these ids sampling pauses
+    if args.call_end:
+        call_end_ids = tokenizer(args.call_end, add_special_tokens=False).input_ids
+        if len(call_end_ids) != 1 or tokenizer.decode(call_end_ids) != args.call_end:
+            tokens = tokenizer.convert_ids_to_tokens(call_end_ids)
+            raise ValueError(f"--call-end {args.call_end}: one token expected, found {tokens}")
+        turn_ends = stop_ids + call_end_ids
+    train_prompts = load_prompts(args, args.train_split, tokenizer)
+    eval_prompts = load_prompts(args, args.eval_split, tokenizer)
+    # A turn is sampled for as long as the shortest completion has room.
+    positions = args.max_prompt_length + 2 * args.max_new_tokens
+    policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    add_adapters(policy, args.lora_rank, args.seed)
+    shard(policy, device)
+    if args.activation_checkpointing:
+        checkpoint_activations(policy)
+    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    if args.beta > 0 and args.lora_rank == 0:
+        ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+        shard(ref_model.requires_grad_(False), device)
+    optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
+        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
+
+    # --- the loop ---
+    sample = partial(sample_turns, args, policy, turn_ends, environment)
+    evaluate_policy = partial(evaluate, args, sample, reward_fn, tokenizer, eval_prompts)
+    training = {"policy": (policy, optimizer)}
+    state = {"step": 0, "data": train_prompts.checksum()}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics, samples = evaluate_policy()
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics, samples)
+    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    for step in progress:  # a rollout, and the optimiser steps on it
+        # 1. Roll out and score: G completions per prompt, from the policy as it is now.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
+        prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
+        sequences, sampler_logprobs, mask, ended = sample(prompts, rng)
+        rewards = reward_fn(prompts, sequences)  # (B,)
+        # What the policy has sampled is true in the mask (B, T). Else, at the environment's tokens
+        # and after the end, all that is computed is set to 0, and with it the gradient.
+        is_masked = ~mask.to(device)
+
+        # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
+        # the micro-batches of the update, so that the first ratio is exactly 1.
+        epoch = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
+        batches = []
+        for minibatch in epoch:
+            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
+        old_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+        old_logprobs = old_logprobs.masked_fill(is_masked, 0.0)
+        if ref_model is not None:
+            with adapters_off(policy):
+                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
+            ref_logprobs = ref_logprobs.masked_fill(is_masked, 0.0)
+
+        # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
+        advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
+
+        # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        sums, grad_norms = defaultdict(float), []
+        for minibatch in epoch:
+            lengths = mask[minibatch].sum(dim=1, keepdim=True)  # |S_i|
+            weights = torch.zeros(mask.shape)  # (B, T)
+            weights[minibatch] = mask[minibatch] / (lengths * len(minibatch))
+            for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
+                idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
+                logprobs, entropy = completion_logprobs(policy, sequences, inds, entropy=True)
+                logprobs = logprobs.masked_fill(is_masked[idx], 0.0)
+                entropy = entropy.masked_fill(is_masked[idx], 0.0)
+                step_weights = weights[inds].to(device, non_blocking=True)
+                loss, loss_sums = clipped_loss(
+                    logprobs, old_logprobs[idx], advantages[idx], step_weights, args.clip_coef
+                )
+                if ref_model is not None:
+                    kl = k3_kl(logprobs, ref_logprobs[idx])
+                    loss = loss + args.beta * (step_weights * kl).sum()
+                loss.backward()
+                loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
+                for name, value in loss_sums.items():
+                    sums[name] += value.detach().double()
+            grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        # 5. Log, evaluate, save.
+        sums = sums_over_ranks(sums)
+        metrics = {
+            "reward/mean": rewards.mean().item(),
+            "completions/truncated_fraction": 1 - ended.float().mean().item(),
+            "objective/loss": sums.pop("objective/loss") / args.num_minibatches,
+            "policy/grad_norm": np.mean(grad_norms),
+        }
+        metrics |= {name: total / mask.sum().item() for name, total in sums.items()}
+        metrics |= {f"completions/{name}": x for name, x in turn_metrics(sequences, mask).items()}
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, ~is_masked)
+        columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended, "sampled": mask}
+        if ref_model is not None:
+            columns["log_ratio"] = old_logprobs - ref_logprobs
+            metrics["objective/kl"] = columns["log_ratio"].sum(dim=1).mean().item()  # k1, nats
+        rollouts, samples = [], []
+        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+            rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
+        is_last = step + 1 == args.total_rollouts
+        if is_last or (step + 1) % args.eval_every == 0:
+            eval_metrics, samples = evaluate_policy()
+            metrics |= eval_metrics
+        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        shown = ("reward/mean", "objective/kl", "completions/called_fraction")
+        progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
+        if is_last or (step + 1) % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step + 1})
+
+    save_model(run_dir, policy, tokenizer, stop_ids)  # the end of a call is none of a completion
+    return run_dir
+
+
+def sample_turns(
+    args: Args, policy: Any, turn_ends: list, environment: Callable, prompts: list, rng: Generator
+) -> tuple[Sequences, Tensor, Tensor, Tensor]:
+    """A completion of up to --max-turns turns for each prompt: pairs (prompt, completion) of token
+    ids; the log-probs (B, T) with which tokens were sampled; which tokens were, bool (B, T); and
+    which completions are over, bool (B,), as the environment says. The others are cut off.
+
+    The policy samples a turn, up to an id in `turn_ends`; the environment replies; the policy goes
+    on after the reply. A reply that leaves no token or no turn to go on is not appended.
+    """
+    completions = [[] for _ in prompts]
+    logprobs = torch.zeros(len(prompts), args.max_new_tokens, device=policy.device)
+    is_sampled, ended = torch.zeros(logprobs.shape).bool(), torch.zeros(len(prompts)).bool()
+    running = [*range(len(prompts))]  # the completions that go on
+    for turn in range(1, args.max_turns + 1):
+        starts = [len(completions[i]) for i in running]
+        turns, turn_logprobs = generate(
+            policy,
+            [prompts[i].ids + completions[i] for i in running],
+            max_new_tokens=args.max_new_tokens - min(starts),  # what is too long is cut below
+            temperature=1.0,
+            stop_ids=turn_ends,
+            rng=rng,
+            batch_size=args.generation_batch_size,
+        )
+        for i, start, ids, values in zip(running, starts, turns, turn_logprobs, strict=True):
+            completions[i] += ids[: args.max_new_tokens - start]
+            end = len(completions[i])
+            is_sampled[i, start:end] = True
+            logprobs[i, start:end] = values[: end - start]
+        asking = [i for i in running if completions[i][-1] in turn_ends]
+        replies = environment([prompts[i] for i in asking], [completions[i] for i in asking])
+        running = []
+        for i, reply in zip(asking, replies, strict=True):
+            if reply is None:
+                ended[i] = True
+            elif turn < args.max_turns and len(completions[i] + reply) < args.max_new_tokens:
+                completions[i] += reply
+                running.append(i)
+        if not running:
+            break
+    longest = max(map(len, completions))
+    sequences = [(prompt.ids, ids) for prompt, ids in zip(prompts, completions, strict=True)]
+    return sequences, logprobs[:, :longest], is_sampled[:, :longest], ended
+
+
+def turn_metrics(sequences: Sequences, mask: Tensor) -> dict[str, float]:
+    """Means over completions: tokens sampled, those of the environment, and whether it has any."""
+    sampled = mask.sum(dim=1).float()  # (B,), of a mask (B, T)
+    others = torch.tensor([len(completion) for _, completion in sequences]) - sampled
+    return {
+        "length_mean": sampled.mean().item(),
+        "environment_length_mean": others.mean().item(),
+        "called_fraction": (others > 0).float().mean().item(),
+    }
+
+
+def evaluate(
+    args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list[Prompt]
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics and samples of one completion per held-out prompt, sampled as in training."""
+    rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
+    sequences, _, mask, _ = sample(prompts, rng)
+    rewards = reward_fn(prompts, sequences).tolist()
+    metrics = {"eval/reward": np.mean(rewards)}
+    metrics |= {f"eval/{name}": x for name, x in turn_metrics(sequences, mask).items()}
+    samples, lengths = [], mask.sum(dim=1).tolist()
+    for prompt, (_, ids), reward, length in zip(prompts, sequences, rewards, lengths, strict=True):
+        row = {"prompt": prompt.text, "completion": tokenizer.decode(ids, skip_special_tokens=True)}
+        samples.append(row | {"reward": round(reward, 6), "length": length})
+    return metrics, samples
+
+
+# --- the environment ---------------------------------------------------------------------------
+def load_environment(spec: str, tokenizer: Any) -> Callable:
+    """path/to/file.py:function as a function of prompts and completions, see `ask`."""
+    path, _, name = spec.rpartition(":")
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
+    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
+    if name not in namespace:
+        raise ValueError(f"--environment {spec}: expected path/to/file.py:function")
+    return partial(ask, namespace[name], tokenizer)
+
+
+def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) -> list:
+    """Token ids of the reply to each completion, None if it is over; rank 0 asks for all."""
+    replies = []
+    if RANK == 0 and prompts:
+        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns["prompts"] = [prompt.text for prompt in prompts]
+        columns["completions"] = tokenizer.batch_decode(completions)  # special tokens show turns
+        try:
+            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            if not isinstance(found, list) or len(found) != len(prompts):
+                raise ValueError(f"a list of {len(prompts)} replies expected, found {found!r:.200}")
+            for reply, ids in zip(found, completions, strict=True):
+                replies.append(None if reply is None else encode_reply(tokenizer, reply, ids[-1]))
+        except (Exception, SystemExit) as error:  # an exit would end the run without an error
+            name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+            raise RuntimeError(f"environment {name}: {type(error).__name__}: {error}") from error
+    return all_gather(replies)  # rank 0's, on all
+
+
+def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list[int]:
+    """Token ids of a text, a chat message, or a list of texts and ids, after `last_id`. A special
+    token that a text spells out is text: what a tool has read must not end a turn.
+    """
+    parts = reply if isinstance(reply, list) else [reply]
+    if isinstance(reply, dict):
+        parts = between_turns(tokenizer, reply["role"], reply["content"])
+        parts = parts[parts[0] == last_id :]  # the policy has ended its turn itself
+    ids = []
+    for part in parts:
+        if isinstance(part, str):
+            part = tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids
+        elif not isinstance(part, int):
+            raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
+        ids += part if isinstance(part, list) else [part]
+    return ids
+
+
+def between_turns(tokenizer: Any, role: str, text: str) -> list[str | int]:
+    """What the chat template writes from the end of an assistant's turn to the start of the next,
+    with a message between them: ids of its special tokens, and texts. A ValueError unless the
+    template leaves what is before the message as it was.
+    """
+    turn = "<think>\nwhy\n</think>\n\nthe turn"  # some drop the thought once a message follows
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
+    before = tokenizer.apply_chat_template(messages, tokenize=False)
+    messages.append({"role": role, "content": "the reply"})
+    after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    start, found, _ = before.rpartition(turn)
+    _, *pieces = special_tokens(tokenizer).split(after[len(start + found) :])
+    if not (found and after.startswith(before) and "the reply" in after and pieces):
+        raise ValueError(f"the chat template appends no {role!r} message: return texts and ids")
+    parts = []
+    for piece in pieces:  # each begins with a special token
+        special_id = tokenizer(piece, add_special_tokens=False).input_ids[0]
+        piece = piece.removeprefix(tokenizer.decode(special_id))
+        parts += [special_id, piece.replace("the reply", text)]
+    return parts
+
+
+# --- rewards -----------------------------------------------------------------------------------
+def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
+    """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
+    path, _, name = spec.rpartition(":")
+    sys.path.append(os.path.dirname(path))  # for modules in its folder
+    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
+    if name not in namespace:
+        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
+    return partial(rule_rewards, namespace[name], tokenizer)
+
+
+def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
+    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    rewards = []
+    if RANK == 0:
+        completion_ids = [completion for _, completion in sequences]
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
+        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
+        try:
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+        except SystemExit as error:  # would end the run without an error
+            raise RuntimeError(f"reward {name} called sys.exit") from error
+        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
+        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
+            expected = f"a list of {len(prompts)} finite numbers expected"
+            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
+        rewards = rewards.tolist()
+    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+
+
+# --- model and data ----------------------------------------------------------------------------
+def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
+    """A model in eval mode: dropout is off, while sampling and while training."""
+    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
+    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
+    if info["missing_keys"]:  # they would be random
+        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
+    if positions > getattr(model.config, "max_position_embeddings", positions):
+        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    print(f"{source}: {model.num_parameters():,} parameters")
+    return model
+
+
+def load_rows(args: Args, split: str, columns: set[str]) -> Any:
+    """The rows of a split of --dataset, which must have these columns."""
+    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    files = [escape(str(path)) for path in paths if path.is_file()]
+    if path.is_file():  # `datasets` puts a single file into the split `train`
+        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
+    elif files and args.dataset_config is None and "+" not in split:
+        # Without their names `datasets` would take all files with NAME in them.
+        rows = load_dataset(str(path), data_files={name: files}, split=split)
+    else:  # a name on the hub, or a folder that `datasets` searches for the split
+        rows = load_dataset(args.dataset, args.dataset_config, split=split)
+    if missing := columns - {*rows.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    return rows
+
+
+def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
+    """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
+
+    def to_prompt(row: dict, ids: list[int]) -> Prompt:
+        text = row.pop(args.prompt_column)
+        if args.answer_column in row:
+            row["answer"] = row.pop(args.answer_column)
+        return Prompt(as_chat(text) if args.chat else text, ids, row)
+
+    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+        prompt = to_prompt(row, [])
+        ids = encode(tokenizer, prompt.text, add_generation_prompt=True)
+        return [ids], prompt.columns.get("answer")
+
+    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
+    rows, flag = load_rows(args, split, columns), "--max-prompt-length"
+    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
+
+
+# --- the run: the same in every script; skip it on a first reading -----------------------------
+def parse_args(argv: list[str]) -> Args:
+    """Flags from the command line; a run that is resumed keeps its own."""
+    args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    if not args.resume:
+        return args
+    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
+        raise ValueError("--resume takes no other flags: a run keeps its own")
+    saved = json.loads(Path(args.resume, "args.json").read_text())
+    return Args(**saved | {"resume": args.resume})
+
+
+def open_run(args: Args) -> Path:
+    """The run's folder: a new one, or the one that --resume names."""
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
+    if RANK == 0 and not args.resume:
+        run_dir.mkdir(parents=True)
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+    print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
+    return run_dir
+
+
+def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
+    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    for key, (model, optimizer) in training.items():
+        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
+    if RANK == 0:
+        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+        with replaced(run_dir / "checkpoint.pt") as file:
+            torch.save(state, file)
+
+
+def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
+    """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
+    run_dir = Path(args.resume)
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    if saved["data"] != state["data"]:
+        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+    for key, (model, optimizer) in training.items():
+        weights, moments = saved.pop(key)
+        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+    if RANK == 0:
+        for file in run_dir.glob("*.jsonl"):
+            os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
+    return saved
+
+
+def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
+    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    if RANK > 0:
+        return
+    for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
+        if rows:
+            with open(run_dir / f"{name}.jsonl", "a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+    if args.track:
+        wandb.log(metrics, step=step)
+    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
+        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+        tqdm.write("\n    ".join(lines))
+
+
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
+    """Write the model into the run's folder, for `from_pretrained` and --model."""
+    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
+    if RANK == 0:
+        tokenizer.save_pretrained(run_dir)
+    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
+
+
+if __name__ == "__main__":
+    main(parse_args(sys.argv[1:]))
+    wandb.finish()  # before the processes end
+    leave_processes()
