@@ -18,7 +18,7 @@ from common.tree import PrefixTree, padded_states, reads_trees, tree_states
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
 MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
-MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone was seen to make 0.0004
+MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives about 0.0004
 
 
 @forward_method
@@ -99,7 +99,8 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     log_ratio = mask * (logprobs - sampler_logprobs).double()
     kl = ((log_ratio.expm1() - log_ratio).sum() / mask.sum().clamp(min=1)).item()
     if not kl <= MAX_SAMPLING_KL:  # or NaN
-        warnings.warn("policy/sampling_kl: what samples is not what is trained", stacklevel=2)
+        difference = "the sampler's log-probs are not the policy's, see docs/pitfalls.md"
+        warnings.warn(f"policy/sampling_kl {kl:.4f}: {difference}", stacklevel=2)
     largest = log_ratio.masked_fill(~mask, -torch.inf).max().exp().item()
     return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": largest}
 
@@ -200,8 +201,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         if bias is not None:
             grad_bias = torch.zeros_like(bias, dtype=torch.float32)
         for chunk in ctx.chunks:
-            # With gradients g of log p(y) and g_H of H, that of logit_j / temperature is
-            # g (1[j = y] - p_j) - g_H p_j (log p_j + H); `slope` is the rest of the chain rule.
+            # With gradients g of log p(y) and g_H of H: g (1[j = y] - p_j) - g_H p_j (log p_j + H),
+            # as p_j (-g - g_H (log p_j + H)) + g 1[j = y]; `slope` is the rest of the chain rule.
             logits = head_logits(hidden[chunk], buffer, head)
             slope = ctx.scale / ctx.temperature
             if ctx.cap:
@@ -224,7 +225,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 def output_head(model: Any) -> OutputHead:
-    """The output head, tried once on two tokens; a ValueError if `OutputHead` cannot express it."""
+    """The output head, tried once; a ValueError if `OutputHead` cannot express it."""
     module, config = model.get_output_embeddings(), model.config.get_text_config()
     unknown = ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")
     if not isinstance(module, torch.nn.Linear):
@@ -236,17 +237,22 @@ def output_head(model: Any) -> OutputHead:
         cap = cap or getattr(config, name, None)  # Gemma, xLSTM
     head = OutputHead(module.weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
-        mixed = any(p.dtype != torch.float32 for p in model.parameters())  # frozen, in bfloat16
-        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
-            # Not model(...): sharded, it would begin a forward pass within the one that is running.
-            inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
-            expected = model.forward(**inputs).logits[0].float()
-            hidden = backbone(model).forward(**inputs).last_hidden_state[0]
-            tolerance = 1e-2 if mixed else 1e-5
-            model.head_is_known = hidden.shape[1:] == head.weight.shape[1:] and bool(
-                (head_logits(hidden, torch.empty_like(expected), head) - expected).norm()
-                <= tolerance * expected.norm()
-            )
+        model.head_is_known = gives_the_models_logits(head, model)
     if not model.head_is_known:
         raise unknown
     return head
+
+
+@torch.no_grad()
+def gives_the_models_logits(head: OutputHead, model: Any) -> bool:
+    """Whether a head's logits of two tokens are those of the model's own forward pass."""
+    mixed = any(p.dtype != torch.float32 for p in model.parameters())  # frozen, in bfloat16
+    # Not model(...): sharded, it would begin a forward pass within the one that is running.
+    inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
+        expected = model.forward(**inputs).logits[0].float()
+        hidden = backbone(model).forward(**inputs).last_hidden_state[0]
+        if hidden.shape[1:] != head.weight.shape[1:]:
+            return False
+        difference = head_logits(hidden, torch.empty_like(expected), head) - expected
+    return bool(difference.norm() <= (1e-2 if mixed else 1e-5) * expected.norm())

@@ -161,8 +161,8 @@ def forward_method(function: Callable) -> Callable:
 
 @contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
-    """A sharded model with whole weights, gathered once, and without FSDP's hooks.
-    Ranks finish after different numbers of tokens, so none may wait for another between two tokens.
+    """A sharded model with whole weights, gathered once, and without FSDP's hooks. Ranks stop at
+    different tokens, so no collective may run between tokens.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [(unit._forward_pre_hooks, unit._forward_hooks) for unit in units]

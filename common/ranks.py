@@ -20,7 +20,7 @@ def join_processes() -> torch.device:
         sys.stdout.reconfigure(errors="backslashreplace")
     if torch.cuda.is_available():  # CUDA-only
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        # An H100's first choice, which compiles for every length that it meets.
+        # cuDNN attention, an H100's default, recompiles for every length (pytorch PR 155958).
         torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()
@@ -53,7 +53,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def sums_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Named numbers (), each summed over all ranks, in one message and one copy from the GPU."""
+    """Scalars by name, each summed over all ranks, in one message and one copy from the GPU."""
     totals = all_reduce_sum(torch.stack([*sums.values()])).tolist()
     return dict(zip(sums, totals, strict=True))
 

@@ -67,7 +67,7 @@ def log_ratios(sampled, model):
 )
 def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_path):
     sampled, model = other_sampler(name), plain_model(SPECS[name].module.Args.model)
-    with pytest.warns(UserWarning, match="policy/sampling_kl: what samples is not what is trained"):
+    with pytest.warns(UserWarning, match="the sampler's log-probs are not the policy's"):
         row = metrics_of(run(name, tmp_path, **flags))[1]
     ratios = log_ratios(sampled[1], model)
     if "mask_truncated" in flags:

@@ -17,7 +17,7 @@ from common.generation import generate
 from common.logprobs import completion_logprobs
 
 # A model's head, and whether it reads trees, are tried once per run.
-WAITS_LEFT = {"output_head", "try_tree", "padded_states"}
+WAITS_LEFT = {"gives_the_models_logits", "try_tree", "padded_states"}
 
 
 def sample(model, num_tokens):
