@@ -119,7 +119,7 @@ def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> 
 
 
 class UnusableRow(ValueError):
-    """A row of the data that is dropped and counted; the message continues "dropped 3 ..."."""
+    """A row of the data that is dropped; the message is the reason that is counted."""
 
 
 # --- texts and chats to token ids --------------------------------------------------------------

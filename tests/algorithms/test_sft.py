@@ -95,7 +95,7 @@ def test_every_assistant_turn_of_messages_is_a_completion():
     ]
 
     def pairs_of(args):
-        return [to_texts(args, *part) for part in learned_turns(args, {"messages": turns})]
+        return [to_texts(args, part) for part in learned_turns(args, {"messages": turns})]
 
     pairs = pairs_of(Args())
     assert pairs == [(turns[:1], turns[1:2]), (turns[:3], turns[3:])]

@@ -241,6 +241,14 @@ def test_templates_that_open_a_thought_keep_every_row(form, tokenizer):
     assert [expected in str(warning.message) for warning in caught] == [True] * (shared != asked)
 
 
+def test_what_only_one_answer_is_opened_with_belongs_to_both_completions(tokenizer):
+    tokenizer.chat_template += "{% if add_generation_prompt %},{% endif %}"
+    with pytest.warns(UserWarning, match="is sampled after ',', trained after '', in other tokens"):
+        prompt_ids, both = encode_completions(tokenizer, QUESTION, [",1", "11"], [2])
+    assert tokenizer.decode(prompt_ids) == "5+6="
+    assert [tokenizer.decode(ids) for ids in both] == [",1<eos>", "11<eos>"]
+
+
 def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
     last = "m['content'].split('</think>')[-1]"
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
