@@ -376,6 +376,7 @@ def encode_rows(
     workers = min(cores, len(mine) // ROWS_PER_WORKER)
     if RANK > 0 or len(mine) < 2 * ROWS_PER_WORKER:
         datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", module="dill")  # workers find the script's classes by name
     encoded = mine.map(
         encode_batch,
         with_indices=True,
