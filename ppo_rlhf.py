@@ -606,11 +606,12 @@ def init_head(head: torch.nn.Linear) -> None:
 
 def critic_values(critic: Critic, sequences: Sequences, inds: Tensor) -> Tensor:
     """V_t (b, T) of sequences[inds]: the head's output before token t, centred as scores are."""
-    states, row, t = completion_states(critic.backbone, [sequences[i] for i in inds])
+    batch = [sequences[i] for i in inds]
+    states, row, t = completion_states(critic.backbone, batch)
     outputs = critic.head(states.float()).squeeze(1)  # (n,), of all tokens of all completions
     outputs = outputs - getattr(critic.backbone.config, "score_mean", 0.0)
     width = max(len(completion) for _, completion in sequences)
-    return torch.zeros(len(inds), width, device=outputs.device).index_put((row, t), outputs)
+    return torch.zeros(len(batch), width, device=outputs.device).index_put((row, t), outputs)
 
 
 @torch.no_grad()

@@ -91,8 +91,10 @@ EXERCISES = {
         bug=(
             Edit(
                 "common/logprobs.py",
-                "    is_completion = mask &",
-                "    mask &= ids != model.config.pad_token_id\n    is_completion = mask &",
+                "    empty = torch.zeros(len(batch), width, device=model.device)\n",
+                "    mask = tokens[:, None] != model.config.pad_token_id\n"
+                "    values = [value * mask for value in values]\n"
+                "    empty = torch.zeros(len(batch), width, device=model.device)\n",
             ),
         ),
         test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
@@ -139,10 +141,9 @@ EXERCISES = {
         bug=(
             Edit(
                 "ppo_rlhf.py",
-                "        # V_t is read one position before token t, "
-                "where the critic has seen x and y_<t alone.\n"
-                "        start = len(prompt) - 1\n",
-                "        start = len(prompt)\n",
+                "    states, row, t = completion_states(critic.backbone, batch)\n",
+                "    rows = [(x + y[:1], y[1:] + y[-1:]) for x, y in batch]\n"
+                "    states, row, t = completion_states(critic.backbone, rows)\n",
             ),
         ),
         test="test_ppo_rlhf.py::test_critic_values_are_the_head_on_the_token_before",
@@ -165,8 +166,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "rm_bradley_terry.py",
-                "    return scores[: len(rows)].view(2, len(pairs))\n",
-                "    return scores[: len(rows)].view(len(pairs), 2).T\n",
+                "    return scores.view(2, len(pairs))\n",
+                "    return scores.view(len(pairs), 2).T\n",
             ),
         ),
         test="test_rm_bradley_terry.py::"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scripts import REVIEWS, SCRIPTS, short_flags
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common.logprobs import ChunkedLogprobs
@@ -68,10 +69,12 @@ def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
         now = live_storages()
         held.append(sum(size for address, size in now.items() if address not in before))
 
-    hook = register_optimizer_step_post_hook(note)
-    flags = short_flags(name, prompts_per_rollout=2, max_new_tokens=4) | flags
+    # Before a step all gradients exist; after it the moments do, and before a second one both.
+    hooks = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
+    flags = short_flags(name, prompts_per_rollout=2, num_minibatches=2, max_new_tokens=4) | flags
     algorithms.run(name, tmp_path, lora_rank=lora_rank, **flags)
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     config = AutoConfig.from_pretrained(flags.get("model", SCRIPTS[name].Args.model))
     model = dict(
         hidden=config.hidden_size,
