@@ -85,8 +85,7 @@ def test_a_step_on_a_real_model_and_another_from_its_run(name, two_layers, folde
     assert len(metrics_of(run_dir)) == 2
     if SPECS[name].kind == "rows":  # what ends a turn is learned, though it is the padding too
         ends = [[ids[-1] for _, ids in sequences] for (sequences, *_), _ in batches]
-        assert all({*of_batch} == {EOS} for of_batch in ends if len(of_batch) == 2)
-        assert sum(len(of_batch) == 2 for of_batch in ends) >= 2, "two steps of two rows"
+        assert sum({*of_batch} == {EOS} for of_batch in ends) >= 2  # the rows of both steps
     kind = AutoModelForCausalLM
     if name == "rm_bradley_terry":
         kind = AutoModelForSequenceClassification
