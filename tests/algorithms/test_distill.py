@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import common.logprobs
 import distill
 from common.logprobs import frozen_logits
+from common.model import add_adapters
 from distill import Args, discounted_sums, distillation_loss, divergence, divergence_loss
 
 run = partial(algorithms.run, "distill", prompts_per_rollout=6, micro_batch_size=4)
@@ -360,7 +361,6 @@ def test_no_more_than_a_chunk_of_logits_exists(pairs, monkeypatch):
         gc.collect()
         assert not any(storage() is not None for storage in alive)
         loss.backward()
-    print(most)
     assert rows.count(3) > 4 and max(rows) == 3  # 13 tokens are five chunks
     assert most < 20  # of one chunk: logits, log-probs and their gradients
 
@@ -403,9 +403,40 @@ def test_each_step_over_the_vocabulary_is_that_of_plain_transformers(
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_adapters_learn_over_the_vocabulary_and_their_teacher_does_not(tmp_path):
-    """With layers that are computed once more."""
+def test_many_chunks_of_a_trained_head_in_bfloat16_add_up(monkeypatch):
+    """As sharded on a GPU: its gradient is summed in float32, and rounded once."""
+    completion, found = tokens_of((300,), 4)[0], []
+    for size in (1, 300):
+        monkeypatch.setattr(common.logprobs, "MAX_LOGITS", size * VOCAB)
+        policy = tiny_model("llama", tie_word_embeddings=False, max_position_embeddings=512)
+        teacher = tiny_model("llama", initializer_range=0.3, max_position_embeddings=512)
+        head = policy.get_output_embeddings().weight
+        head.data = head.data.bfloat16()
+        sequences = [([3], completion)]
+        teacher.requires_grad_(False)
+        chunked_divergence(policy, teacher, [sequences] * 2, [0], "reverse", 0.5).backward()
+        found.append(head.grad.float())
+    assert (found[0] - found[1]).norm() < 0.004 * found[1].norm()
+
+
+def test_with_adapters_the_teacher_is_the_policy_without_them(tmp_path, monkeypatch):
+    """With layers that are computed once more. The gradient of a later step, by the adapters."""
+    sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
+    losses = spy_on(monkeypatch, "divergence_loss")
     flags = dict(teacher_prompt_column="answer", lora_rank=2, divergence="forward")
-    flags |= dict(total_rollouts=6, activation_checkpointing=True, learning_rate=1e-2)
-    rows = metrics_of(run(tmp_path, **flags))
-    assert rows[-1]["eval/kl"] < 0.8 * rows[0]["eval/kl"]
+    flags |= dict(total_rollouts=3, activation_checkpointing=True, learning_rate=1e-2)
+    run(tmp_path, **flags)
+    (_, prompts, *_), (completions, _) = sampled[3]  # the last step's
+    found = sum(loss.item() for _, loss in losses[-2:])  # two micro-batches
+    policy, teacher, hints = plain_model(Args.model), plain_model(Args.model), hints_by_prompt()
+    add_adapters(policy, 2, seed=1)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    for parameter, weight in zip(trained, steps[-1][0], strict=True):
+        parameter.data.copy_(weight)
+    sequences = list(zip(prompts, completions, strict=True))
+    of_teacher = [(hints[tuple(x)], y) for x, y in sequences]
+    loss = plain_divergence(policy, teacher, sequences, of_teacher, "forward", 0.5) / 6
+    assert found == pytest.approx(loss.item(), rel=1e-4)
+    loss.backward()
+    for gradient, parameter in zip(steps[-1][1], trained, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
