@@ -335,6 +335,15 @@ def test_chunks_of_the_vocabulary_are_the_whole(architecture, kind, beta, pairs,
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_a_rank_without_rows_has_gradients_of_zero(pairs):
+    """FSDP's ranks add up gradients together: each must have one for every weight."""
+    policy, teacher = tiny_model("llama"), tiny_model("llama").requires_grad_(False)
+    loss = chunked_divergence(policy, teacher, pairs, [], "reverse", 0.5)
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(parameter.grad.any() for parameter in policy.parameters())
+
+
 def test_no_more_than_a_chunk_of_logits_exists(pairs, monkeypatch):
     """In both passes, of both models: after a chunk nothing as wide as the vocabulary is kept."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 3 * VOCAB + 1)
