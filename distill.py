@@ -162,20 +162,6 @@ def divergence(log_pi: Tensor, log_teacher: Tensor, kind: str, beta: float) -> T
     return beta * kl(log_teacher, log_mixture) + (1 - beta) * kl(log_pi, log_mixture)
 
 
-def divergence_loss(
-    policy: Any, sequences: Sequences, inds: Tensor, of_teacher: Callable, kind: str, beta: float
-) -> Tensor:
-    """(1/B) sum_i sum_t D(pi, T) at the fixed prefix y_i,<t, over some of a step's B completions.
-    Logits (c, V) exist for a chunk of their tokens at a time; `of_teacher(chunk)` gives T's."""
-
-    def sum_of_divergences(logits: Tensor, chunk: slice) -> Tensor:
-        teacher_logits = of_teacher(chunk)[:, : logits.shape[1]]  # more rows are no tokens
-        log_pi, log_teacher = logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1)
-        return divergence(log_pi, log_teacher, kind, beta).sum()
-
-    return sum_over_logits(policy, sequences, inds, sum_of_divergences) / len(sequences)
-
-
 # --- the algorithm -----------------------------------------------------------------------------
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
@@ -291,6 +277,20 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, sorted(stop_ids))
     return run_dir
+
+
+def divergence_loss(
+    policy: Any, sequences: Sequences, inds: Tensor, of_teacher: Callable, kind: str, beta: float
+) -> Tensor:
+    """(1/B) sum_i sum_t D(pi, T) at the fixed prefix y_i,<t, over some of a step's B completions.
+    Logits (c, V) exist for a chunk of their tokens at a time; `of_teacher(chunk)` gives T's."""
+
+    def sum_of_divergences(logits: Tensor, chunk: slice) -> Tensor:
+        teacher_logits = of_teacher(chunk)[:, : logits.shape[1]]  # more rows are no tokens
+        log_pi, log_teacher = logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1)
+        return divergence(log_pi, log_teacher, kind, beta).sum()
+
+    return sum_over_logits(policy, sequences, inds, sum_of_divergences) / len(sequences)
 
 
 def evaluate(
