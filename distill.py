@@ -12,10 +12,12 @@ student itself as it was at the start (arXiv 2601.18734, 2601.19897, 2601.20802)
 --discount 1: the gradient of -KL(pi || T) over completions. 0, the default: the sum over positions
 of the gradient of -KL(pi || T) of the next token with the prefix held fixed. Less noise, no credit
 for prefixes at which the teacher agrees. r_t depends on pi too: that gradient has mean 0.
+--divergence reverse, forward or jsd: at the same prefixes, a divergence between pi and T of the
+next token, summed over the whole vocabulary. `reverse` is the mean of discount 0.
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
-MiniLLM (2306.08543). Deviations from these two: sampled tokens instead of the whole vocabulary, no
-rows of data, no division by length. A healthy run: the held-out KL, `eval/kl`, falls towards 0.
+MiniLLM (2306.08543). Deviations from these two: sampled tokens by default, no rows of data, no
+division by length. A healthy run: the held-out KL, `eval/kl`, falls towards 0.
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
@@ -23,6 +25,7 @@ rows of data, no division by length. A healthy run: the held-out KL, `eval/kl`, 
 """
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -30,7 +33,7 @@ from collections.abc import Callable
 from datetime import datetime
 from glob import escape
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,8 +49,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.logprobs import sampling_metrics
+from common.logprobs import Sequences, completion_logprobs, frozen_logits, micro_batches
+from common.logprobs import rollout_logprobs, sampling_metrics, sum_over_logits
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
@@ -86,6 +89,10 @@ class Args:
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     # weight of a token's advantage in that of the token before it: 0 counts only its own reward
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
+    # what is minimised at each prefix. sampled: KL(pi || T), estimated from the sampled token;
+    # over the whole vocabulary: reverse: KL(pi || T), forward: KL(T || pi), jsd: Jensen-Shannon
+    divergence: Literal["sampled", "reverse", "forward", "jsd"] = "sampled"
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the teacher's share of the mixture
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
@@ -98,6 +105,8 @@ class Args:
     def __post_init__(self):
         if self.teacher is None and self.teacher_prompt_column is None:
             self.teacher = "tiny/arithmetic/teacher"
+        if self.discount > 0 and self.divergence != "sampled":
+            raise ValueError(f"--discount belongs to --divergence sampled, not {self.divergence}")
 
 
 class StudentPrompt(NamedTuple):
@@ -135,6 +144,22 @@ def distillation_loss(logprobs: Tensor, advantages: Tensor, num_completions: int
     meaning.
     """
     return -(advantages * logprobs).sum() / num_completions
+
+
+def divergence(log_pi: Tensor, log_teacher: Tensor, kind: str, beta: float) -> Tensor:
+    """D(pi, T) of the next token (n,), in nats, from the log-probs of all tokens (n, V). GKD's
+    Jensen-Shannon: beta KL(T || M) + (1 - beta) KL(pi || M), where M = beta T + (1 - beta) pi.
+    """
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(dim=1)
+
+    if kind == "reverse":
+        return kl(log_pi, log_teacher)
+    if kind == "forward":
+        return kl(log_teacher, log_pi)
+    log_mixture = torch.logaddexp(log_teacher + math.log(beta), log_pi + math.log1p(-beta))
+    return beta * kl(log_teacher, log_mixture) + (1 - beta) * kl(log_pi, log_mixture)
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -211,9 +236,15 @@ def main(args: Args) -> Path:
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
         for inds in batches:
-            logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-            loss = distillation_loss(logprobs, advantages[idx], num_completions=len(sequences))
+            if args.divergence == "sampled":
+                logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
+                idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
+                loss = distillation_loss(logprobs, advantages[idx], num_completions=len(sequences))
+            else:
+                with adapters_off(policy):
+                    of_teacher = frozen_logits(teacher, teacher_sequences, inds)
+                kind, beta = args.divergence, args.jsd_beta
+                loss = divergence_loss(policy, sequences, inds, of_teacher, kind, beta)
             loss.backward()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
@@ -246,6 +277,20 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, sorted(stop_ids))
     return run_dir
+
+
+def divergence_loss(
+    policy: Any, sequences: Sequences, inds: Tensor, of_teacher: Callable, kind: str, beta: float
+) -> Tensor:
+    """(1/B) sum_i sum_t D(pi, T) at the fixed prefix y_i,<t, over some of a step's B completions.
+    Logits (c, V) exist for a chunk of their tokens at a time; `of_teacher(chunk)` gives T's."""
+
+    def sum_of_divergences(logits: Tensor, chunk: slice) -> Tensor:
+        teacher_logits = of_teacher(chunk)[:, : logits.shape[1]]  # more rows are no tokens
+        log_pi, log_teacher = logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1)
+        return divergence(log_pi, log_teacher, kind, beta).sum()
+
+    return sum_over_logits(policy, sequences, inds, sum_of_divergences) / len(sequences)
 
 
 def evaluate(

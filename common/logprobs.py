@@ -6,11 +6,13 @@ column t belongs to token t of the completion, and is 0 after its end.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from common.model import autocast, backbone, forward_method, use_bfloat16
 from common.ranks import RANK, WORLD_SIZE, all_reduce_sum
@@ -38,6 +40,51 @@ def completion_logprobs(
     empty = torch.zeros(len(batch), width, device=model.device)
     logprobs, entropies = (empty.index_put((row, t), value.squeeze(1)) for value in values)
     return (logprobs, entropies) if entropy else logprobs
+
+
+@forward_method
+def sum_over_logits(
+    model: Any, sequences: Sequences, inds: Tensor, function: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """The sum of function(logits, chunk) over chunks of the completion tokens of sequences[inds],
+    one after the other. Logits (c, V), float32, exist for a chunk at a time: the backward pass
+    computes them again.
+    """
+    hidden, _, _ = completion_states(model, [sequences[i] for i in inds])  # (n, d)
+    head = output_head(model)
+    cast_weight = head.weight.bfloat16() if use_bfloat16(hidden.device) else head.weight
+    if head.weight.requires_grad:  # then gradients of chunks are added up in float32
+        head = head._replace(weight=head.weight.float())
+
+    def of_chunk(states: Tensor, chunk: slice) -> Tensor:
+        return function(differentiable_logits(states, head, cast_weight.detach()), chunk)
+
+    size, total = max(1, MAX_LOGITS // len(head.weight)), 0.0
+    for start in range(0, max(1, len(hidden)), size):  # an empty one gives gradients of 0
+        chunk = slice(start, start + size)
+        total = total + checkpoint(
+            of_chunk, hidden[chunk], chunk, use_reentrant=False, preserve_rng_state=False
+        )
+    return total
+
+
+@torch.no_grad()
+@forward_method
+def frozen_logits(model: Any, sequences: Sequences, inds: Tensor) -> Callable[[slice], Tensor]:
+    """Logits (c, V) of a chunk of the completion tokens of sequences[inds], without gradient."""
+    hidden, _, _ = completion_states(model, [sequences[i] for i in inds])  # (n, d)
+    head = output_head(model)
+    weight = head.weight.bfloat16() if use_bfloat16(hidden.device) else head.weight.detach()
+    bias = None if head.bias is None else head.bias.detach()
+    if isinstance(model, FSDPModule):  # its own are freed when this returns
+        weight, bias = weight.clone(), None if bias is None else bias.clone()
+    head = head._replace(weight=weight, bias=bias)
+
+    def logits_of_chunk(chunk: slice) -> Tensor:
+        buffer = torch.empty(len(hidden[chunk]), len(weight), device=hidden.device)
+        return head_logits(hidden[chunk], buffer, head)
+
+    return logits_of_chunk
 
 
 @forward_method
@@ -149,6 +196,36 @@ def head_logits(hidden: Tensor, buffer: Tensor, head: OutputHead) -> Tensor:
     if head.cap:
         logits.div_(head.cap).tanh_().mul_(head.cap)
     return logits
+
+
+class HeadProduct(torch.autograd.Function):
+    """hidden W^T (n, V), in float32, of hidden states (n, d). `cast_weight` is W as products take
+    it, cast once for all chunks; the gradient is that of W.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, cast_weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, cast_weight)
+        buffer = torch.empty(len(hidden), len(weight), device=hidden.device)
+        return head_logits(hidden, buffer, OutputHead(cast_weight, None, 1.0, None))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        hidden, cast_weight = ctx.saved_tensors
+        grad, grad_weight = grad.to(cast_weight.dtype), None
+        if ctx.needs_input_grad[1]:  # not under adapters
+            grad_weight = (grad.T @ hidden.to(cast_weight.dtype)).float()
+        return (grad @ cast_weight).to(hidden.dtype), grad_weight, None
+
+
+def differentiable_logits(hidden: Tensor, head: OutputHead, cast_weight: Tensor) -> Tensor:
+    """`head_logits`, with a gradient."""
+    logits = HeadProduct.apply(hidden, head.weight, cast_weight)
+    if head.bias is not None:
+        logits = logits + head.bias
+    logits = logits * head.scale
+    return head.cap * (logits / head.cap).tanh() if head.cap else logits
 
 
 class ChunkedLogprobs(torch.autograd.Function):

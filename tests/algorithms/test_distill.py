@@ -1,7 +1,10 @@
 """The mathematics of distill.py against enumerations, a step against plain transformers."""
 
+import gc
 import json
+import math
 import shutil
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +13,20 @@ import pytest
 import spies
 import torch
 from algorithms import set_weights
+from gpu_types import take_gpu_types
+from models import VOCAB, tiny_model
 from plain import plain_logprobs
 from reviews import plain_model
 from runs import metrics_of, read
 from spies import watch_steps
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, GenerationConfig
 
+import common.logprobs
 import distill
-from distill import Args, discounted_sums, distillation_loss
+from common.logprobs import frozen_logits
+from common.model import add_adapters
+from distill import Args, discounted_sums, distillation_loss, divergence, divergence_loss
 
 run = partial(algorithms.run, "distill", prompts_per_rollout=6, micro_batch_size=4)
 spy_on = partial(spies.spy_on, distill)
@@ -205,3 +214,238 @@ def test_what_ends_the_teachers_completions_ends_the_students(tmp_path, monkeypa
     run_dir = run(tmp_path / "runs", teacher=str(tmp_path / "teacher"))
     assert [call["stop_ids"] for call in calls] == 3 * [[2, 7]]
     assert GenerationConfig.from_pretrained(run_dir).eos_token_id == [2, 7]
+
+
+# --- over the whole vocabulary --------------------------------------------------------------------
+KINDS = [("reverse", 0.5), ("forward", 0.5), ("jsd", 0.5), ("jsd", 0.2)]
+every_kind = pytest.mark.parametrize(("kind", "beta"), KINDS)
+
+
+def by_hand(kind, beta, pi, teacher):
+    """D of two lists of probabilities, and its derivative by each logit of pi."""
+    mixture = [beta * t + (1 - beta) * p for p, t in zip(pi, teacher, strict=True)]
+    value, slopes = 0.0, []  # slopes: the derivative by each probability
+    for p, t, m in zip(pi, teacher, mixture, strict=True):
+        value += {
+            "reverse": p * math.log(p / t),
+            "forward": t * math.log(t / p),
+            "jsd": beta * t * math.log(t / m) + (1 - beta) * p * math.log(p / m),
+        }[kind]
+        slope = {
+            "reverse": math.log(p / t),
+            "forward": -t / p,
+            "jsd": (1 - beta) * math.log(p / m),
+        }
+        slopes.append(slope[kind])
+    mean = sum(p * slope for p, slope in zip(pi, slopes, strict=True))
+    return value, [p * (slope - mean) for p, slope in zip(pi, slopes, strict=True)]
+
+
+@every_kind
+def test_divergences_and_their_gradients_are_sums_by_hand(kind, beta):
+    (logits, policy), (_, teacher) = table(1), table(2)
+    found = divergence(policy, teacher.detach(), kind, beta)
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    for row in range(3):
+        value, slopes = by_hand(kind, beta, policy[row].exp().tolist(), teacher[row].exp().tolist())
+        assert found[row].item() == pytest.approx(value, rel=1e-8)
+        assert gradient[row].tolist() == pytest.approx(slopes, rel=1e-8)
+    assert found.max() > 0.05 and divergence(policy, policy, kind, beta).abs().max() < 1e-12
+
+
+def test_reverse_is_the_mean_of_the_sampled_estimate():
+    """Over all completions: the gradients of the sampled tokens' losses."""
+    logits, policy = table(1)
+    divergences = divergence(policy, table(2)[1].detach(), "reverse", 0.5)  # (3,) by token before
+    mean = 0.0
+    for y in COMPLETIONS:
+        probability = token_logprobs(3 * [policy], y).sum().exp().detach()
+        mean = mean + probability * divergences[[0, *y][: len(y)]].sum()
+    (exact,) = torch.autograd.grad(-mean, logits)
+    torch.testing.assert_close(expected_estimate(0.0), exact)
+
+
+@every_kind
+def test_divergences_are_those_of_trl(kind, beta):
+    trl = pytest.importorskip("trl.experimental.gkd", reason="pip install -e '.[bench]'")
+    (logits, policy), (teacher_logits, teacher) = table(1), table(2)
+    beta_of_trl = {"reverse": 1.0, "forward": 0.0, "jsd": beta}[kind]
+    theirs = trl.GKDTrainer.generalized_jsd_loss(
+        logits[None], teacher_logits.detach()[None], beta=beta_of_trl, reduction="sum"
+    )
+    ours = divergence(policy, teacher.detach(), kind, beta).sum()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*[torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)])
+
+
+def plain_divergence(policy, teacher, sequences, teacher_sequences, kind, beta):
+    """The sum over all completion tokens, in float64, from the models' own logits."""
+    total = 0.0
+    for (prompt, completion), (of_teacher, _) in zip(sequences, teacher_sequences, strict=True):
+        log_p = []
+        for model, before in ((policy, prompt), (teacher, of_teacher)):
+            logits = model(torch.tensor([before + completion])).logits[0, len(before) - 1 : -1]
+            log_p.append(logits[:, : policy.config.vocab_size].double().log_softmax(dim=1))
+        total = total + divergence(log_p[0], log_p[1].detach(), kind, beta).sum()
+    return total
+
+
+def tokens_of(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture
+def pairs():
+    """Sequences of the student, and of a teacher whose prompts are others: 13 completion tokens."""
+    completions = tokens_of((4, 6, 1, 2), 3)
+    prompts, of_teacher = tokens_of((3, 1, 5, 2), 1), tokens_of((2, 7, 1, 4), 2)
+    return [list(zip(rows, completions, strict=True)) for rows in (prompts, of_teacher)]
+
+
+def chunked_divergence(policy, teacher, pairs, inds, kind, beta):
+    sequences, teacher_sequences = pairs
+    of_teacher = frozen_logits(teacher, teacher_sequences, torch.tensor(inds, dtype=torch.long))
+    return divergence_loss(policy, sequences, torch.tensor(inds), of_teacher, kind, beta)
+
+
+@every_kind
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite"])
+def test_chunks_of_the_vocabulary_are_the_whole(architecture, kind, beta, pairs, monkeypatch):
+    """Also in micro-batches; the heads scale, cap and have a bias, T's embedding has more rows."""
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 3 * VOCAB + 1)
+    flags = {"gemma2": {"final_logit_softcapping": 5.0}, "granite": {"logits_scaling": 3.0}}
+    policy = tiny_model(architecture, **flags.get(architecture, {}))
+    teacher = tiny_model("llama", vocab_size=VOCAB + 3, initializer_range=0.3)
+    for model in (policy, teacher):
+        head = model.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.randn(len(head.weight)))
+    teacher.requires_grad_(False)
+    named = dict(policy.named_parameters())
+    expected = plain_divergence(policy, teacher, *pairs, kind, beta) / 4
+    expected_gradients = torch.autograd.grad(expected, named.values())
+    for batches in ([[0, 1, 2, 3]], [[2, 0], [3], [], [1]]):
+        policy.zero_grad()
+        losses = [chunked_divergence(policy, teacher, pairs, i, kind, beta) for i in batches]
+        sum(losses).backward()
+        assert sum(losses).item() == pytest.approx(expected.item(), rel=1e-5)
+        for (name, parameter), gradient in zip(named.items(), expected_gradients, strict=True):
+            scale = gradient.abs().max()
+            assert scale > 0 and (parameter.grad - gradient).abs().max() < 1e-4 * scale, name
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_a_rank_without_rows_has_gradients_of_zero(pairs):
+    """FSDP's ranks add up gradients together: each must have one for every weight."""
+    policy, teacher = tiny_model("llama"), tiny_model("llama").requires_grad_(False)
+    loss = chunked_divergence(policy, teacher, pairs, [], "reverse", 0.5)
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(parameter.grad.any() for parameter in policy.parameters())
+
+
+def test_no_more_than_a_chunk_of_logits_exists(pairs, monkeypatch):
+    """In both passes, of both models: after a chunk nothing as wide as the vocabulary is kept."""
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 3 * VOCAB + 1)
+    policy, teacher = tiny_model("llama"), tiny_model("llama").requires_grad_(False)
+    inds, rows, alive, most = [0, 1, 2, 3], [], [], 0
+    chunked_divergence(policy, teacher, pairs, inds, "jsd", 0.5)  # the checks of the heads
+    weights = {p.data_ptr() for model in (policy, teacher) for p in model.parameters()}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal most
+            outputs = function(*args, **(kwargs or {}))
+            for out in outputs if isinstance(outputs, tuple) else [outputs]:
+                is_wide = torch.is_tensor(out) and out.dim() == 2 and out.shape[1] == VOCAB
+                if is_wide and out.data_ptr() not in weights:  # a transposed W
+                    rows.append(len(out))
+                    alive.append(weakref.ref(out.untyped_storage()))
+            live = [storage() for storage in alive]
+            most = max(most, len({s.data_ptr() for s in live if s is not None}))
+            return outputs
+
+    with Watch():
+        loss = chunked_divergence(policy, teacher, pairs, inds, "jsd", 0.5)
+        gc.collect()
+        assert not any(storage() is not None for storage in alive)
+        loss.backward()
+    assert rows.count(3) > 4 and max(rows) == 3  # 13 tokens are five chunks
+    assert most < 20  # of one chunk: logits, log-probs and their gradients
+
+
+def test_on_a_gpu_products_are_rounded_and_gradients_of_chunks_are_summed_in_float32(
+    pairs, monkeypatch
+):
+    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 3 * VOCAB + 1)
+
+    def gradients():
+        policy = tiny_model("llama", initializer_range=0.2)
+        teacher = tiny_model("llama", initializer_range=0.3).requires_grad_(False)
+        chunked_divergence(policy, teacher, pairs, [0, 1, 2, 3], "reverse", 0.5).backward()
+        return [parameter.grad for parameter in policy.parameters()]
+
+    exact = gradients()
+    take_gpu_types(monkeypatch)
+    for a, b in zip(exact, gradients(), strict=True):
+        assert b.dtype == torch.float32 and 0 < (a - b).norm() < 0.1 * a.norm()
+
+
+@every_kind
+@pytest.mark.parametrize("hint", [False, True])
+def test_each_step_over_the_vocabulary_is_that_of_plain_transformers(
+    kind, beta, hint, tmp_path, monkeypatch
+):
+    sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
+    flags = dict(teacher_prompt_column="answer") if hint else {}
+    run(tmp_path, total_rollouts=2, divergence=kind, jsd_beta=beta, max_grad_norm=3.0, **flags)
+    policy, teacher = plain_model(Args.model), plain_model(Args.model if hint else Args().teacher)
+    hints = hints_by_prompt()
+    for step, (weights, gradient, _) in enumerate(steps, start=1):
+        set_weights(policy, weights)
+        (_, prompts, *_), (completions, _) = sampled[step]
+        sequences = list(zip(prompts, completions, strict=True))
+        of_teacher = [(hints[tuple(x)] if hint else x, y) for x, y in sequences]
+        (plain_divergence(policy, teacher, sequences, of_teacher, kind, beta) / 6).backward()
+        assert max(g.abs().max() for g in gradient) > 0.005
+        for found, parameter in zip(gradient, policy.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_many_chunks_of_a_trained_head_in_bfloat16_add_up(monkeypatch):
+    """As sharded on a GPU: its gradient is summed in float32, and rounded once."""
+    completion, found = tokens_of((300,), 4)[0], []
+    for size in (1, 300):
+        monkeypatch.setattr(common.logprobs, "MAX_LOGITS", size * VOCAB)
+        policy = tiny_model("llama", tie_word_embeddings=False, max_position_embeddings=512)
+        teacher = tiny_model("llama", initializer_range=0.3, max_position_embeddings=512)
+        head = policy.get_output_embeddings().weight
+        head.data = head.data.bfloat16()
+        sequences = [([3], completion)]
+        teacher.requires_grad_(False)
+        chunked_divergence(policy, teacher, [sequences] * 2, [0], "reverse", 0.5).backward()
+        found.append(head.grad.float())
+    assert (found[0] - found[1]).norm() < 0.004 * found[1].norm()
+
+
+def test_with_adapters_the_teacher_is_the_policy_without_them(tmp_path, monkeypatch):
+    """With layers that are computed once more. The gradient of a later step, by the adapters."""
+    sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
+    losses = spy_on(monkeypatch, "divergence_loss")
+    flags = dict(teacher_prompt_column="answer", lora_rank=2, divergence="forward")
+    flags |= dict(total_rollouts=3, activation_checkpointing=True, learning_rate=1e-2)
+    run(tmp_path, **flags)
+    (_, prompts, *_), (completions, _) = sampled[3]  # the last step's
+    found = sum(loss.item() for _, loss in losses[-2:])  # two micro-batches
+    policy, teacher, hints = plain_model(Args.model), plain_model(Args.model), hints_by_prompt()
+    add_adapters(policy, 2, seed=1)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    for parameter, weight in zip(trained, steps[-1][0], strict=True):
+        parameter.data.copy_(weight)
+    sequences = list(zip(prompts, completions, strict=True))
+    of_teacher = [(hints[tuple(x)], y) for x, y in sequences]
+    loss = plain_divergence(policy, teacher, sequences, of_teacher, "forward", 0.5) / 6
+    assert found == pytest.approx(loss.item(), rel=1e-4)
+    loss.backward()
+    for gradient, parameter in zip(steps[-1][1], trained, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)

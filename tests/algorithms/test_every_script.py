@@ -44,6 +44,7 @@ RANGES = {
     (FROM_0, (1.0, math.nextafter(1, 2))): "gamma gae_lambda discount",
     (FROM_0, (math.nextafter(1, 0), 1.0)): "warmup_ratio",
     (FROM_0, (math.nextafter(0.5, 0), 0.5)): "label_smoothing",
+    ((TINY, 0.0), (math.nextafter(1, 0), 1.0)): "jsd_beta",
 }
 EDGES = {flag: edges for edges, flags in RANGES.items() for flag in flags.split()}
 

@@ -37,6 +37,10 @@ MORE = {
     "rm_bradley_terry-lora": dict(lora_rank=4),
     # The teacher is the student without adapters; some rank has no row of an evaluation.
     "distill-lora": dict(lora_rank=4, eval_split="test[:1]"),
+    "distill-jsd": dict(divergence="jsd", discount=0.0, teacher_prompt_column=None),
+    "distill-forward": dict(
+        divergence="forward", discount=0.0, lora_rank=4, activation_checkpointing=True
+    ),
 }
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:

@@ -1,24 +1,29 @@
-"""docs/distill.md: distillation, GRPO itself, and SFT on the teacher's completions."""
+"""docs/distill.md: distillation, the noise of its gradient, GRPO itself, and SFT on the teacher's
+completions.
+"""
 
 import tempfile
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
-from torch import Generator
+import torch
+from torch import Generator, Tensor
 
 import distill
 import grpo
 import sft
+from common.logprobs import completion_logprobs, frozen_logits
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.metrics import Metric
 from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
-from docs.experiments.lib.tables import spread
+from docs.experiments.lib.tables import rounded, spread
 from tiny.arithmetic.reward import last_number
 
 BY_TOKEN, BY_SUM = "distillation", "distillation, `--discount 1`"
 COMMANDS = {BY_TOKEN: "distill.py --eval-every 8", BY_SUM: "distill.py --discount 1 --eval-every 8"}
+DIVERGENCES = ("sampled", "reverse", "forward", "jsd")
 TEACHER, BY_SFT = "the teacher", "SFT on the teacher's completions"
 
 
@@ -65,7 +70,43 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     return found
 
 
-# --- the table ---------------------------------------------------------------------------------
+def measure_noise(num_rollouts: int = 40) -> dict[str, dict[str, float]]:
+    """By --divergence, of the gradient before the first step: the squared norm of its mean over
+    rollouts, and the variance of a rollout's, summed over all weights.
+    """
+    args = distill.Args()
+    student, teacher = sampling.load_policy(args.model), sampling.load_policy(args.teacher).model
+    prompts = sampling.load_prompts(grpo.Args(), "train", student.tokenizer)
+    policy, size = student.model, args.prompts_per_rollout
+    inds, gradients = torch.arange(size), {name: [] for name in DIVERGENCES}
+
+    def loss_of(name: str, sequences: list) -> Tensor:
+        if name == "sampled":
+            rewards, _ = distill.token_rewards(policy, teacher, sequences, sequences, [inds])
+            logprobs = completion_logprobs(policy, sequences, inds)
+            return distill.distillation_loss(logprobs, rewards, size)
+        of_teacher = frozen_logits(teacher, sequences, inds)
+        return distill.divergence_loss(policy, sequences, inds, of_teacher, name, args.jsd_beta)
+
+    for seed in range(num_rollouts):
+        rng = Generator().manual_seed(seed)
+        chosen = torch.randint(len(prompts), [size], generator=rng)
+        prompt_ids = [prompts[i].ids for i in chosen]
+        sequences, _ = sampling.sample(student, prompt_ids, args.max_new_tokens, rng)
+        for name in DIVERGENCES:
+            gradient = torch.autograd.grad(loss_of(name, sequences), [*policy.parameters()])
+            gradients[name].append(torch.cat([part.flatten() for part in gradient]).double())
+    found = {}
+    for name in DIVERGENCES:
+        variance, average = torch.var_mean(torch.stack(gradients[name]), dim=0)
+        total = variance.sum().item()
+        # The squared norm of an average has a share of the variance in it.
+        squared = average.square().sum().item() - total / num_rollouts
+        found[name] = {"variance": total, "squared norm": squared}
+    return rounded(found)
+
+
+# --- the tables --------------------------------------------------------------------------------
 def points_of_grpo() -> list[list[tuple[int, float, float]]]:
     """The same of GRPO's stored runs, by seed."""
     curves, found = saved_results("grpo")["curves"]["(default)"], []
@@ -106,7 +147,18 @@ def tables(results: dict) -> dict[str, dict]:
     return {"distill": {"columns": [*columns, "of the teacher's gain"], "rows": rows}}
 
 
+def noise_tables(results: dict) -> dict[str, dict]:
+    rows = []
+    for name, measured in results["numbers"].items():
+        variance, squared = measured["variance"], measured["squared norm"]
+        numbers = [f"{squared:.3g}", f"{variance:.3g}", f"{variance / squared:.2f}"]
+        rows.append([f"`--divergence {name}`", *numbers])
+    columns = ["", "squared norm of the mean gradient", "variance of a rollout's", "ratio"]
+    return {"distill_noise": {"columns": columns, "rows": rows}}
+
+
 EXPERIMENTS = (
+    Experiment("distill_noise", measure_all=measure_noise, more_tables=noise_tables),
     Experiment(
         "distill",
         COMMANDS,
