@@ -10,8 +10,9 @@ equation 7, where eps = 0):
 
 With eps > 0, labels are taken to be wrong with this probability (conservative DPO, Mitchell 2023).
 `--loss sigmoid_norm` takes h of means per token, and so does `ipo` (2310.12036), which pulls it to
-1 / (2 beta). Two losses need no reference. With the mean per token m(y) = log pi(y|x) / |y|, and
-odds = e^m / (1 - e^m), they are
+1 / (2 beta). `apo_zero` (2408.06266) raises the chosen log-ratio above 0 and lowers the other. Two
+losses need no reference. With the mean per token m(y) = log pi(y|x) / |y|, and odds =
+e^m / (1 - e^m), they are
 
     simpo:  - log sigmoid(beta m(y_w) - beta m(y_l) - gamma)              (2405.14734, equation 6),
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
@@ -27,9 +28,9 @@ not sums; AdamW and a linear schedule.
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # continue an interrupted run
 
-A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); SimPO, ORPO, --reference and
---nll-coef: any), then `reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls
-by tens of nats, raise beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
+A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); apo_zero: 1; SimPO, ORPO,
+--reference and --nll-coef: any), then `reward/margin` and `reward/accuracy` rise. If
+`policy/logprob_chosen` falls by tens of nats, raise beta (SimPO: lower the learning rate).
 """
 
 import json
@@ -160,8 +161,7 @@ def apo_zero_loss(logratios: Tensor, beta: float) -> Tensor:
     """1 - sigmoid(beta h_w) + sigmoid(beta h_l) (B,) (APO-zero, arXiv 2408.06266, equation 7), with
     the log-ratios (B, 2) of `dpo_loss`: h_w is to rise above 0, the reference, and h_l to fall.
     """
-    chosen, rejected = torch.sigmoid(beta * logratios).unbind(dim=1)
-    return 1 - chosen + rejected
+    return 1 - torch.sigmoid(beta * logratios[:, 0]) + torch.sigmoid(beta * logratios[:, 1])
 
 
 def ipo_loss(mean_logratios: Tensor, beta: float) -> Tensor:

@@ -11,9 +11,9 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
-Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. If completions
-come from another policy, pi_sampler, --importance-cap C multiplies the loss of each token by the
-constant min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
+Dr. GRPO, GSPO, GDPO, CISPO, SAPO, MaxRL and others are lines of flags: docs/recipes.md. If another
+policy samples, pi_sampler, --importance-cap C multiplies the loss of each token by the constant
+min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
