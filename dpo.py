@@ -10,8 +10,9 @@ equation 7, where eps = 0):
 
 With eps > 0, labels are taken to be wrong with this probability (conservative DPO, Mitchell 2023).
 `--loss sigmoid_norm` takes h of means per token, and so does `ipo` (2310.12036), which pulls it to
-1 / (2 beta). Two losses need no reference. With the mean per token m(y) = log pi(y|x) / |y|, and
-odds = e^m / (1 - e^m), they are
+1 / (2 beta). `apo_zero` (2408.06266) raises the chosen log-ratio above 0 and lowers the other. Two
+losses need no reference. With the mean per token m(y) = log pi(y|x) / |y|, and odds =
+e^m / (1 - e^m), they are
 
     simpo:  - log sigmoid(beta m(y_w) - beta m(y_l) - gamma)              (2405.14734, equation 6),
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
@@ -27,9 +28,9 @@ not sums; AdamW and a linear schedule.
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
     python dpo.py --resume runs/dpo__1__...                # continue an interrupted run
 
-A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); SimPO, ORPO, --reference and
---nll-coef: any), then `reward/margin` and `reward/accuracy` rise. If `policy/logprob_chosen` falls
-by tens of nats, raise beta (SimPO: lower the learning rate). With ORPO the log-prob rises.
+A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); apo_zero: 1; SimPO, ORPO,
+--reference and --nll-coef: any), then `reward/margin` and `reward/accuracy` rise. If
+`policy/logprob_chosen` falls by tens of nats, raise beta (SimPO: lower the learning rate).
 """
 
 import json
@@ -97,9 +98,9 @@ class Args:
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
     # sigmoid: DPO's own; sigmoid_norm: with log-ratios per token (OLMo 2, Tulu 3)
-    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "simpo", "orpo"] = "sigmoid"
+    loss: Literal["sigmoid", "sigmoid_norm", "apo_zero", "ipo", "simpo", "orpo"] = "sigmoid"
     # coefficient of the KL to the reference (simpo: scale of the rewards; orpo: lambda); default,
-    # tuned on tiny/: 0.3 (sigmoid), 1 (ipo), 5 (sigmoid_norm, simpo, orpo)
+    # tuned on tiny/: 0.3 (sigmoid, apo_zero), 1 (ipo), 5 (sigmoid_norm, simpo, orpo)
     beta: PositiveFloat | None = None
     gamma: NonNegativeFloat = 0.5  # target margin of simpo, not divided by beta (paper: 0.3 to 1.6)
     # eps of the sigmoid losses, the probability that a label is wrong (conservative DPO)
@@ -125,7 +126,7 @@ class Args:
 
     def __post_init__(self):
         if self.beta is None:
-            self.beta = {"sigmoid": 0.3, "ipo": 1.0}.get(self.loss, 5.0)
+            self.beta = {"sigmoid": 0.3, "apo_zero": 0.3, "ipo": 1.0}.get(self.loss, 5.0)
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/preferences":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
         if self.label_smoothing > 0 and self.loss not in ("sigmoid", "sigmoid_norm"):
@@ -154,6 +155,13 @@ def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
     """
     margin = beta * (logratios[:, 0] - logratios[:, 1])  # beta h
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def apo_zero_loss(logratios: Tensor, beta: float) -> Tensor:
+    """1 - sigmoid(beta h_w) + sigmoid(beta h_l) (B,) (APO-zero, arXiv 2408.06266, equation 7), with
+    the log-ratios (B, 2) of `dpo_loss`: h_w is to rise above 0, the reference, and h_l to fall.
+    """
+    return 1 - torch.sigmoid(beta * logratios[:, 0]) + torch.sigmoid(beta * logratios[:, 1])
 
 
 def ipo_loss(mean_logratios: Tensor, beta: float) -> Tensor:
@@ -203,9 +211,8 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    has_reference = args.loss in ("sigmoid", "sigmoid_norm", "ipo")
-    ref_model = policy if has_reference else None  # its adapters are off where it is the reference
-    if has_reference and (args.reference or args.lora_rank == 0):
+    ref_model = None if args.loss in ("simpo", "orpo") else policy  # without its adapters
+    if ref_model and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
@@ -307,10 +314,12 @@ def pair_losses(
     tokens, in nats, the latter None for SimPO and ORPO; lengths: (B, 2) in tokens.
     """
     scores = logprobs if ref_logprobs is None else logprobs - ref_logprobs
-    if args.loss != "sigmoid":
+    if args.loss not in ("sigmoid", "apo_zero"):
         scores = scores / lengths  # means per token
     if args.loss == "ipo":
         losses = ipo_loss(scores, args.beta)
+    elif args.loss == "apo_zero":
+        losses = apo_zero_loss(scores, args.beta)
     elif args.loss == "simpo":
         losses = simpo_loss(scores, args.beta, args.gamma)
     elif args.loss == "orpo":

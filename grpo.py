@@ -11,9 +11,9 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
 
 pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
-Dr. GRPO, GSPO, GDPO, CISPO and ScaleRL are lines of flags: docs/grpo.md#recipes. If completions
-come from another policy, pi_sampler, --importance-cap C multiplies the loss of each token by the
-constant min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
+Dr. GRPO, GSPO, GDPO, CISPO, SAPO, MaxRL and others are lines of flags: docs/recipes.md. If another
+policy samples, pi_sampler, --importance-cap C multiplies the loss of each token by the constant
+min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -115,16 +115,17 @@ class Args:
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
     # KL in the loss (k3), there times the ratio (`unbiased`), or in the reward (k1)
     kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
-    # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO)
-    loss: Literal["clip", "cispo"] = "clip"
+    # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO);
+    # sapo: a smooth gate, without a clip (SAPO); dppo: limits of pi - pi_old, usually 0.15 (DPPO)
+    loss: Literal["clip", "cispo", "sapo", "dppo"] = "clip"
     # eps_low: no gradient below 1 - eps_low where the advantage is negative (GSPO: 3e-4)
     clip_coef: PositiveFloat = 0.2
     # eps_high: none above 1 + eps_high where it is positive (GSPO: 4e-4); default: --clip-coef
     clip_coef_high: PositiveFloat | None = None
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
-    # divide advantages by the standard deviation of the group's rewards or of the whole batch's
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    # divide advantages by the rewards' standard deviation, or the mean of a group's (MaxRL)
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     # tokens' mean in each completion (GRPO), in all (DAPO), or sum over a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
@@ -192,6 +193,16 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
         std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
         advantages = advantages / (std + 1e-4)
     return advantages.view(-1).float()
+
+
+def maxrl_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r) in each group of rewards (B,) of 1 and 0: 1/p - 1 where right
+    and -1 where wrong, p being the share that is right (MaxRL, arXiv 2602.02710). Other rewards
+    may have a mean near 0 or below, so the divisor is at least 1/G.
+    """
+    groups = rewards.view(-1, group_size)
+    means = groups.mean(dim=1, keepdim=True)
+    return ((groups - means) / means.clamp(min=1 / group_size)).view(-1)
 
 
 def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) -> Tensor:
@@ -262,21 +273,29 @@ def grpo_loss(
     """-{ min(...) - beta KL_it } (equation 3) at each token (B, T), to be weighted and summed.
 
     Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
-    the mask (B, T) is; without those under pi_ref there is no KL. Advantages are (B,).
+    the mask (B, T) is; without those under pi_ref there is no KL. Advantages are (B,). The losses
+    are those of CISPO (arXiv 2506.13585), SAPO (2511.20347) and DPPO (2602.04879, binary TV).
     """
     advantages = advantages[:, None]
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if loss_type == "cispo":  # the clipped ratio is a constant weight: no token loses its gradient
-        objective = clipped_ratio.detach() * advantages * logprobs
-    else:  # no gradient where the ratio has left the interval to the side that A pushes to
+    if loss_type == "clip":  # no gradient where the ratio has left the interval to A's side
         objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    if ref_logprobs is not None:
-        kl = k3_kl(logprobs, ref_logprobs)
-        if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
-            kl = kl * (ratio if level == "token" else (logprobs - old_logprobs).exp())
-        objective = objective - beta * kl
-    return -objective
+    elif loss_type == "cispo":  # the clipped ratio is a constant weight: all have a gradient
+        objective = clipped_ratio.detach() * advantages * logprobs
+    elif loss_type == "sapo":  # a gate whose slope is 1 at ratio 1, and fades to both sides
+        tau = torch.where(advantages > 0, 1.0, 1.05)
+        objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    else:  # dppo: no gradient where the probability, not the ratio, has moved too far to A's side
+        shift = logprobs.exp() - old_logprobs.exp()
+        is_far = torch.where(advantages > 0, shift > clip_high, shift < -clip_low)
+        objective = (ratio * advantages).masked_fill(is_far, 0.0)
+    if ref_logprobs is None:
+        return -objective
+    kl = k3_kl(logprobs, ref_logprobs)
+    if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
+        kl = kl * (ratio if level == "token" else (logprobs - old_logprobs).exp())
+    return beta * kl - objective
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -362,14 +381,16 @@ def main(args: Args) -> Path:
                 ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
+        returns = rewards - args.missing_eos_penalty * ~ended
+        if args.overlong_buffer > 0:
+            returns -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
+        if kl_in_reward:  # k1, summed over the completion's tokens
+            returns -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1).cpu()
         if args.multi_objective_aggregation == "normalize_then_sum":
             advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size)  # (B,)
+        elif args.scale_rewards == "mean":
+            advantages = maxrl_advantages(returns, args.group_size)
         else:
-            returns = rewards - args.missing_eos_penalty * ~ended
-            if args.overlong_buffer > 0:
-                returns -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
-            if kl_in_reward:  # k1, summed over the completion's tokens
-                returns -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1).cpu()
             advantages = group_advantages(returns, args.group_size, args.scale_rewards)
         advantages = advantages.to(device)
 
@@ -531,7 +552,7 @@ def ratio_sums(
     log_ratio = policy_log_ratios(logprobs, old_logprobs, mask, level)
     ratio = log_ratio.exp()
     is_low, is_high = ratio < 1 - args.clip_coef, ratio > 1 + args.clip_coef_high
-    if args.loss == "clip":  # on one side, which the advantage chooses; CISPO clips on both
+    if args.loss != "cispo":  # on one side, which the advantage chooses; CISPO clips on both
         is_low &= advantages[:, None] < 0
         is_high &= advantages[:, None] > 0
     return {

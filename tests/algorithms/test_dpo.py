@@ -22,7 +22,7 @@ SMALL = dict(train_split="train[:20]", epochs=0.4, learning_rate=2e-3, beta=0.5,
 run = partial(algorithms.run, "dpo", **SMALL)
 spy_on = partial(spies.spy_on, dpo)
 # Each loss with all that belongs to it.
-REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo")]
+REFERENCED = [dict(loss="sigmoid", label_smoothing=0.2), dict(loss="ipo"), dict(loss="apo_zero")]
 REFERENCED += [dict(loss="sigmoid_norm", label_smoothing=0.1)]
 REFERENCED = [flags | dict(nll_coef=0.5) for flags in REFERENCED]
 FREE = [dict(loss="simpo", gamma=0.3, nll_coef=0.5), dict(loss="orpo")]
@@ -35,13 +35,15 @@ def plain_pair(args, policy, reference, row):
     sides = [ids(row[side] + " <eos>") for side in ("chosen", "rejected")]
     logprobs = [plain_logprobs(policy, prompt, side)[0].sum() for side in sides]
     refs = [0, 0]
-    if args.loss in ("sigmoid", "sigmoid_norm", "ipo"):
+    if args.loss in ("sigmoid", "sigmoid_norm", "apo_zero", "ipo"):
         with torch.no_grad():
             refs = [plain_logprobs(reference, prompt, side)[0].sum() for side in sides]
-    scales = [1 if args.loss == "sigmoid" else len(side) for side in sides]
+    scales = [1 if args.loss in ("sigmoid", "apo_zero") else len(side) for side in sides]
     good, bad = ((a - b) / n for a, b, n in zip(logprobs, refs, scales, strict=True))
     if args.loss == "ipo":
         loss = (good - bad - 1 / (2 * args.beta)) ** 2
+    elif args.loss == "apo_zero":  # 1 - sigmoid(x) = 1 / (1 + e^x)
+        loss = 1 / (1 + torch.exp(args.beta * good)) + 1 / (1 + torch.exp(-args.beta * bad))
     elif args.loss == "orpo":  # -log sigmoid(log a - log b) = log(1 + b / a)
         odds = [good.exp() / (1 - good.exp()), bad.exp() / (1 - bad.exp())]
         loss = -good + args.beta * torch.log(1 + odds[1] / odds[0])
@@ -72,7 +74,7 @@ def losses_of(chosen, rejected, **flags):
     """Of sums over tokens where the loss takes these, else of means; the reference's are all 0."""
     lengths = torch.tensor([[4, 2]])
     args, logprobs = Args(**flags), torch.stack([chosen, rejected], dim=1)
-    if args.loss != "sigmoid":
+    if args.loss not in ("sigmoid", "apo_zero"):
         logprobs = logprobs * lengths
     losses, _ = pair_losses(args, logprobs, torch.zeros_like(logprobs), lengths)
     return losses
@@ -80,6 +82,7 @@ def losses_of(chosen, rejected, **flags):
 
 LN3 = math.log(3)
 SMOOTH, IPO, SIMPO = dict(label_smoothing=0.1), dict(loss="ipo"), dict(loss="simpo", beta=2.0)
+APO_ZERO = dict(loss="apo_zero", beta=0.5)
 
 
 def smooth_loss(p):
@@ -99,6 +102,10 @@ def smooth_loss(p):
         (0, 0, IPO | dict(beta=0.5), 1, -2),  # (0 - 1)^2, slope 2 (0 - 1)
         (3, 1, IPO | dict(beta=0.25), 0, 0),  # 2 - 1/0.5: at the distance aimed for
         (5, 0, IPO | dict(beta=0.25), 9, 6),  # beyond it, and pulled back
+        # sigmoid(ln 3) = 3/4 and sigmoid(-ln 3) = 1/4, both of slope 3/16: 1 - 3/4 + 1/4, then
+        # two that have risen alike, 1 - 3/4 + 3/4, whose difference is 0
+        (2 * LN3, -2 * LN3, APO_ZERO, 1 / 2, -0.5 * 3 / 16),
+        (2 * LN3, 2 * LN3, APO_ZERO, 1, -0.5 * 3 / 16),
         # beta (m_w - m_l) - gamma is -ln 3 and -ln 9; the slope is beta (sigmoid - 1)
         (-1, -1, SIMPO | dict(gamma=LN3), -math.log(1 / 4), -2 * 3 / 4),
         (-1 - LN3, -1, SIMPO | dict(gamma=0), -math.log(1 / 10), -2 * 9 / 10),  # sigmoid(-ln 9)
@@ -246,7 +253,7 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
 
 
 def test_each_loss_has_a_beta_of_its_own_by_default():
-    betas = {"sigmoid": 0.3, "ipo": 1.0, "simpo": 5, "orpo": 5}
+    betas = {"sigmoid": 0.3, "apo_zero": 0.3, "ipo": 1.0, "simpo": 5, "orpo": 5}
     assert {loss: Args(loss=loss).beta for loss in betas} == betas
     assert Args(loss="simpo", beta=2.0).beta == 2
 

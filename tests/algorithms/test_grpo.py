@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 import common.logprobs
 import grpo
 from grpo import Args, gdpo_advantages, group_advantages, grpo_loss, k3_kl, length_penalty
-from grpo import ratio_sums, token_weights
+from grpo import maxrl_advantages, ratio_sums, token_weights
 from runs import metrics_of
 
 POLICY = "tiny/arithmetic/policy"
@@ -107,6 +107,16 @@ def test_equal_rewards_give_exactly_zero(monkeypatch, reciprocal):
     for group_size in range(2, 257):
         advantages = group_advantages(values.repeat_interleave(group_size), group_size)
         assert (advantages == 0).all(), group_size
+
+
+def test_maxrl_divides_by_the_share_that_is_right():
+    # 1/4 right: 1 / (1/4) - 1 and -1. 3/4: 1 / (3/4) - 1 and -1. None and all teach nothing.
+    rewards = torch.tensor([0.0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1])
+    expected = [-1, -1, 3, -1, 1 / 3, 1 / 3, -1, 1 / 3, *[0] * 8]
+    assert maxrl_advantages(rewards, 4).tolist() == pytest.approx(expected)
+    # A mean of -1/2: what is better stays so, and is multiplied by no more than G.
+    found = maxrl_advantages(torch.tensor([-1.0, 1, -1, -1]), 4)
+    assert found.tolist() == pytest.approx([-2, 6, -2, -2])
 
 
 # --- several rewards: GDPO ------------------------------------------------------------------------
@@ -228,6 +238,35 @@ def test_cispo_weighs_the_gradient_of_log_pi_by_the_clipped_ratio(ratio, advanta
     assert sums["policy/clip_fraction_high"] == (weight == 1.28)
     (-loss).backward()
     assert logprobs.grad.item() == pytest.approx(weight * advantage)
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "dppo"])
+def test_the_gates_of_sapo_and_dppo_equal_plain_loops(loss_type):
+    torch.manual_seed(0)
+    logprobs, old = torch.rand(2, 60, 2, dtype=torch.float64).clamp(min=0.02).log()
+    logprobs.requires_grad_()
+    advantages, mask = torch.randn(60, dtype=torch.float64), torch.ones(60, 2).bool()
+    limits = dict(clip_low=0.15, clip_high=0.3)
+    losses = grpo_loss(logprobs, old, None, advantages, mask, loss_type=loss_type, **limits)
+    losses.sum().backward()
+    held = {True: 0, False: 0}  # by the sign of the advantage
+    for i, a in enumerate(advantages.tolist()):
+        for t in range(2):
+            p, q = math.exp(logprobs[i, t]), math.exp(old[i, t])
+            if loss_type == "sapo":  # d rho / d log pi = rho, and the gate's slope is 4 g (1 - g)
+                tau = 1.0 if a > 0 else 1.05
+                g = 1 / (1 + math.exp(-tau * (p / q - 1)))
+                value, slope = a * g * 4 / tau, a * 4 * g * (1 - g) * p / q
+            else:
+                stays = p - q <= 0.3 if a > 0 else q - p <= 0.15
+                value = slope = a * p / q if stays else 0.0
+                held[a > 0] += not stays
+            assert losses[i, t].item() == pytest.approx(-value, rel=1e-5)
+            assert logprobs.grad[i, t].item() == pytest.approx(-slope, rel=1e-5, abs=1e-9)
+    assert loss_type == "sapo" or (5 < held[True] < 55 and 5 < held[False] < 55)
+    # The log counts the tokens that `clip` would hold.
+    sums = [ratio_sums(Args(loss=x), logprobs, old, advantages, mask) for x in (loss_type, "clip")]
+    assert sums[0] == sums[1] and sums[0]["policy/clip_fraction_low"] > 0
 
 
 # --- penalties and pass@k -------------------------------------------------------------------------
@@ -406,6 +445,7 @@ WHOLE = [
     | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05)
     | dict(ent_coef=0.3),
     dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
+    dict(missing_eos_penalty=0.5, scale_rewards="mean", loss="sapo", max_new_tokens=8),
     dict(kl_placement="unbiased", importance_sampling_level="sequence")
     | dict(multi_objective_aggregation="normalize_then_sum"),
 ]
@@ -441,7 +481,10 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     shaped = rewards - beta_in_reward * k1 - args.missing_eos_penalty * cut_off
     if args.overlong_buffer:
         shaped -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
-    advantages = group_advantages(shaped, 4, args.scale_rewards)
+    if args.scale_rewards == "mean":
+        advantages = maxrl_advantages(shaped, 4)
+    else:
+        advantages = group_advantages(shaped, 4, args.scale_rewards)
     if args.multi_objective_aggregation == "normalize_then_sum":
         advantages = gdpo_advantages(torch.stack([right, brevity]), reward_weights, 4)
 

@@ -72,7 +72,9 @@ def settings(tmp_path):
 LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.3), ("sigmoid_norm", 5.0)])
+@pytest.mark.parametrize(
+    ("loss", "beta"), [("sigmoid", 0.3), ("sigmoid_norm", 5.0), ("apo_zero", 0.3)]
+)
 def test_dpo(loss, beta, tmp_path):
     rows = first_rows("preferences", ["prompt", "chosen", "rejected"])
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
@@ -110,6 +112,7 @@ RECIPES = {
         "sequence",
     ),
     "batch": (dict(loss_type="grpo", scale_rewards="batch"), {}, "sequence"),
+    "sapo": (dict(loss_type="sapo"), dict(loss_type="sapo"), "sequence"),
 }
 
 
