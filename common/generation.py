@@ -59,23 +59,24 @@ def generate(
     """
     uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
     uniform = uniform.to(model.device)
-    start, end = len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE
-    groups, completions = defaultdict(list), {}
+    mine = range(len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE)
+    same_batch, completions = defaultdict(list), {}
     logprobs = torch.zeros(uniform.shape, device=model.device)  # (B, max_new_tokens)
     with unsharded(model), autocast(model.device):
         output_head(model)  # tried by all ranks, those without prompts too
-        if end > start and not hasattr(model, "can_pad_left"):
+        if mine and not hasattr(model, "can_pad_left"):
             model.can_pad_left = can_pad_left(model)
-        for i in range(start, end):  # which can share a batch: all, or those of one length
-            groups[0 if model.can_pad_left else len(prompts[i])].append(i)
-        for group in groups.values():
-            for batch in torch.tensor(group).split(batch_size or len(group)):
+        for i in mine:  # with left padding all can share a batch, else those of one length
+            length = None if model.can_pad_left else len(prompts[i])
+            same_batch[length].append(i)
+        for inds in same_batch.values():
+            for batch in torch.tensor(inds).split(batch_size or len(inds)):
                 batch_prompts = [prompts[i] for i in batch]
                 decoded, logprobs[batch] = decode(
                     model, batch_prompts, uniform[batch], temperature, stop_ids
                 )
                 completions.update(zip(batch.tolist(), decoded, strict=True))
-    completions = all_gather([completions[i] for i in range(start, end)])
+    completions = all_gather([completions[i] for i in mine])
     longest = max(map(len, completions), default=0)
     return completions, all_reduce_sum(logprobs)[:, :longest]
 
@@ -87,7 +88,7 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
     stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
     sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
     logprobs = torch.zeros(uniform.shape, device=model.device)
-    rows = torch.arange(len(prompts), device=model.device)  # of `sampled`, of the batch's sequences
+    rows = torch.arange(len(prompts), device=model.device)  # of the sequences that are continued
     ended = torch.zeros_like(rows, dtype=torch.bool)
     interval = 1 if model.device.type == "cpu" else 8  # tokens: reading `ended` stalls a GPU
     for t in range(uniform.shape[1]):
@@ -99,9 +100,9 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
             running = (~ended).nonzero().squeeze(1)
             if len(running) == 0:
                 break
-            if decoder.can_drop(len(rows) - len(running)):  # ended sequences leave the batch
-                rows, tokens, ended = rows[running], tokens[running], ended[running]
+            if decoder.should_drop(len(ended) - len(running)):
                 decoder.select(running)
+                rows, tokens, ended = rows[running], tokens[running], ended[running]
         if t + 1 < uniform.shape[1]:
             logits = decoder.next_logits(tokens)
     completions = [[token for token in row if token >= 0] for row in sampled.tolist()]
@@ -133,10 +134,10 @@ class Decoder:
             self.head = self.head._replace(weight=self.head.weight.bfloat16())
         ids, mask = pad_rows(prompts, model.device, side="left")  # (B, P)
         self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
-        if left_padded:
-            rows = torch.cat([ids, mask.long()], dim=1)  # the mask tells a padded [7] from [0, 7]
-            rows, self.prompt_of = rows.unique_consecutive(dim=0, return_inverse=True)
-            ids, mask = rows.chunk(2, dim=1)
+        if left_padded:  # equal neighbours once; the mask tells a padded [7] from [0, 7]
+            both = torch.cat([ids, mask.long()], dim=1)
+            both, self.prompt_of = both.unique_consecutive(dim=0, return_inverse=True)
+            ids, mask = both.chunk(2, dim=1)
         self.tokens, self.mask = ids, mask.long()
         # Counted over real tokens, so that a padded prompt has the positions that it has alone.
         self.positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -167,12 +168,12 @@ class Decoder:
         buffer = torch.empty(len(hidden), len(self.head.weight), device=hidden.device)
         return head_logits(hidden, buffer, self.head)
 
-    def can_drop(self, num_ended: int) -> bool:
-        """Whether `num_ended` of the sequences should be dropped now."""
+    def should_drop(self, num_ended: int) -> bool:
+        """Whether the sequences that have ended should leave the batch now."""
         return self.left_padded and num_ended > 0
 
     def select(self, rows: Tensor) -> None:
-        """Keep these sequences, in this order; the same one may occur several times."""
+        """Continue these sequences, by their rows in the batch; one may occur several times."""
         if self.left_padded:
             self.cache.reorder_cache(rows)
         self.tokens = self.tokens[rows]
@@ -224,14 +225,14 @@ class GraphDecoder(Decoder):
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.tokens.copy_(tokens[:, None])
         self.num_calls += 1
-        if self.num_calls == 2:  # the first call warms libraries up, outside the graph
+        if self.num_calls == 2:  # the first call loads libraries, which a graph cannot record
             try:
                 self.replay = capture(self.step)
             except RuntimeError as error:
                 warnings.warn(f"generate: slow, without a CUDA graph: {error}", stacklevel=2)
         return self.replay() if self.replay else self.step()
 
-    def can_drop(self, num_ended: int) -> bool:
+    def should_drop(self, num_ended: int) -> bool:
         return 2 * num_ended >= len(self.tokens)  # each batch size needs a graph of its own
 
     def select(self, rows: Tensor) -> None:
