@@ -190,7 +190,7 @@ def test_the_reference_stays_where_it_was(run):
     if name in ("sft", "rm_bradley_terry"):
         assert not kls, "there is none"
     elif name != "distill":  # whose distance is that to the teacher
-        assert kls[0] == pytest.approx(0, abs=1e-5) and abs(kls[-1]) > 0.05
+        assert kls[0] == pytest.approx(0, abs=1e-5) and abs(kls[-1]) > 1e-3
     if name in ("dpo", "kto"):  # in the steps too
         assert any(row.get("reward/margin") for row in rows)
 
