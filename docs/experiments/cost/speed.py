@@ -5,8 +5,8 @@
 
 The model is a Llama of 20M parameters with random weights. FOLDER holds gsm8k/train.jsonl
 (`question`, `answer`) and gsm8k_solutions/train.jsonl (`prompt`, a right solution as `chosen`, a
-wrong one as `rejected`), both from github.com/openai/grade-school-math. With --model and
---data docs/real it is a real model, on docs/real/sums and docs/real/pairs.
+wrong one as `rejected`), both from github.com/openai/grade-school-math. With --model it is a real
+model; with --data docs/real on docs/real/sums and docs/real/pairs.
 
 Both sides train the same checkpoint on the same rows with the same batch, micro-batch, lengths,
 optimiser and number of optimiser steps, in processes that take turns, on a CPU in float32. The
@@ -15,6 +15,7 @@ evaluations lie outside. Memory is the highest of the whole process, libraries a
 included. Output: rows of a table in Markdown.
 """
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -250,10 +251,13 @@ def main(
         columns += [*(f"{side}, {quantity}" for side in SIDES), "ratio"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        if model:
-            link_inputs(folder, model, data)
+        if (data / "gsm8k").exists():
+            quietly(make_inputs, folder, str(model or tokenizer), data)
+            if model:
+                shutil.rmtree(f"{folder}/policy")
+                Path(folder, "policy").symlink_to(model.resolve())
         else:
-            quietly(make_inputs, folder, tokenizer, data)
+            link_inputs(folder, model, data)
         all_works = works_in(folder)
         runs = {(work, side): [] for work in works for side in SIDES}
         for _ in range(repeats):
