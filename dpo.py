@@ -211,7 +211,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = None if args.loss in ("simpo", "orpo") else policy  # without its adapters
+    ref_model = None if args.loss in ("simpo", "orpo") else policy  # adapters off; or as below
     if ref_model and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -248,7 +248,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles).split(args.batch_size)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
-        # 1. Draw the pairs of this step; the rejected completions follow the chosen ones.
+        # 1. Draw the pairs of this step; each rejected completion follows its chosen one.
         start_time = time.perf_counter()
         pairs = [train_pairs[i] for i in batches[step]]
         sequences, lengths = to_sequences(pairs, device)  # 2B of them; (B, 2)
@@ -257,7 +257,7 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         sums = defaultdict(float)
         for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-            # Before the pass whose activations are kept.
+            # Before the policy's pass, whose activations wait for the backward pass.
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
             logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)

@@ -317,7 +317,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA, adapters off; else replaced below
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -547,7 +547,7 @@ def sample_completions(
 def ratio_sums(
     args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over tokens for the log; arguments as in `grpo_loss`."""
+    """Sums over tokens for the log (of SAPO and DPPO what `clip` would hold); see `grpo_loss`."""
     level = args.importance_sampling_level
     log_ratio = policy_log_ratios(logprobs, old_logprobs, mask, level)
     ratio = log_ratio.exp()
@@ -668,7 +668,9 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
 
 @torch.no_grad()
 def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
-    """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
+    """Scores (B,) of the last token, minus `score_mean`, the reward model's mean on held-out
+    preferred completions (after InstructGPT).
+    """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]

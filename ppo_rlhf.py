@@ -20,7 +20,8 @@ A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arX
 
 pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
 over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. With
---kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, and r_t no KL.
+--kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, with a constant
+rho_t (no gradient), and r_t no KL.
 Deviations from the paper: no pretraining gradients; whitened advantages and clipped values, as in
 the code that InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion
 counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.95].
@@ -71,8 +72,7 @@ from transformers import GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
-from common.logprobs import micro_batches
-from common.logprobs import rollout_logprobs, sampling_metrics
+from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
@@ -277,7 +277,7 @@ def main(args: Args) -> Path:
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
     shard(policy, device)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA, adapters off; else replaced below
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -669,7 +669,9 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
 
 @torch.no_grad()
 def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
-    """Scores (B,) of the last token, minus the preferred completions' mean (after InstructGPT)."""
+    """Scores (B,) of the last token, minus `score_mean`, the reward model's mean on held-out
+    preferred completions (after InstructGPT).
+    """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]

@@ -153,9 +153,10 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
-    """Deals sequences[inds] to the ranks, in micro-batches of b <= size rows: yields the inds (b,)
-    of this rank's. Rows of one prompt are neighbours, since they share it, and prompts with the
-    most tokens come first. All ranks get equally many micro-batches; the last may be empty.
+    """This rank's micro-batches of sequences[inds]: inds (b,), b <= size. Groups of rows with one
+    prompt are dealt to the ranks in turn, those with the most tokens first; they stay neighbours,
+    since tree.py reads the prompt once. All ranks get equally many micro-batches, as FSDP runs
+    every forward pass on all ranks; the last may be empty.
     """
     groups = defaultdict(list)
     for i in inds.tolist():
@@ -165,6 +166,7 @@ def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Ten
         return len(sequences[group[0]][0]) + sum(len(sequences[i][1]) for i in group)
 
     groups = sorted(groups.values(), key=num_tokens, reverse=True)
+    # Like cards: group 0 to rank 0, 1 to rank 1, ...; then the ranks' hands one after the other.
     in_turn = [group for rank in range(WORLD_SIZE) for group in groups[rank::WORLD_SIZE]]
     rows = torch.tensor([i for group in in_turn for i in group], dtype=torch.long)
     of_ranks = rows.tensor_split(WORLD_SIZE)  # equally many rows, so a group may be cut

@@ -221,7 +221,7 @@ def check_nothing_is_lost(name: str, messages: list[dict], rendered: str) -> Non
         role, text = message["role"], message["content"]
         if role not in ("assistant", "tool") and text.strip() not in rendered:
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
-    if role == "assistant" and without_thoughts(text) not in rendered:
+    if role == "assistant" and without_thoughts(text) not in rendered:  # of the last
         raise UnusableRow("whose completion the chat template leaves out")
 
 
@@ -260,9 +260,9 @@ def encode_completions(
     sampled_ids = encode(tokenizer, prompt, add_generation_prompt=True)
     sequences = []
     for completion in completions:
-        ids = encode(tokenizer, prompt + completion)
         if isinstance(completion, list) and completion[0]["role"] != "assistant":
             raise UnusableRow("whose completion is not an assistant's turn")
+        ids = encode(tokenizer, prompt + completion)
         start = completion_start(tokenizer, prompt, completion, sampled_ids, ids)
         ids = [*ids, end_id(tokenizer, stop_ids)]
         end = min(ids.index(stop_id, start) for stop_id in stop_ids if stop_id in ids[start:])
@@ -280,9 +280,10 @@ def encode_completions(
 def completion_start(
     tokenizer: Any, prompt: Any, completion: Any, sampled_ids: list[int], ids: list[int]
 ) -> int:
-    """Where a completion begins in the token ids of prompt and completion. That is at the end of
-    the sampling prompt, or where a template goes on otherwise than it, with a thought that it opens
-    or closes; then a warning. An `UnusableRow` if the two part earlier, or within the answer.
+    """Where a completion begins in the token ids of prompt and completion: at the end of the
+    sampling prompt, if they begin with it. Else where the two part, if there the template opens or
+    closes a thought in one of them; then a warning. An `UnusableRow` if they part earlier, or
+    within the answer.
     """
     start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
     if start == len(sampled_ids):

@@ -25,9 +25,10 @@ class PrefixTree:
         ab    0 1       nothing
         xy    4 5       4 5
 
-    have 6 nodes, which a model reads as one row. A node attends to the nodes on its path. Attention
-    is computed in two blocks: rows that add their whole path (abc, xy) are causal and need no mask;
-    what the other rows add (3) attends to their paths (0 1 3) under a mask.
+    have 6 nodes, which a model reads as one row. A path is a row's nodes; a row adds those that no
+    row before it has. A node attends to its path up to itself. Attention is computed in two blocks:
+    rows that add their whole path (abc, xy) are plain causal attention, without a mask; the nodes
+    that other rows add (3) are queries to all of their row's path (0 1 3), under a mask.
     """
 
     def __init__(self, rows: list[list[int]], device: torch.device):
@@ -63,7 +64,7 @@ class PrefixTree:
         places[order[order >= 0]] = (order >= 0).nonzero().squeeze(1)
         # (N,): where the blocks have each node; None if they have them in order.
         self.places = None if torch.equal(places, torch.arange(len(order))) else move(places)
-        self.masks, self.windows = {}, set()
+        self.masks, self.windows = {}, set()  # filled by `mask`: what layers have asked for
 
     def mask(self, block: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """(R, 1, T, K): 0 where a query of a block sees a key, else -inf; None if it is causal.
@@ -73,11 +74,11 @@ class PrefixTree:
         queries, keys = self.blocks[block]
         length = keys.shape[1]
         window = min(window or length, length)
-        if block == 0 and window == length:
+        if block == 0 and window == length:  # whole rows: the first row always is one
             return None
-        if (block, window) not in self.masks:  # one for all layers, which keep it
-            # A key's column is its position. So padded keys come after all queries, and a padded
-            # query, which is node 0, sees its own.
+        if (block, window) not in self.masks:  # made once, kept by all layers
+            # A path's column is its node's position. So a row's padded keys come after its queries,
+            # and a padded query, node 0 at position 0, sees column 0: no row is all -inf, or NaN.
             columns = torch.arange(length, device=keys.device)
             distance = self.positions[queries][:, None, :, None] - columns
             hidden = (distance < 0) | (distance >= window)
@@ -124,9 +125,9 @@ def tree_attention(
             enable_gqa=q.shape[1] != k.shape[1],
         )  # (R, heads, T, d)
         results.append(result.transpose(1, 2).flatten(0, 1))
-    nodes = torch.cat(results) if len(results) > 1 else results[0]
-    nodes = nodes if tree.places is None else nodes[tree.places]
-    return nodes[None], None
+    attended = torch.cat(results) if len(results) > 1 else results[0]
+    attended = attended if tree.places is None else attended[tree.places]
+    return attended[None], None
 
 
 AttentionInterface.register("prefix_tree", tree_attention)
