@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -111,7 +111,8 @@ def tree_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     results = []
     for block, (queries, keys) in enumerate(tree.blocks):
-        q, k, v = (x.transpose(1, 2) for x in (query[queries], key[keys], value[keys]))
+        q, k, v = take(query, queries), take(key, keys), take(value, keys)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (R, heads, T or K, d)
         mask = tree.mask(block, sliding_window, v.dtype)
         if mask is not None and q.is_cuda:  # no fast kernel has both a mask and grouped queries
             k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
@@ -126,8 +127,15 @@ def tree_attention(
         )  # (R, heads, T, d)
         results.append(result.transpose(1, 2).flatten(0, 1))
     attended = torch.cat(results) if len(results) > 1 else results[0]
-    attended = attended if tree.places is None else attended[tree.places]
+    attended = attended if tree.places is None else take(attended, tree.places)
     return attended[None], None
+
+
+def take(states: Tensor, nodes: Tensor) -> Tensor:
+    """states[nodes], (..., heads, d) of (N, heads, d). On a CPU the backward pass of `embedding`
+    takes a third of the time that indexing takes: it runs in parallel.
+    """
+    return embedding(nodes, states.flatten(1)).unflatten(-1, states.shape[1:])
 
 
 AttentionInterface.register("prefix_tree", tree_attention)
