@@ -260,9 +260,9 @@ def encode_completions(
     sampled_ids = encode(tokenizer, prompt, add_generation_prompt=True)
     sequences = []
     for completion in completions:
+        ids = encode(tokenizer, prompt + completion)
         if isinstance(completion, list) and completion[0]["role"] != "assistant":
             raise UnusableRow("whose completion is not an assistant's turn")
-        ids = encode(tokenizer, prompt + completion)
         start = completion_start(tokenizer, prompt, completion, sampled_ids, ids)
         ids = [*ids, end_id(tokenizer, stop_ids)]
         end = min(ids.index(stop_id, start) for stop_id in stop_ids if stop_id in ids[start:])
