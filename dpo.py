@@ -507,9 +507,11 @@ def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list
             raise UnusableRow("with chosen equal to rejected")
         return [prompt_ids, *both], None
 
-    def to_item(row: dict, prompt_ids: list[int], *both: list[int]) -> PreferencePair:
+    def to_item(
+        row: dict, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]
+    ) -> PreferencePair:
         text, _, _ = to_pair(args, row)
-        return PreferencePair(Prompt(text, prompt_ids, row), *both)
+        return PreferencePair(Prompt(text, prompt_ids, row), chosen_ids, rejected_ids)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
     rows = load_rows(args, split, columns)

@@ -312,15 +312,15 @@ class EncodedRows(Sequence):
     split_row: Callable[[dict], list[dict]]
     to_item: Callable
     encoded: pa.Table  # see FEATURES; dropped ones have no ids
-    kept: np.ndarray  # the places in it of those that are not dropped
+    usable: np.ndarray  # the places in it of those that are not dropped
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.usable)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = self.kept[range(len(self))[index]]
+        index = self.usable[range(len(self))[index]]
         row, part, ids = (self.encoded[name][index].as_py() for name in ("row", "part", "ids"))
         return self.to_item(self.split_row(self.rows[row])[part], *ids)
 
@@ -396,13 +396,13 @@ def encode_rows(
     encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *encoded])
     dropped = Counter(encoded["dropped"].drop_null().to_pylist())
     longest = pc.max(encoded["length"]).as_py() or 0
-    kept = encoded["dropped"].is_null().to_numpy().nonzero()[0]  # a filtered table is a copy
-    report = f"{split}: {len(kept)} rows, dropped {dict(dropped)}; longest {longest} tokens"
-    if not len(kept):
+    usable = encoded["dropped"].is_null().to_numpy().nonzero()[0]  # a filtered table is a copy
+    report = f"{split}: {len(usable)} rows, dropped {dict(dropped)}; longest {longest} tokens"
+    if not len(usable):
         raise ValueError(f"--dataset: no row is left of {report}")
-    ids = encoded["ids"][kept[0]].as_py()
+    ids = encoded["ids"][usable[0]].as_py()
     text = tokenizer.decode(ids[0] + ids[1] if len(ids) > 1 else ids[0])
     print(f"{report}\n    {text if len(text) < 1000 else text[:500] + ' ... ' + text[-500:]!r}")
-    if len(kept) < dropped.total():
+    if len(usable) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
-    return EncodedRows(rows, split_row, to_item, encoded, kept)
+    return EncodedRows(rows, split_row, to_item, encoded, usable)

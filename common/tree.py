@@ -197,9 +197,9 @@ def try_tree(model: Any) -> str | None:
     expected = padded_states(model, rows)
     model.set_attn_implementation("prefix_tree")
     tree = PrefixTree(rows, model.device)
-    found = tree_states(model, tree)
+    of_tree = tree_states(model, tree)
     is_token = pad_rows(rows, model.device)[1]
-    difference = (found - expected)[is_token].norm() / expected[is_token].norm()
+    difference = (of_tree - expected)[is_token].norm() / expected[is_token].norm()
     is_exact = model.dtype.itemsize >= 4 and not use_bfloat16(model.device)
     if not difference <= (1e-5 if is_exact else 5e-2):
         return f"it changes hidden states by {difference:.1%}"
