@@ -445,7 +445,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
 
     rows = load_rows(args, split, {*columns})
     labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
-    labels = rows.select(labelled.encoded["row"].take(labelled.kept))[args.label_column]
+    labels = rows.select(labelled.encoded["row"].take(labelled.usable))[args.label_column]
     print(f"{split}: {sum(map(bool, labels))} of them desirable")
     return labelled
 

@@ -51,7 +51,7 @@ def make_rows(data: str, num_rows: int) -> dict[str, list[dict]]:
 def bytes_per_token(rows: EncodedRows) -> float:
     """What stays in memory; the prompt of a pair is kept once."""
     num_tokens = len(pc.list_flatten(pc.list_flatten(rows.encoded["ids"])))
-    return (rows.encoded.get_total_buffer_size() + rows.kept.nbytes) / num_tokens
+    return (rows.encoded.get_total_buffer_size() + rows.usable.nbytes) / num_tokens
 
 
 def cpu_seconds() -> float:
