@@ -31,7 +31,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import datetime
-from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -39,7 +38,6 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
@@ -54,7 +52,8 @@ from common.logprobs import rollout_logprobs, sampling_metrics, sum_over_logits
 from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
-from common.tokens import EncodedRows, as_chat, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.rows import EncodedRows, encode_rows, load_rows
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
 
 
@@ -329,23 +328,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_rows(args: Args, split: str, columns: set[str]) -> Any:
-    """The rows of a split of --dataset, which must have these columns."""
-    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    files = [escape(str(path)) for path in paths if path.is_file()]
-    if path.is_file():  # `datasets` puts a single file into the split `train`
-        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
-    elif files and args.dataset_config is None and "+" not in split:
-        # Without their names `datasets` would take all files with NAME in them.
-        rows = load_dataset(str(path), data_files={name: files}, split=split)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(args.dataset, args.dataset_config, split=split)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    return rows
-
-
 def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
     columns = [args.prompt_column, args.teacher_prompt_column or args.prompt_column]
@@ -361,7 +343,8 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     def to_prompt(row: dict, _: list[int], ids: list[int], teacher_ids: list[int]) -> StudentPrompt:
         return StudentPrompt(to_texts(row)[0], ids, teacher_ids)
 
-    rows, flag = load_rows(args, split, {*columns}), "--max-prompt-length"
+    rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
+    flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 

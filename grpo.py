@@ -40,7 +40,6 @@ from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from glob import escape
 from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -49,7 +48,6 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
@@ -67,7 +65,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
-from common.tokens import EncodedRows, as_chat, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.rows import EncodedRows, encode_rows, load_rows
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
 
 
@@ -184,25 +183,20 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 
     The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
     that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
+    "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
+    arXiv 2602.02710). Other rewards may have a mean near 0, so it is at least 1/G.
     """
     groups = rewards.double().view(-1, group_size)
+    means = groups.mean(dim=1, keepdim=True)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    advantages = (groups - groups.mean(dim=1, keepdim=True)).masked_fill(all_equal, 0.0)
-    if scale != "none":
+    advantages = (groups - means).masked_fill(all_equal, 0.0)
+    if scale == "mean":
+        advantages = advantages / means.clamp(min=1 / group_size)
+    elif scale != "none":
         std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
         advantages = advantages / (std + 1e-4)
     return advantages.view(-1).float()
-
-
-def maxrl_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """A_i = (r_i - mean(r)) / mean(r) in each group of rewards (B,) of 1 and 0: 1/p - 1 where right
-    and -1 where wrong, p being the share that is right (MaxRL, arXiv 2602.02710). Other rewards
-    may have a mean near 0 or below, so the divisor is at least 1/G.
-    """
-    groups = rewards.view(-1, group_size)
-    means = groups.mean(dim=1, keepdim=True)
-    return ((groups - means) / means.clamp(min=1 / group_size)).view(-1)
 
 
 def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) -> Tensor:
@@ -365,9 +359,9 @@ def main(args: Args) -> Path:
         rollout_time = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the first epoch, so that the first ratio is exactly 1 (without
-        # --mask-truncated, which takes completions out of them). The only optimiser step of a
-        # rollout computes those of pi_old itself, which pi_theta still is.
+        # the micro-batches of the first epoch, so that the first ratio is exactly 1 (unless
+        # --mask-truncated takes completions out of them). With one optimiser step per rollout,
+        # pi_old is pi_theta, and step 4 takes its log-probs from its own forward pass.
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
         batches = []
@@ -388,8 +382,6 @@ def main(args: Args) -> Path:
             returns -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1).cpu()
         if args.multi_objective_aggregation == "normalize_then_sum":
             advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size)  # (B,)
-        elif args.scale_rewards == "mean":
-            advantages = maxrl_advantages(returns, args.group_size)
         else:
             advantages = group_advantages(returns, args.group_size, args.scale_rewards)
         advantages = advantages.to(device)
@@ -463,8 +455,8 @@ def main(args: Args) -> Path:
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_logprobs is not None and not is_only_step:
-                columns["log_ratio"] = old_logprobs - ref_logprobs
+            if ref_logprobs is not None:  # of what is trained on: pi_old may have read no more
+                columns["log_ratio"] = (old_logprobs - ref_logprobs) * mask.to(device)
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
@@ -698,23 +690,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_rows(args: Args, split: str, columns: set[str]) -> Any:
-    """The rows of a split of --dataset, which must have these columns."""
-    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    files = [escape(str(path)) for path in paths if path.is_file()]
-    if path.is_file():  # `datasets` puts a single file into the split `train`
-        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
-    elif files and args.dataset_config is None and "+" not in split:
-        # Without their names `datasets` would take all files with NAME in them.
-        rows = load_dataset(str(path), data_files={name: files}, split=split)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(args.dataset, args.dataset_config, split=split)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    return rows
-
-
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
@@ -730,7 +705,8 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
         return [ids], prompt.columns.get("answer")
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows, flag = load_rows(args, split, columns), "--max-prompt-length"
+    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 

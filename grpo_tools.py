@@ -30,7 +30,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -38,7 +37,6 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
@@ -54,7 +52,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
-from common.tokens import EncodedRows, as_chat, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.rows import EncodedRows, encode_rows, load_rows
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row, special_tokens
 
 
@@ -130,12 +129,17 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 
     The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
     that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
+    "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
+    arXiv 2602.02710). Other rewards may have a mean near 0, so it is at least 1/G.
     """
     groups = rewards.double().view(-1, group_size)
+    means = groups.mean(dim=1, keepdim=True)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    advantages = (groups - groups.mean(dim=1, keepdim=True)).masked_fill(all_equal, 0.0)
-    if scale != "none":
+    advantages = (groups - means).masked_fill(all_equal, 0.0)
+    if scale == "mean":
+        advantages = advantages / means.clamp(min=1 / group_size)
+    elif scale != "none":
         std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
         advantages = advantages / (std + 1e-4)
     return advantages.view(-1).float()
@@ -398,10 +402,11 @@ def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) ->
         columns["prompts"] = [prompt.text for prompt in prompts]
         columns["completions"] = tokenizer.batch_decode(completions)  # special tokens show turns
         try:
-            found = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
-            if not isinstance(found, list) or len(found) != len(prompts):
-                raise ValueError(f"a list of {len(prompts)} replies expected, found {found!r:.200}")
-            for reply, ids in zip(found, completions, strict=True):
+            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            if not isinstance(result, list) or len(result) != len(prompts):
+                expected = f"a list of {len(prompts)} replies expected"
+                raise ValueError(f"{expected}, found {result!r:.200}")
+            for reply, ids in zip(result, completions, strict=True):
                 replies.append(None if reply is None else encode_reply(tokenizer, reply, ids[-1]))
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             name = f"{getattr(function, '__name__', function)} of {function.__module__}"
@@ -437,9 +442,9 @@ def between_turns(tokenizer: Any, role: str, text: str) -> list[str | int]:
     before = tokenizer.apply_chat_template(messages, tokenize=False)
     messages.append({"role": role, "content": "the reply"})
     after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    start, found, _ = before.rpartition(turn)
-    _, *pieces = special_tokens(tokenizer).split(after[len(start + found) :])
-    if not (found and after.startswith(before) and "the reply" in after and pieces):
+    turn_end = before.rfind(turn) + len(turn)
+    _, *pieces = special_tokens(tokenizer).split(after[turn_end:])
+    if not (turn in before and after.startswith(before) and "the reply" in after and pieces):
         raise ValueError(f"the chat template appends no {role!r} message: return texts and ids")
     parts = []
     for piece in pieces:  # each begins with a special token
@@ -499,23 +504,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_rows(args: Args, split: str, columns: set[str]) -> Any:
-    """The rows of a split of --dataset, which must have these columns."""
-    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    files = [escape(str(path)) for path in paths if path.is_file()]
-    if path.is_file():  # `datasets` puts a single file into the split `train`
-        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
-    elif files and args.dataset_config is None and "+" not in split:
-        # Without their names `datasets` would take all files with NAME in them.
-        rows = load_dataset(str(path), data_files={name: files}, split=split)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(args.dataset, args.dataset_config, split=split)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    return rows
-
-
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
@@ -531,7 +519,8 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
         return [ids], prompt.columns.get("answer")
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows, flag = load_rows(args, split, columns), "--max-prompt-length"
+    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 

@@ -32,7 +32,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +39,6 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from datasets import load_dataset
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
@@ -56,7 +54,8 @@ from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activat
 from common.model import replaced, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import EncodedRows, as_chat, encode, encode_rows, find_stop_ids, load_tokenizer
+from common.rows import EncodedRows, encode_rows, load_rows
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
 
 
@@ -320,23 +319,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_rows(args: Args, split: str, columns: set[str]) -> Any:
-    """The rows of a split of --dataset, which must have these columns."""
-    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    files = [escape(str(path)) for path in paths if path.is_file()]
-    if path.is_file():  # `datasets` puts a single file into the split `train`
-        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
-    elif files and args.dataset_config is None and "+" not in split:
-        # Without their names `datasets` would take all files with NAME in them.
-        rows = load_dataset(str(path), data_files={name: files}, split=split)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(args.dataset, args.dataset_config, split=split)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    return rows
-
-
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
@@ -352,7 +334,8 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
         return [ids], prompt.columns.get("answer")
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows, flag = load_rows(args, split, columns), "--max-prompt-length"
+    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 

@@ -31,14 +31,12 @@ import time
 import warnings
 from collections.abc import Iterator
 from datetime import datetime
-from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
 import wandb
-from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
@@ -52,7 +50,8 @@ from common.model import TRAINED, add_adapters, checkpoint_activations, replaced
 from common.model import shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import EncodedRows, UnusableRow, as_chat, encode_completions, encode_rows
+from common.rows import EncodedRows, encode_rows, load_rows
+from common.tokens import UnusableRow, as_chat, encode_completions
 from common.tokens import find_stop_ids, load_tokenizer
 
 
@@ -312,23 +311,6 @@ def load_classifier(
     return shard(model, device)
 
 
-def load_rows(args: Args, split: str, columns: set[str]) -> Any:
-    """The rows of a split of --dataset, which must have these columns."""
-    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    files = [escape(str(path)) for path in paths if path.is_file()]
-    if path.is_file():  # `datasets` puts a single file into the split `train`
-        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
-    elif files and args.dataset_config is None and "+" not in split:
-        # Without their names `datasets` would take all files with NAME in them.
-        rows = load_dataset(str(path), data_files={name: files}, split=split)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(args.dataset, args.dataset_config, split=split)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    return rows
-
-
 def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
     """The pairs of a split, without those that are equal, empty or longer than --max-length."""
 
@@ -347,7 +329,8 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
         return Comparison(chosen_ids, rejected_ids, row.get(args.margin_column, 0.0))
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
-    rows = load_rows(args, split, columns - {"prompt", "margin", None})  # these need not be there
+    columns -= {"prompt", "margin", None}  # these need not be there
+    rows = load_rows(args.dataset, args.dataset_config, split, columns)
     if args.margin_column in rows.column_names:
         print(f"{split}: margins m from the column `{args.margin_column}`")
     return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)

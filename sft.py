@@ -28,7 +28,6 @@ import time
 import warnings
 from datetime import datetime
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,7 +35,6 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from datasets import load_dataset
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
@@ -51,7 +49,8 @@ from common.model import TRAINED, add_adapters, checkpoint_activations, replaced
 from common.model import shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
-from common.tokens import EncodedRows, UnusableRow, as_chat, encode_completions, encode_rows
+from common.rows import EncodedRows, encode_rows, load_rows
+from common.tokens import UnusableRow, as_chat, encode_completions
 from common.tokens import encode_text, find_stop_ids, load_tokenizer
 
 
@@ -253,23 +252,6 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_rows(args: Args, split: str, columns: set[str]) -> Any:
-    """The rows of a split of --dataset, which must have these columns."""
-    path, name = Path(args.dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
-    files = [escape(str(path)) for path in paths if path.is_file()]
-    if path.is_file():  # `datasets` puts a single file into the split `train`
-        rows = load_dataset(str(path.parent), data_files={"train": escape(str(path))}, split=split)
-    elif files and args.dataset_config is None and "+" not in split:
-        # Without their names `datasets` would take all files with NAME in them.
-        rows = load_dataset(str(path), data_files={name: files}, split=split)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(args.dataset, args.dataset_config, split=split)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    return rows
-
-
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
     """The demonstrations of a split, without those that are empty or longer than --max-length."""
 
@@ -284,7 +266,8 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
         return Demonstration(to_texts(args, row)[0], prompt_ids, completion_ids)
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
-    rows, turns = load_rows(args, split, columns), partial(learned_turns, args)
+    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    turns = partial(learned_turns, args)
     return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, split_row=turns)
 
 

@@ -123,8 +123,8 @@ def make_decoder(model: Any, prompts: list, max_new_tokens: int, left_padded: bo
 
 class Decoder:
     """A model and its cache: reads B prompts, then one more token of each sequence per call. With
-    `left_padded` (most models) prompts of different lengths share a batch, equal neighbours are
-    read once, and sequences can be dropped. Without it all prompts must have one length.
+    `left_padded` (most models) prompts of different lengths share a batch, equal ones are read
+    once, and sequences can be dropped. Without it all prompts must have one length.
     """
 
     def __init__(self, model: Any, prompts: list, left_padded: bool):
@@ -132,12 +132,13 @@ class Decoder:
         self.backbone, self.head = backbone(model), output_head(model)
         if use_bfloat16(model.device):
             self.head = self.head._replace(weight=self.head.weight.bfloat16())
-        ids, mask = pad_rows(prompts, model.device, side="left")  # (B, P)
-        self.prompt_of = torch.arange(len(ids), device=ids.device)  # (B,): sequence -> prompt's row
-        if left_padded:  # equal neighbours once; the mask tells a padded [7] from [0, 7]
-            both = torch.cat([ids, mask.long()], dim=1)
-            both, self.prompt_of = both.unique_consecutive(dim=0, return_inverse=True)
-            ids, mask = both.chunk(2, dim=1)
+        prompt_of = range(len(prompts))  # each sequence's prompt, by its row in the batch
+        if left_padded:  # equal prompts are read once
+            rows = {}
+            prompt_of = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
+            prompts = [*rows]
+        self.prompt_of = torch.tensor(prompt_of, device=model.device)  # (B,)
+        ids, mask = pad_rows(prompts, model.device, side="left")  # (number of prompts, P)
         self.tokens, self.mask = ids, mask.long()
         # Counted over real tokens, so that a padded prompt has the positions that it has alone.
         self.positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from common.model import autocast, backbone, forward_method, use_bfloat16
@@ -52,12 +53,11 @@ def sum_over_logits(
     """
     hidden, _, _ = completion_states(model, [sequences[i] for i in inds])  # (n, d)
     head = output_head(model)
-    cast_weight = head.weight.bfloat16() if use_bfloat16(hidden.device) else head.weight
     if head.weight.requires_grad:  # then gradients of chunks are added up in float32
         head = head._replace(weight=head.weight.float())
 
     def of_chunk(states: Tensor, chunk: slice) -> Tensor:
-        return function(differentiable_logits(states, head, cast_weight.detach()), chunk)
+        return function(differentiable_logits(states, head), chunk)
 
     size, total = max(1, MAX_LOGITS // len(head.weight)), 0.0
     for start in range(0, max(1, len(hidden)), size):  # an empty one gives gradients of 0
@@ -200,33 +200,14 @@ def head_logits(hidden: Tensor, buffer: Tensor, head: OutputHead) -> Tensor:
     return logits
 
 
-class HeadProduct(torch.autograd.Function):
-    """hidden W^T (n, V), in float32, of hidden states (n, d). `cast_weight` is W as products take
-    it, cast once for all chunks; the gradient is that of W.
+def differentiable_logits(hidden: Tensor, head: OutputHead) -> Tensor:
+    """`head_logits`, with a gradient. The float32 product of rounded states and weights is slower
+    than that of `torch.mm` with `out_dtype`, which has no derivative.
     """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, cast_weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, cast_weight)
-        buffer = torch.empty(len(hidden), len(weight), device=hidden.device)
-        return head_logits(hidden, buffer, OutputHead(cast_weight, None, 1.0, None))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        hidden, cast_weight = ctx.saved_tensors
-        grad, grad_weight = grad.to(cast_weight.dtype), None
-        if ctx.needs_input_grad[1]:  # not under adapters
-            grad_weight = (grad.T @ hidden.to(cast_weight.dtype)).float()
-        return (grad @ cast_weight).to(hidden.dtype), grad_weight, None
-
-
-def differentiable_logits(hidden: Tensor, head: OutputHead, cast_weight: Tensor) -> Tensor:
-    """`head_logits`, with a gradient."""
-    logits = HeadProduct.apply(hidden, head.weight, cast_weight)
-    if head.bias is not None:
-        logits = logits + head.bias
-    logits = logits * head.scale
+    weight = head.weight
+    if use_bfloat16(hidden.device):
+        hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    logits = linear(hidden.float(), weight.float(), head.bias) * head.scale
     return head.cap * (logits / head.cap).tanh() if head.cap else logits
 
 

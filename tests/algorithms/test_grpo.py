@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 import common.logprobs
 import grpo
 from grpo import Args, gdpo_advantages, group_advantages, grpo_loss, k3_kl, length_penalty
-from grpo import maxrl_advantages, ratio_sums, token_weights
+from grpo import ratio_sums, token_weights
 from runs import metrics_of
 
 POLICY = "tiny/arithmetic/policy"
@@ -113,9 +113,9 @@ def test_maxrl_divides_by_the_share_that_is_right():
     # 1/4 right: 1 / (1/4) - 1 and -1. 3/4: 1 / (3/4) - 1 and -1. None and all teach nothing.
     rewards = torch.tensor([0.0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1])
     expected = [-1, -1, 3, -1, 1 / 3, 1 / 3, -1, 1 / 3, *[0] * 8]
-    assert maxrl_advantages(rewards, 4).tolist() == pytest.approx(expected)
+    assert group_advantages(rewards, 4, "mean").tolist() == pytest.approx(expected)
     # A mean of -1/2: what is better stays so, and is multiplied by no more than G.
-    found = maxrl_advantages(torch.tensor([-1.0, 1, -1, -1]), 4)
+    found = group_advantages(torch.tensor([-1.0, 1, -1, -1]), 4, "mean")
     assert found.tolist() == pytest.approx([-2, 6, -2, -2])
 
 
@@ -481,10 +481,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     shaped = rewards - beta_in_reward * k1 - args.missing_eos_penalty * cut_off
     if args.overlong_buffer:
         shaped -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
-    if args.scale_rewards == "mean":
-        advantages = maxrl_advantages(shaped, 4)
-    else:
-        advantages = group_advantages(shaped, 4, args.scale_rewards)
+    advantages = group_advantages(shaped, 4, args.scale_rewards)
     if args.multi_objective_aggregation == "normalize_then_sum":
         advantages = gdpo_advantages(torch.stack([right, brevity]), reward_weights, 4)
 

@@ -15,8 +15,8 @@ from encoded import encode_pair
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
-from common import tokens
-from common.tokens import UnusableRow, encode, encode_completions, encode_rows, encode_text
+from common.rows import encode_rows
+from common.tokens import UnusableRow, encode, encode_completions, encode_text
 from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
@@ -426,24 +426,26 @@ def test_ranks_and_workers_give_what_each_row_gives(ranks, workers, tokenizer, m
     assert f"dropped {dict(Counter(reasons))}" in capfd.readouterr().out
 
     def encoded_by(rank):
-        monkeypatch.setattr(tokens, "RANK", rank)
+        monkeypatch.setattr("common.rows.RANK", rank)
         return encode_rows(rows, encode_row, to_item, tokenizer, 99, split_row=split_row)
 
-    monkeypatch.setattr(tokens, "WORLD_SIZE", ranks)
-    monkeypatch.setattr(tokens.os, "cpu_count", lambda: workers)
-    monkeypatch.setattr(tokens, "ROWS_PER_WORKER", 3)
+    monkeypatch.setattr("common.rows.WORLD_SIZE", ranks)
+    monkeypatch.setattr("os.cpu_count", lambda: workers)
+    monkeypatch.setattr("common.rows.ROWS_PER_WORKER", 3)
     gathered = []
-    monkeypatch.setattr(tokens, "all_gather", lambda items: gathered.append(items) or items)
+    monkeypatch.setattr("common.rows.all_gather", lambda items: gathered.append(items) or items)
     parts = [encoded_by(rank) for rank in range(ranks)]
     assert [item for part in parts for item in part] == [*whole] == expected
     assert (f"(num_proc={workers})" in capfd.readouterr().err) == (workers > 1)
-    monkeypatch.setattr(tokens, "all_gather", lambda items: [x for each in gathered for x in each])
+    monkeypatch.setattr(
+        "common.rows.all_gather", lambda items: [x for each in gathered for x in each]
+    )
     assert encoded_by(0).checksum() == whole.checksum()
 
 
 def test_a_workers_error_names_the_row_and_only_the_first_one_warns(tokenizer, monkeypatch, capfd):
-    monkeypatch.setattr(tokens.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(tokens, "ROWS_PER_WORKER", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("common.rows.ROWS_PER_WORKER", 2)
     show = lambda message, *rest: print(message, file=sys.stderr)  # noqa: E731
     monkeypatch.setattr(warnings, "showwarning", show)
 

@@ -18,6 +18,7 @@ import kto
 import ppo_rlhf
 import rm_bradley_terry
 import sft
+from common.rows import load_rows
 from common.tokens import UnusableRow
 
 EACH = pytest.mark.parametrize("name", SPECS)
@@ -189,11 +190,11 @@ def test_a_single_file(tmp_path):
     table.to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for kind in ("jsonl", "json", "csv", "parquet"):
-        args = kto.Args(dataset=str(tmp_path / f"rows.{kind}"))
-        loaded = kto.load_rows(args, "train[50%:]", {"prompt"})
+        dataset = str(tmp_path / f"rows.{kind}")
+        loaded = load_rows(dataset, None, "train[50%:]", {"prompt"})
         assert loaded["prompt"] == ["2+2=", "3+2="]
     with pytest.raises(ValueError, match="Unknown split"):
-        kto.load_rows(args, "test", {"prompt"})
+        load_rows(dataset, None, "test", {"prompt"})
 
 
 BESIDE = ("train_unfiltered.jsonl", "train.old.jsonl", "train.jsonl.bak", "eval.jsonl")
@@ -217,10 +218,10 @@ def test_the_files_that_are_named_and_no_others(files, dataset, tmp_path):
         table = Dataset.from_list([row_of(f"{number}+2=", "#3")])
         writer = {".csv": table.to_csv, ".parquet": table.to_parquet}
         writer.get(path.suffix, table.to_json)(path)
-    args = kto.Args(dataset=str(tmp_path / dataset))
+    dataset = str(tmp_path / dataset)
     for number, split in enumerate(("train[:100%]", "test")):
         if split == "train[:100%]" or any("test" in file for file in files):
-            assert kto.load_rows(args, split, {"prompt"})["prompt"] == [f"{number}+2="]
+            assert load_rows(dataset, None, split, {"prompt"})["prompt"] == [f"{number}+2="]
 
 
 def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):

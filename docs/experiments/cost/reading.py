@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 from datasets import Dataset, disable_caching, disable_progress_bars
 from transformers import AutoTokenizer
 
-from common.tokens import EncodedRows, find_stop_ids
+from common.rows import EncodedRows
+from common.tokens import find_stop_ids
 from docs.experiments.lib.measuring import quietly, random_llama
 from docs.experiments.lib.runs import read_jsonl, write_jsonl
 
