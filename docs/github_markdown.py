@@ -1,5 +1,4 @@
-"""What GitHub understands on the pages and the site's Markdown does not, and what is said there
-in other words (see mkdocs.yml)."""
+"""What GitHub understands on the pages and the site's Markdown does not (see mkdocs.yml)."""
 
 import os
 import re
@@ -12,21 +11,6 @@ from docs.experiments.lib.navigation import LAST_LINE
 
 formula = arithmatex_fenced_format(mode="generic")  # of a fence of ```math
 
-# On GitHub a link to a page of HTML shows its source; on the site it opens the page.
-DOWNLOAD = re.compile(
-    r"\bdownload(\s+\[[^\]]+\]\(\w+\.html\))(,|\s+and)\s+open\s+it\s+in\s+a\s+browser"
-)
-
-
-def first_sentence(text):
-    """Of a page, in plain words; its line of papers is none."""
-    blocks = [" ".join(block.split()) for block in text.split("\n\n")]
-    paragraph = next(
-        block for block in blocks if re.match(r"[\w*\[]", block) and " · " not in block
-    )
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
-    return re.match(r".+?[.:](?= [A-Z]|$)|.+", re.sub(r"[`*$\\]", "", plain))[0]
-
 
 class AsOnGitHub(Preprocessor):
     def __init__(self, md, repository):
@@ -35,13 +19,9 @@ class AsOnGitHub(Preprocessor):
 
     def run(self, lines):
         text = LAST_LINE.sub("\n", "\n".join(lines))
-        if "rendering_context" in self.md.preprocessors:  # by zensical, with what templates read
-            page = self.md.preprocessors["rendering_context"].page
-            page.meta["description"] = first_sentence(text)
         text = re.sub(r"\$`([^`]+)`\$", r"\\(\1\\)", text)
         text = text.replace("<details>", "<details markdown>")
         text = text.replace("<!-- clone -->", f"    git clone {self.repository}\n    cd plainrlhf")
-        text = DOWNLOAD.sub(r"open\1", text)
         return re.sub(r"\]\(([^)\s]+)\)", self.link, text).split("\n")
 
     def link(self, found):

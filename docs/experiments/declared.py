@@ -247,6 +247,7 @@ EXPERIMENTS = (
         "simpo_and_orpo",
         variants(
             "dpo.py",
+            "--loss apo_zero",
             "--loss sigmoid_norm --beta 5",
             "--loss simpo --beta 5 --gamma 0.5",
             "--loss simpo --beta 5 --gamma 0.5 --nll-coef 0.2",

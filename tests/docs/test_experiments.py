@@ -71,14 +71,14 @@ def made_tables():
     return tables_of(NAMES)
 
 
-@pytest.mark.house
+@pytest.mark.docs
 @pytest.mark.parametrize("page", tables.pages(), ids=str)
 def test_pages_have_the_tables_code_and_lines_that_are_generated(page, made_tables):
     """`python -m docs.experiments --redraw` mends them."""
     assert tables.generated(page, made_tables) == page.read_text()
 
 
-@pytest.mark.house
+@pytest.mark.docs
 def test_every_table_is_on_a_page(made_tables):
     text = "".join(page.read_text() for page in tables.pages())
     assert {name for _, name, *_ in tables.TABLE.findall(text)} == {*made_tables}

@@ -8,7 +8,7 @@ import pytest
 from docs.experiments.cost.speed import train_trl
 from docs.rewards import tone
 
-pytestmark = pytest.mark.house
+pytestmark = pytest.mark.docs
 
 
 def test_docs_and_tests_can_be_imported_with_dev_alone():

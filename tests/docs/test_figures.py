@@ -10,7 +10,7 @@ import pytest
 from docs.experiments.lib import drawing
 from docs.experiments.registry import NAMES, load
 
-pytestmark = pytest.mark.house
+pytestmark = pytest.mark.docs
 FIGURES = sorted(Path("docs/figures").glob("*.svg"))
 PAGES = [Path("README.md"), *Path("docs").glob("*.md")]
 SVG = "{http://www.w3.org/2000/svg}"

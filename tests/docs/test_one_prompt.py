@@ -39,7 +39,7 @@ def worked_examples():
     return [(expression.replace("\n", " "), result) for expression, result in found]
 
 
-@pytest.mark.house
+@pytest.mark.docs
 @pytest.mark.parametrize("expression, result", worked_examples())
 def test_a_worked_example_is_correct(expression, result):
     functions = {"exp": math.exp, "ln": math.log, "sqrt": math.sqrt}
@@ -49,7 +49,7 @@ def test_a_worked_example_is_correct(expression, result):
     assert computed == pytest.approx(float(result), abs=0.51 * 10**-digits)
 
 
-@pytest.mark.house
+@pytest.mark.docs
 def test_worked_examples_use_numbers_of_the_tables():
     """Or constants, or results of examples before."""
     known = {"0.0001"}

@@ -16,7 +16,7 @@ from docs.exercises import plant
 from docs.experiments import __main__ as experiments
 from docs.experiments.lib.tables import pages
 
-pytestmark = pytest.mark.house
+pytestmark = pytest.mark.docs
 
 GROUPS = "reward|rewards|objective|policy|value|completions|prompts|eval|time"
 SOURCES = {

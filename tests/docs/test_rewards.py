@@ -183,7 +183,7 @@ def test_a_function_of_trl_reads_chats_and_may_say_none():
 
 
 # --- the page ---------------------------------------------------------------------------------
-@pytest.mark.house
+@pytest.mark.docs
 def test_the_commands_of_the_page_parse_and_name_functions_that_are_there():
     text = Path("docs/rewards.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"^    (?:\w+=\S+ )*python (\w+)\.py (.*)$", text, re.MULTILINE)

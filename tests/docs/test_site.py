@@ -22,7 +22,7 @@ zensical = pytest.importorskip("zensical.config", reason=ABSENT)
 markdown = pytest.importorskip("markdown", reason=ABSENT)
 markdown_it = pytest.importorskip("markdown_it", reason=ABSENT)
 
-pytestmark = [pytest.mark.house, needs_katex]
+pytestmark = [pytest.mark.docs, needs_katex]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,6 @@ def test_the_site_sees_the_lists_tables_and_formulas_that_github_sees(page, conf
         assert site.counts[tag] == github.counts[tag], tag
     text = re.sub(r"`[^`]+`", "", re.sub(r"(?m)^    .*?$", "", text))
     assert formulas == len(found) + len(re.findall(r"\$[^$]+\$", text))
-
-
-def test_a_page_of_html_is_downloaded_from_github_and_opened_on_the_site(config):
-    text = "Or download [x](x.html),\nopen it in a browser, and"
-    assert as_on_the_site(text, config) == '<p>Or open <a href="x.html">x</a>, and</p>'
-    for page in pages():
-        assert "download <a" not in as_on_the_site(page.read_text(), config).lower(), page
 
 
 def test_a_page_ends_with_links_to_the_pages_before_and_after_it(config):

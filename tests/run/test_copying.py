@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs import start
 
-pytestmark = pytest.mark.house
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
 REWARD = """
 from common.helpers import is_short

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-house = pytest.mark.house
+docs = pytest.mark.docs
 SCRIPTS = sorted(Path(__file__).parents[2].glob("*.py"))
 COMMON = sorted(Path(__file__).parents[2].glob("common/*.py"))
 EACH = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -47,7 +47,7 @@ def test_one_name_one_source():
             assert other == source, f"{name} differs between {first} and {script}"
 
 
-@house
+@docs
 def test_scripts_import_no_script_and_nothing_but_common():
     scripts = {path.stem for path in SCRIPTS}
     for path in [*SCRIPTS, *COMMON]:
@@ -61,7 +61,7 @@ def test_scripts_import_no_script_and_nothing_but_common():
             assert not roots & {*scripts, "tiny", "tests", "docs"}, f"{path} imports {names}"
 
 
-@house
+@docs
 @EACH
 def test_every_flag_is_read_by_its_script(path):
     """As `args.flag`, and not only where it is checked."""
@@ -75,7 +75,7 @@ def test_every_flag_is_read_by_its_script(path):
     assert flags <= read, f"{path}: {flags - read} are not read"
 
 
-@house
+@docs
 def test_the_algorithm_comes_first():
     for path in SCRIPTS:
         lines = path.read_text().splitlines()
@@ -86,7 +86,7 @@ def test_the_algorithm_comes_first():
         assert at == sorted(at), f"{path}: {order} is the order"
 
 
-@house
+@docs
 @EACH
 def test_no_call_in_main_unpacks_a_bundle_of_arguments(path):
     for call in [n for n in ast.walk(function(path, "main")) if isinstance(n, ast.Call)]:
@@ -98,7 +98,7 @@ def test_no_call_in_main_unpacks_a_bundle_of_arguments(path):
         assert not bundles, f"{path}: {bundles}"
 
 
-@house
+@docs
 @EACH
 def test_the_mathematics_take_tensors_and_numbers_by_name(path):
     source = path.read_text()
@@ -112,7 +112,7 @@ def test_the_mathematics_take_tensors_and_numbers_by_name(path):
         assert "args" not in names, f"{path}: {node.name} takes Args"
 
 
-@house
+@docs
 @EACH
 def test_the_loop_shows_the_backward_pass_and_the_step(path):
     (loop,) = [n for n in function(path, "main").body if isinstance(n, ast.For)][-1:]

@@ -9,8 +9,9 @@ import torch
 import grpo_tools
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, HEALTHY, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table
-from docs.experiments.lib.metrics import Metric, last, late
+from docs.experiments.lib.metrics import Metric, at, last, late
 from docs.experiments.lib.runs import Run, train
+from docs.experiments.lib.tables import spread
 
 sample_turns = grpo_tools.sample_turns
 
@@ -53,13 +54,45 @@ FIGURE = Lines(
     },
     limits=(0, 1.03),
 )
+# --- a real model ------------------------------------------------------------------------------
+REAL_SFT = (
+    "sft.py --model runs/SmolLM2-135M-Instruct --dataset docs/real/calls --epochs 1 "
+    "--batch-size 16 --micro-batch-size 8 --learning-rate 2e-5"
+)
+REAL = (
+    f"grpo_tools.py --model {{{REAL_SFT}}} --chat --dataset docs/real/sums --beta 0 "
+    "--environment docs/real/calculator.py:calculator "
+    "--reward-fn docs/real/calculator.py:right --max-prompt-length 64 --max-new-tokens 64 "
+    "--prompts-per-rollout 8 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-5 "
+    "--total-rollouts 16 --eval-every 4 --eval-split test[:60]"
+)
+STEPS = (0, 4, 8, 12, 16)
+REAL_METRICS = [
+    at(f"eval/{name}", step) for name in ("reward", "called_fraction") for step in STEPS
+]
+
+
+def real_tables(results: dict) -> dict[str, dict]:
+    numbers, rows = results["numbers"]["SmolLM2"], []
+    for name, metric in (("right", "reward"), ("call the calculator", "called_fraction")):
+        rows.append([name, *(spread(numbers[f"eval/{metric} at {step}"], 2) for step in STEPS)])
+    columns = ["", *(f"{step} rollouts" for step in STEPS)]
+    return {"real_tools": {"columns": columns, "rows": rows}}
+
+
 EXPERIMENTS = (
+    Experiment(
+        "real_tools",
+        {"SmolLM2": REAL},
+        metrics={"SmolLM2": REAL_METRICS},
+        more_tables=real_tables,
+        seeds=(1, 2, 3),
+    ),
     Experiment(
         "grpo_tools",
         {"(default)": "grpo_tools.py --eval-every 5"},
         {"grpo_tools": TABLE},
         {"grpo_tools": FIGURE},
         measure_seed=measure_seed,
-        seeds=(1,),
     ),
 )

@@ -17,6 +17,10 @@ RECIPES = {
     "CISPO": "--beta 0 --loss cispo --clip-coef 1 --clip-coef-high 4 --loss-norm token",
     "ScaleRL": "--beta 0 --loss cispo --clip-coef 1 --clip-coef-high 4 --loss-norm token "
     "--scale-rewards batch --max-sampling-rounds 2",
+    "SAPO": "--beta 0 --loss sapo",
+    "DPPO": "--beta 0 --loss dppo --clip-coef 0.15",
+    "MaxRL": "--beta 0 --scale-rewards mean",
+    "REINFORCE++-baseline": "--scale-rewards batch",
     "unbiased KL": "--kl-placement unbiased",
 }
 PASS_AT_K = "grpo.py --eval-rows 100 --eval-samples 64"
