@@ -98,7 +98,7 @@ def encode_rows(
     split, first = str(rows.split), len(rows) * RANK // WORLD_SIZE
     mine = rows.select(range(first, len(rows) * (RANK + 1) // WORLD_SIZE))
 
-    def encode_batch(batch: Any, numbers: list[int], worker: int | None) -> dict[str, list]:
+    def encode_batch(batch: Any, numbers: list[int], worker: int | None) -> pa.Table:
         if worker:
             warnings.simplefilter("ignore")  # the first process says enough
         items = []
@@ -116,9 +116,17 @@ def encode_rows(
                 except Exception as error:
                     where = f"--dataset: row {first + number} of {split}"
                     raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
-                target = zlib.crc32(repr(target).encode())
-                items.append((first + number, part, ids, target, length, dropped))
-        return dict(zip(FEATURES, map(list, zip(*items, strict=True)), strict=True))
+                items.append(
+                    {
+                        "row": first + number,
+                        "part": part,
+                        "ids": ids,
+                        "target": zlib.crc32(repr(target).encode()),
+                        "length": length,
+                        "dropped": dropped,
+                    }
+                )
+        return pa.Table.from_pylist(items, FEATURES.arrow_schema)
 
     cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     workers = min(cores, len(mine) // ROWS_PER_WORKER)
