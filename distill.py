@@ -10,14 +10,15 @@ With --teacher-prompt-column the teacher reads more than x, such as a solution. 
 student itself as it was at the start (arXiv 2601.18734, 2601.19897, 2601.20802).
 
 --discount 1: the gradient of -KL(pi || T) over completions. 0, the default: the sum over positions
-of the gradient of -KL(pi || T) of the next token with the prefix held fixed. Less noise, no credit
-for prefixes at which the teacher agrees. r_t depends on pi too: that gradient has mean 0.
+of the gradient of -KL(pi || T) of the next token with the prefix held fixed. That is less noisy,
+but gives no credit for reaching prefixes at which the teacher agrees. r_t depends on pi too; the
+gradient of that has mean 0.
 --divergence reverse, forward or jsd: at the same prefixes, a divergence between pi and T of the
-next token, summed over the whole vocabulary. `reverse` is the mean of discount 0.
+next token, summed over the whole vocabulary. `reverse` is the mean of `sampled` at discount 0.
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
-MiniLLM (2306.08543). Deviations from these two: sampled tokens by default, no rows of data, no
-division by length. A healthy run: the held-out KL, `eval/kl`, falls towards 0.
+MiniLLM (2306.08543). Deviations from these two: sampled tokens by default, no completions from a
+dataset, no division by length. A healthy run: the held-out KL, `eval/kl`, falls towards 0.
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
@@ -81,7 +82,7 @@ class Args:
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
-    max_prompt_length: PositiveInt = 64  # longest prompt of both in tokens; longer ones are dropped
+    max_prompt_length: PositiveInt = 64  # student's and teacher's, in tokens; longer ones: dropped
     # --- distillation ---
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout, with one completion each
@@ -192,8 +193,8 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences, Tensor]:
-        """A completion for each prompt, after the student's and after the teacher's prompt, and the
-        log-probs (B, T) with which its tokens were sampled."""
+        """Completions after the student's prompts, the same after the teacher's, and the log-probs
+        (B, T) with which their tokens were sampled."""
         prompt_ids = [prompt.ids for prompt in prompts]
         completion_ids, sampler_logprobs = generate(
             policy,
@@ -227,7 +228,7 @@ def main(args: Args) -> Path:
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Rewards: how much more probable than the student the teacher finds each token.
-        rewards, old_logprobs = token_rewards(
+        rewards, policy_logprobs = token_rewards(
             policy, teacher, sequences, teacher_sequences, batches
         )  # (B, T) each
         advantages = discounted_sums(rewards, args.discount)  # (B, T)
@@ -254,7 +255,7 @@ def main(args: Args) -> Path:
         mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
         completion_rewards = rewards.sum(dim=1)  # (B,)
-        metrics = sampling_metrics(old_logprobs, sampler_logprobs, mask) | {
+        metrics = sampling_metrics(policy_logprobs, sampler_logprobs, mask) | {
             "objective/kl": -completion_rewards.mean().item(),  # to the teacher, nats a completion
             "policy/grad_norm": grad_norm,
             "completions/length_mean": lengths.float().mean().item(),
@@ -285,7 +286,7 @@ def divergence_loss(
     Logits (c, V) exist for a chunk of their tokens at a time; `of_teacher(chunk)` gives T's."""
 
     def sum_of_divergences(logits: Tensor, chunk: slice) -> Tensor:
-        teacher_logits = of_teacher(chunk)[:, : logits.shape[1]]  # more rows are no tokens
+        teacher_logits = of_teacher(chunk)[:, : logits.shape[1]]  # its further ids are no tokens
         log_pi, log_teacher = logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1)
         return divergence(log_pi, log_teacher, kind, beta).sum()
 
@@ -313,7 +314,7 @@ def evaluate(
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -418,7 +419,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -241,7 +241,7 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    # The last batch is filled up with pairs of one pass more, so that all steps weigh alike.
+    # Pairs of one more pass fill the last batch, so that every step has --batch-size pairs.
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
     shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
@@ -441,7 +441,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
     rewards = []
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -464,7 +464,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -480,7 +480,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 
 def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
-    """The pairs of a split, without those that are equal, empty or longer than --max-length."""
+    """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
     def encode_row(row: dict) -> tuple[list[list[int]], Any]:
         prompt, *completions = to_pair(args, row)
@@ -509,7 +509,7 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
         if not rejected or chosen[:-1] != rejected[:-1]:
             raise UnusableRow("whose conversations begin differently")
         return chosen[:-1], chosen[-1:], rejected[-1:]
-    if prompt is None and isinstance(chosen, str) and rejected:  # a dialogue up to its last answer
+    if prompt is None and isinstance(chosen, str) and rejected:  # dialogues, such as hh-rlhf's
         before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
         prompt = before + assistant
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -588,7 +588,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

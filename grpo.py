@@ -100,7 +100,7 @@ class Args:
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
-    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the reward if cut off
+    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from a cut-off completion's reward
     # length penalty N: rises from 0 to 1 over the last N of --max-new-tokens (DAPO); 0: off
     overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
@@ -112,7 +112,7 @@ class Args:
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
-    # KL in the loss (k3), there times the ratio (`unbiased`), or in the reward (k1)
+    # loss: k3 in the loss; unbiased: k3 times the ratio; reward: k1, subtracted from the reward
     kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
     # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO);
     # sapo: a smooth gate, without a clip (SAPO); dppo: limits of pi - pi_old, usually 0.15 (DPPO)
@@ -123,9 +123,9 @@ class Args:
     clip_coef_high: PositiveFloat | None = None
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
-    # divide advantages by the rewards' standard deviation, or the mean of a group's (MaxRL)
+    # advantages are divided by the rewards' standard deviation, or by the group's mean (MaxRL)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    # tokens' mean in each completion (GRPO), in all (DAPO), or sum over a constant (Dr. GRPO)
+    # mean over each completion's tokens (GRPO), over all (DAPO), or sum over a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
     importance_cap: NonNegativeFloat = 0.0  # cap C, if another policy samples (usual: 2); 0: off
@@ -184,7 +184,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
     The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
     that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
     "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
-    arXiv 2602.02710). Other rewards may have a mean near 0, so it is at least 1/G.
+    arXiv 2602.02710); by at least 1/G, since the mean of other rewards may be near 0.
     """
     groups = rewards.double().view(-1, group_size)
     means = groups.mean(dim=1, keepdim=True)
@@ -241,8 +241,8 @@ def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
 
 
 def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """log rho_it (B, T), 0 where the mask (B, T) is, or at level `sequence` log s_i at each t, with
-    s_i = (prod_t rho_it)^(1/|o_i|) (GSPO, arXiv 2507.18071, equation 7).
+    """log rho_it (B, T), 0 where the mask (B, T) is false; at level `sequence` log s_i at each t,
+    with s_i = (prod_t rho_it)^(1/|o_i|) (GSPO, arXiv 2507.18071, equation 7).
     """
     log_ratios = logprobs - old_logprobs
     if level == "token":
@@ -267,8 +267,8 @@ def grpo_loss(
     """-{ min(...) - beta KL_it } (equation 3) at each token (B, T), to be weighted and summed.
 
     Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
-    the mask (B, T) is; without those under pi_ref there is no KL. Advantages are (B,). The losses
-    are those of CISPO (arXiv 2506.13585), SAPO (2511.20347) and DPPO (2602.04879, binary TV).
+    the mask (B, T) is false; without those under pi_ref there is no KL. Advantages are (B,). The
+    other losses: CISPO (arXiv 2506.13585), SAPO (2511.20347), DPPO (2602.04879, binary TV).
     """
     advantages = advantages[:, None]
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
@@ -338,7 +338,7 @@ def main(args: Args) -> Path:
     next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
-    is_only_step = args.update_epochs * args.num_minibatches == 1 and not kl_in_reward
+    needs_old_pass = kl_in_reward or args.update_epochs * args.num_minibatches > 1
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: G completions per prompt, from the policy as it is now.
@@ -368,7 +368,7 @@ def main(args: Args) -> Path:
         for minibatch in epochs[0]:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs, ref_logprobs = torch.zeros_like(sampler_logprobs), None
-        if not is_only_step:
+        if needs_old_pass:
             old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
         if ref_model is not None:
             with adapters_off(policy):
@@ -392,7 +392,7 @@ def main(args: Args) -> Path:
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
-                minibatch = minibatch[mask[minibatch].any(dim=1)]
+                minibatch = minibatch[mask[minibatch].any(dim=1)]  # without what is masked whole
                 minibatch_weights = torch.zeros(mask.shape)  # (B, T), 0 in other minibatches
                 minibatch_weights[minibatch] = token_weights(
                     mask[minibatch], args.loss_norm, args.max_new_tokens
@@ -402,7 +402,7 @@ def main(args: Args) -> Path:
                         policy, sequences, inds, args.temperature, entropy=True
                     )
                     idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-                    if is_only_step:
+                    if not needs_old_pass:
                         old_logprobs[idx] = logprobs.detach()
                     batch_mask = mask[inds].to(device, non_blocking=True)  # (b, T)
                     weights = minibatch_weights[inds].to(device, non_blocking=True)  # (b, T)
@@ -443,7 +443,7 @@ def main(args: Args) -> Path:
         metrics = rollout_metrics(args, all_rewards, mask, sums, grad_norms)
         metrics["completions/length_mean"] = lengths.float().mean().item()
         metrics["completions/truncated_fraction"] = 1 - ended.float().mean().item()
-        if is_only_step:  # each rank has those of its own rows
+        if not needs_old_pass:  # each rank has those of its own rows
             all_reduce_sum(old_logprobs)
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask.to(device))
         metrics["prompts/sampled"] = num_prompts
@@ -455,7 +455,7 @@ def main(args: Args) -> Path:
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_logprobs is not None:  # of what is trained on: pi_old may have read no more
+            if ref_logprobs is not None:  # only of what is trained on: pi_old may have read no more
                 columns["log_ratio"] = (old_logprobs - ref_logprobs) * mask.to(device)
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
@@ -539,16 +539,15 @@ def sample_completions(
 def ratio_sums(
     args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over tokens for the log (of SAPO and DPPO what `clip` would hold); see `grpo_loss`."""
-    level = args.importance_sampling_level
-    log_ratio = policy_log_ratios(logprobs, old_logprobs, mask, level)
-    ratio = log_ratio.exp()
+    """Sums over tokens for the log. SAPO and DPPO do not clip: counted is what `clip` would."""
+    level, log_ratio = args.importance_sampling_level, logprobs - old_logprobs
+    ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
     is_low, is_high = ratio < 1 - args.clip_coef, ratio > 1 + args.clip_coef_high
     if args.loss != "cispo":  # on one side, which the advantage chooses; CISPO clips on both
         is_low &= advantages[:, None] < 0
         is_high &= advantages[:, None] > 0
     return {
-        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
         "policy/clip_fraction_low": is_low.sum(),
         "policy/clip_fraction_high": is_high.sum(),
     }
@@ -557,7 +556,7 @@ def ratio_sums(
 def rollout_metrics(
     args: Args, all_rewards: Tensor, mask: Tensor, sums: dict, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's B completions, and over the tokens of the mask that are trained on."""
+    """Means over a rollout's B completions, and over the tokens trained on (those of the mask)."""
     sums = sums_over_ranks(sums)
     num_completions = max(mask.any(dim=1).sum().item() * args.update_epochs, 1)
     num_tokens = max(mask.sum().item() * args.update_epochs, 1)
@@ -628,7 +627,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
     rewards = []
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -675,7 +674,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -780,7 +779,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

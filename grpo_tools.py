@@ -82,9 +82,9 @@ class Args:
     # --- environment and reward ---
     # path/to/file.py:function that replies to the policy; the default is for the default --model
     environment: str | None = None
-    # path/to/file.py:function, also of the environment's words; default: for the default --model
+    # path/to/file.py:function, which also reads the environment's words; default: as above
     reward_fn: str | None = None
-    # text of the one token that ends a call; default: the model's ends of turns, and no other
+    # text of the one token that ends a call; default: only the model's own ends of turns
     call_end: str | None = None
     max_turns: PositiveInt = 4  # turns of the policy in a completion, at most
     # --- GRPO ---
@@ -130,7 +130,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
     The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
     that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
     "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
-    arXiv 2602.02710). Other rewards may have a mean near 0, so it is at least 1/G.
+    arXiv 2602.02710); by at least 1/G, since the mean of other rewards may be near 0.
     """
     groups = rewards.double().view(-1, group_size)
     means = groups.mean(dim=1, keepdim=True)
@@ -158,10 +158,10 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def clipped_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, clip_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J(theta) without the KL over some completions of an optimiser step, and sums over tokens for
+    """-J(theta) without its KL, of some completions of an optimiser step, and sums over tokens for
     the log. Log-probs (B, T) under pi_theta and pi_old are in nats; advantages are (B,). Weights
-    (B, T) are 1 / (|S_i| n) at the tokens that the step's n completions sampled. Elsewhere all
-    three (B, T) are 0, and the ratio is 1.
+    (B, T) are 1 / (|S_i| n) at the sampled tokens of the step's n completions. Elsewhere all three
+    are 0, and the ratio is 1.
     """
     advantages = advantages[:, None]
     log_ratio = logprobs - old_logprobs
@@ -196,7 +196,7 @@ def main(args: Args) -> Path:
         turn_ends = stop_ids + call_end_ids
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)
-    # A turn is sampled for as long as the shortest completion has room.
+    # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -231,9 +231,9 @@ def main(args: Args) -> Path:
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs, mask, ended = sample(prompts, rng)
         rewards = reward_fn(prompts, sequences)  # (B,)
-        # What the policy has sampled is true in the mask (B, T). Else, at the environment's tokens
-        # and after the end, all that is computed is set to 0, and with it the gradient.
-        is_masked = ~mask.to(device)
+        # The mask (B, T) is true at tokens that the policy sampled. Elsewhere (the environment's
+        # tokens, and after the end) log-probs and entropies become 0, without a gradient.
+        not_sampled = ~mask.to(device)
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
         # the micro-batches of the update, so that the first ratio is exactly 1.
@@ -242,11 +242,11 @@ def main(args: Args) -> Path:
         for minibatch in epoch:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-        old_logprobs = old_logprobs.masked_fill(is_masked, 0.0)
+        old_logprobs = old_logprobs.masked_fill(not_sampled, 0.0)
         if ref_model is not None:
             with adapters_off(policy):
                 ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
-            ref_logprobs = ref_logprobs.masked_fill(is_masked, 0.0)
+            ref_logprobs = ref_logprobs.masked_fill(not_sampled, 0.0)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
         advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
@@ -261,8 +261,8 @@ def main(args: Args) -> Path:
             for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
                 idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
                 logprobs, entropy = completion_logprobs(policy, sequences, inds, entropy=True)
-                logprobs = logprobs.masked_fill(is_masked[idx], 0.0)
-                entropy = entropy.masked_fill(is_masked[idx], 0.0)
+                logprobs = logprobs.masked_fill(not_sampled[idx], 0.0)
+                entropy = entropy.masked_fill(not_sampled[idx], 0.0)
                 step_weights = weights[inds].to(device, non_blocking=True)
                 loss, loss_sums = clipped_loss(
                     logprobs, old_logprobs[idx], advantages[idx], step_weights, args.clip_coef
@@ -288,7 +288,7 @@ def main(args: Args) -> Path:
         }
         metrics |= {name: total / mask.sum().item() for name, total in sums.items()}
         metrics |= {f"completions/{name}": x for name, x in turn_metrics(sequences, mask).items()}
-        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, ~is_masked)
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, ~not_sampled)
         columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended, "sampled": mask}
         if ref_model is not None:
             columns["log_ratio"] = old_logprobs - ref_logprobs
@@ -306,7 +306,7 @@ def main(args: Args) -> Path:
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, stop_ids)  # the end of a call is none of a completion
+    save_model(run_dir, policy, tokenizer, stop_ids)  # the token that ends a call ends no text
     return run_dir
 
 
@@ -357,7 +357,7 @@ def sample_turns(
 
 
 def turn_metrics(sequences: Sequences, mask: Tensor) -> dict[str, float]:
-    """Means over completions: tokens sampled, those of the environment, and whether it has any."""
+    """Means over completions: tokens sampled, the environment's, whether there are any such."""
     sampled = mask.sum(dim=1).float()  # (B,), of a mask (B, T)
     others = torch.tensor([len(completion) for _, completion in sequences]) - sampled
     return {
@@ -421,7 +421,8 @@ def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list
     parts = reply if isinstance(reply, list) else [reply]
     if isinstance(reply, dict):
         parts = between_turns(tokenizer, reply["role"], reply["content"])
-        parts = parts[parts[0] == last_id :]  # the policy has ended its turn itself
+        if parts[0] == last_id:  # the policy has ended its turn itself
+            parts = parts[1:]
     ids = []
     for part in parts:
         if isinstance(part, str):
@@ -466,7 +467,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
     rewards = []
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -489,7 +490,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -594,7 +595,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

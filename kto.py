@@ -1,8 +1,8 @@
 r"""Kahneman-Tversky Optimization (KTO): learn from single completions that are good or bad.
 
 Prospect theory: people value an outcome by its distance from a reference point, and each further
-step away from it counts less. Here the outcome is the log-ratio of `dpo.py`, r(x, y) = log(pi(y|x)
-/ pi_ref(y|x)), and the reference point z0 estimates KL(pi || pi_ref) (arXiv 2402.01306, 4.1):
+step away from it counts less. Here the outcome is the log-ratio of `dpo.py`,
+r(x, y) = log(pi(y|x) / pi_ref(y|x)), and z0 estimates KL(pi || pi_ref) (arXiv 2402.01306, 4.1):
 
     z0 = max(0, mean of r(x_i, y_(i+1)) over the rows of a step), without gradient,
     v(x, y) = w_D sigmoid(beta (r - z0)) if y is desirable, w_U sigmoid(beta (z0 - r)) if not,
@@ -134,7 +134,9 @@ def mismatch(sequences: Sequences, max_length: int) -> Sequences:
 
 
 def reference_point(logratios: Tensor) -> Tensor:
-    """z0 = max(0, mean of r), in nats, of mismatched pairs (B,): what it estimates is >= 0."""
+    """z0 = max(0, mean of r), in nats, of mismatched pairs (B,): a KL is never negative. As an
+    estimate it is biased, since y_(i+1) is not sampled from pi(.|x_i).
+    """
     return logratios.mean().clamp(min=0)
 
 
@@ -202,7 +204,7 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
-    # The last batch is filled up with rows of one pass more, so that all steps weigh alike.
+    # Rows of one more pass fill the last batch, so that every step has --batch-size rows.
     data_epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
     shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(data_epochs)]
     batches = torch.cat(shuffles).split(args.batch_size)
@@ -222,7 +224,7 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
-            # Before the pass whose activations are kept.
+            # The reference first: later, its memory would come on top of the activations.
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
@@ -273,10 +275,7 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 
 
 def kto_metrics(args: Args, logratios: Tensor, z0: Tensor, labels: Tensor) -> dict[str, float]:
-    """Means over the completions (B,) of a whole step; the margin if there are both kinds.
-
-    z0 is a biased estimate of the KL, since y_(i+1) is not sampled from pi(.|x_i).
-    """
+    """Means over the completions (B,) of a whole step; the margin if there are both kinds."""
     losses = kto_loss(
         logratios, z0, labels, args.beta, args.desirable_weight, args.undesirable_weight
     )
@@ -368,7 +367,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
     rewards = []
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -391,7 +390,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -411,7 +410,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
     columns = [args.prompt_column, args.completion_column, args.label_column]
 
     def to_texts(row: dict) -> tuple:
-        prompt, completion, label = [row.pop(column) for column in columns]
+        prompt, completion, label = [row.pop(column) for column in columns]  # the rest: rewards'
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
         return as_chat(prompt) if args.chat else prompt, completion, bool(label)
@@ -502,7 +501,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -110,7 +110,7 @@ class Args:
     reward_weights: list[float] = field(default_factory=list)
     # reward function of eval/reward; default: gold on the default --dataset, else those of training
     eval_reward_fn: str | None = None
-    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the reward if cut off
+    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from a cut-off completion's reward
     # --- PPO ---
     total_rollouts: PositiveInt = 30  # rollouts, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 128  # prompts per rollout
@@ -636,7 +636,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
     rewards = []
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -683,7 +683,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -788,7 +788,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -7,11 +7,11 @@ turns the gradient of the expected reward into an expectation that samples estim
 
 E[grad log pi(o|q)] is 0, so a baseline b that does not depend on o leaves the mean as it is, and a
 good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): of a prompt's k completions,
-b is the mean reward of the other k - 1. --beta subtracts beta log(pi(o|q) / pi_ref(o|q)) from r, a
-constant in the gradient, and so maximises E[r] - beta KL(pi || pi_ref).
+b is the mean reward of the other k - 1. --beta subtracts beta log(pi(o|q) / pi_ref(o|q)) from r, as
+a constant in the gradient, and so maximises E[r] - beta KL(pi || pi_ref).
 
-Deviations from RLOO: no KL by default, a rule as the reward, AdamW with a linear decay. A healthy
-run: `reward/mean` and `eval/reward` rise.
+Deviations from RLOO: no KL by default, a rule as the reward, prompts drawn with replacement, AdamW
+with a linear decay. A healthy run: `reward/mean` and `eval/reward` rise.
 
     python reinforce.py                                  # tiny/arithmetic, half a minute on a CPU
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
@@ -210,13 +210,13 @@ def main(args: Args) -> Path:
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
-        old_logprobs = torch.zeros_like(sampler_logprobs)  # of the same policy: a check
+        step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
             loss = policy_gradient_loss(logprobs, advantages[idx], num_completions=len(sequences))
             loss.backward()
-            old_logprobs[idx] = logprobs.detach()
+            step_logprobs[idx] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
         optimizer.zero_grad()
@@ -225,8 +225,8 @@ def main(args: Args) -> Path:
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
         lengths = torch.tensor([len(completion) for _, completion in sequences], device=device)
         mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
-        all_reduce_sum(old_logprobs)
-        metrics = sampling_metrics(old_logprobs, sampler_logprobs, mask) | {
+        all_reduce_sum(step_logprobs)
+        metrics = sampling_metrics(step_logprobs, sampler_logprobs, mask) | {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
             "policy/grad_norm": grad_norm,
@@ -281,7 +281,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it once for all, because it may compare them."""
+    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
     rewards = []
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -304,7 +304,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -409,7 +409,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -7,9 +7,10 @@ last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
 and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-Deviations from the paper: pairs, not rankings of K completions; 3 epochs, not 1; no dropout; linear
-decay; the scores are not shifted, but the mean score of held-out preferred completions is saved as
-`score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT: the demonstrations' mean).
+Deviations from the paper: pairs, not rankings of K completions; 3 epochs, not 1; linear decay;
+AdamW's beta2 of 0.999, not 0.95; the scores are not shifted, but the mean score of held-out
+preferred completions is saved as `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT:
+the mean score of demonstrations).
 
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
@@ -120,7 +121,7 @@ def wins(score_gaps: Tensor) -> Tensor:
 
 
 def calibration_error(score_gaps: Tensor, bins: int = 5) -> float:
-    """Do completions that are predicted to win with 80 % win in 80 % of such pairs?
+    """Of the pairs whose winner is predicted with p = 80 %, is the prediction right in 80 %?
 
     The higher score of a pair is predicted to win with p = sigmoid(|r_w - r_l|). The expected
     calibration error (Guo et al. 2017, arXiv 1706.04599) of gaps r_w - r_l (N,) is the mean over
@@ -250,7 +251,7 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
 
 # --- scores ------------------------------------------------------------------------------------
 def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, whose prompt is what both completions begin with."""
+    """`micro_batches` of pairs: a pair is one sequence, whose prompt is what both begin with."""
     sequences = []
     for pair in pairs:
         prompt = os.path.commonprefix([pair.chosen_ids, pair.rejected_ids])
@@ -312,7 +313,7 @@ def load_classifier(
 
 
 def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
-    """The pairs of a split, without those that are equal, empty or longer than --max-length."""
+    """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
     def encode_row(row: dict) -> tuple[list[list[int]], Any]:
         margin = row.get(args.margin_column, 0.0)
@@ -345,7 +346,7 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
         if not rejected or chosen[:-1] != rejected[:-1]:
             raise UnusableRow("whose conversations begin differently")
         return chosen[:-1], chosen[-1:], rejected[-1:]
-    if prompt is None and isinstance(chosen, str) and rejected:  # a dialogue up to its last answer
+    if prompt is None and isinstance(chosen, str) and rejected:  # dialogues, such as hh-rlhf's
         before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
         prompt = before + assistant
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -424,7 +425,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -237,7 +237,7 @@ def loss_sequences(args: Args, data: list[Demonstration]) -> Sequences:
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model in eval mode: dropout is off, while sampling and while training."""
+    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -282,14 +282,14 @@ def learned_turns(args: Args, row: dict) -> list[dict]:
         is_reply = i > 0 and isinstance(turn, dict) and turn.get("role") == "assistant"
         if is_reply and turn.get("weight") != 0:
             places.append(i)
-    if args.train_on_prompt:  # the last pair holds all turns: it is enough
+    if args.train_on_prompt:  # the last row has all turns, those of weight 0 too
         places = places[-1:]
     pairs = [{args.prompt_column: turns[:i], args.completion_column: [turns[i]]} for i in places]
     return pairs or [row]
 
 
 def to_texts(args: Args, row: dict) -> tuple:
-    """The prompt and the completion of a row, strings or chat messages; the prompt may be None."""
+    """The prompt (None for a row of `text` alone) and the completion, strings or chat messages."""
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"] or []
         if not isinstance(turns, list):
@@ -375,7 +375,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The checkpoint's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -33,7 +33,7 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[
     # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B, 1)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B, 1); the product may round up to the sum
     return tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1)
 
 

@@ -28,8 +28,9 @@ MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives abou
 def completion_logprobs(
     model: Any, sequences: Sequences, inds: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]]. T is the
-    longest of all completions, `inds` may be empty. With `entropy` also that of pi(. | x, y_<t).
+    """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]], with
+    logits divided by the temperature. T is the length of the longest completion of all; `inds` may
+    be empty. With `entropy` also that of pi(. | x, y_<t).
     """
     batch = [sequences[i] for i in inds]
     hidden, row, t = completion_states(model, batch)  # (n, d), of all tokens of all completions
@@ -71,7 +72,7 @@ def sum_over_logits(
 @torch.no_grad()
 @forward_method
 def frozen_logits(model: Any, sequences: Sequences, inds: Tensor) -> Callable[[slice], Tensor]:
-    """Logits (c, V) of a chunk of the completion tokens of sequences[inds], without gradient."""
+    """A function from a chunk of the completion tokens of sequences[inds] to its logits (c, V)."""
     hidden, _, _ = completion_states(model, [sequences[i] for i in inds])  # (n, d)
     head = output_head(model)
     weight = head.weight.bfloat16() if use_bfloat16(hidden.device) else head.weight.detach()
@@ -117,7 +118,7 @@ def last_states(model: Any, rows: list[list[int]]) -> Tensor:
 @forward_method
 def hidden_states(model: Any, rows: list[list[int]]) -> Tensor:
     """The last hidden states (b, L, d) of rows of token ids, from which a head computes values;
-    after a row's end they mean nothing. What rows begin with is computed once, see tree.py.
+    after a row's end they mean nothing. What several rows begin with is computed once: tree.py.
     """
     with autocast(model.device):
         if not reads_trees(model):

@@ -21,8 +21,8 @@ from common.tokens import UnusableRow
 
 ROWS_PER_WORKER = 2500  # for fewer it does not pay to start a process
 FEATURES = datasets.Features(
-    row=datasets.Value("int32"),  # its number
-    part=datasets.Value("int32"),  # of the row, where it is split
+    row=datasets.Value("int32"),  # its number in the split
+    part=datasets.Value("int32"),  # number of the part, if the row is split
     ids=datasets.List(datasets.List(datasets.Value("int32"))),  # of the prompt, of each completion
     target=datasets.Value("uint32"),  # checksum of what else is trained on
     length=datasets.Value("int32"),  # of the longest sequence, in tokens
@@ -59,7 +59,7 @@ class EncodedRows(Sequence):
     split_row: Callable[[dict], list[dict]]
     to_item: Callable
     encoded: pa.Table  # see FEATURES; dropped ones have no ids
-    usable: np.ndarray  # the places in it of those that are not dropped
+    usable: np.ndarray  # the places in it of rows that were not dropped
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -88,14 +88,15 @@ def encode_rows(
     flag: str = "--max-length",
     split_row: Callable[[dict], list[dict]] = lambda row: [row],
 ) -> EncodedRows:
-    """The items of a split's rows, or of the rows into which `split_row` splits each of them.
+    """The items of a split: one per row, or one per part that `split_row` makes of it.
     `encode_row` returns the token ids of a prompt and of each of its completions, and what else is
-    trained on; `to_item` makes an item of a row and these ids. Rows that are unusable, or longer
-    than the `max_length` of a flag, are dropped and counted; a warning if most are, a ValueError if
-    all are, or if a row fails otherwise. Prints the counts and the first row. Each rank encodes a
-    part of the rows, a large one in several processes.
+    trained on; `to_item` makes an item of a row and these ids; both may pop from the row. Rows that
+    are unusable, or longer than `max_length`, the value of `flag`, are dropped and counted: a
+    warning if most are, a ValueError if all are, or if a row fails otherwise. Prints the counts and
+    the first row. Each rank encodes a part of the rows, a large one in several processes.
     """
-    split, first = str(rows.split), len(rows) * RANK // WORLD_SIZE
+    split = str(rows.split)
+    first = len(rows) * RANK // WORLD_SIZE
     mine = rows.select(range(first, len(rows) * (RANK + 1) // WORLD_SIZE))
 
     def encode_batch(batch: Any, numbers: list[int], worker: int | None) -> pa.Table:
@@ -133,7 +134,7 @@ def encode_rows(
     if RANK > 0 or len(mine) < 2 * ROWS_PER_WORKER:
         datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", module="dill")  # workers find the script's classes by name
-    encoded = mine.map(
+    mapped = mine.map(
         encode_batch,
         with_indices=True,
         with_rank=True,
@@ -147,17 +148,19 @@ def encode_rows(
         desc=split,
     )
     datasets.enable_progress_bars()
-    encoded = [table for table in all_gather([encoded.data.table]) if len(table)]
-    encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *encoded])
+    tables = [table for table in all_gather([mapped.data.table]) if len(table)]
+    encoded = pa.concat_tables([FEATURES.arrow_schema.empty_table(), *tables])
     dropped = Counter(encoded["dropped"].drop_null().to_pylist())
     longest = pc.max(encoded["length"]).as_py() or 0
     usable = encoded["dropped"].is_null().to_numpy().nonzero()[0]  # a filtered table is a copy
     report = f"{split}: {len(usable)} rows, dropped {dict(dropped)}; longest {longest} tokens"
     if not len(usable):
         raise ValueError(f"--dataset: no row is left of {report}")
-    ids = encoded["ids"][usable[0]].as_py()
-    text = tokenizer.decode(ids[0] + ids[1] if len(ids) > 1 else ids[0])
-    print(f"{report}\n    {text if len(text) < 1000 else text[:500] + ' ... ' + text[-500:]!r}")
+    prompt_ids, *completions = encoded["ids"][usable[0]].as_py()
+    text = tokenizer.decode(prompt_ids + completions[0] if completions else prompt_ids)
+    if len(text) > 1000:
+        text = f"{text[:500]} ... {text[-500:]}"
+    print(f"{report}\n    {text!r}")
     if len(usable) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
     return EncodedRows(rows, split_row, to_item, encoded, usable)

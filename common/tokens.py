@@ -20,7 +20,7 @@ def load_tokenizer(
     source: str, chat_template_kwargs: str = "{}", today: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object,
-    and a date YYYY-MM-DD for today's. A ValueError if the model has adapters or is quantised.
+    and takes a date YYYY-MM-DD for today. A ValueError if the model has adapters or is quantised.
     """
     flags = "--model, --reference, --reward-model, --teacher"
     if find_adapter_config_file(source):  # transformers would go on with the model below it
@@ -53,7 +53,7 @@ def pad_rows(rows: list[list[int]], device: Any, side: str = "right") -> tuple[T
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Sorted ids that end a completion: the tokenizer's EOS, those of `source`'s generation config,
-    and what the chat template writes after an assistant's turn. A ValueError if there is none.
+    and the chat template's first special token after an answer. A ValueError if there is none.
     """
     stop_ids = {tokenizer.eos_token_id}
     with suppress(OSError):  # many checkpoints have no generation config
@@ -84,8 +84,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
 
 
 def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> dict[str, list]:
-    """For rollouts.jsonl: of each pair (prompt, completion) of ids the texts, and with three digits
-    its number in each column (B,), or its numbers per token in columns (B, T).
+    """A line of rollouts.jsonl: of each pair (prompt, completion) of ids the texts, its number in
+    each column (B,), and its numbers per token in columns (B, T), to three decimals.
     """
     rows = []
     for i, (prompt_ids, ids) in enumerate(sequences):
@@ -107,7 +107,7 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
     chat messages through the chat template. A ValueError if that leaves out a message; an
     `UnusableRow` if the text is empty, if a message spells out a special token, which would end or
     begin a turn, or if an assistant's turn is to be answered. A warning if a prompt is a string
-    that goes without the chat template that there is.
+    although there is a chat template.
     """
     refuse_empty(text)
     if isinstance(text, str):
@@ -136,7 +136,7 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
 
 @cache
 def special_tokens(tokenizer: Any) -> re.Pattern:
-    """Matches before each special token, such as <|im_end|>, that a text spells out."""
+    """Matches the place before each special token, such as <|im_end|>, that a text spells out."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
@@ -244,14 +244,14 @@ def encode_completions(
             raise UnusableRow("whose completion is not an assistant's turn")
         start = completion_start(tokenizer, prompt, completion, sampled_ids, ids)
         ids = [*ids, end_id(tokenizer, stop_ids)]
-        end = min(ids.index(stop_id, start) for stop_id in stop_ids if stop_id in ids[start:])
+        end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
         if end == start and isinstance(completion, list):  # no token of what the message says
             raise UnusableRow("whose completion the chat template leaves out")
         rest = tokenizer.decode(ids[end + 1 :], skip_special_tokens=True)
         if rest.strip() and isinstance(completion, str):
             raise UnusableRow("whose completion goes on after a stop id")
         sequences.append((start, ids[: end + 1]))
-    # What the template opens only some of the answers with belongs to all completions.
+    # All completions share one prompt, which ends where the first of them begins.
     start = min(start for start, _ in sequences)
     return sampled_ids[:start], [ids[start:] for _, ids in sequences]
 

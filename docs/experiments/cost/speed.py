@@ -166,9 +166,10 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
 
 
 def load_model(work: Work, source: str) -> torch.nn.Module:
-    is_classifier = work.script == "rm_bradley_terry"
-    kind = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    return kind.from_pretrained(source, dtype="float32")
+    if work.script == "rm_bradley_terry":
+        kind = AutoModelForSequenceClassification
+        return kind.from_pretrained(source, dtype="float32", num_labels=1)
+    return AutoModelForCausalLM.from_pretrained(source, dtype="float32")
 
 
 # --- models and data ---------------------------------------------------------------------------
