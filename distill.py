@@ -32,6 +32,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -192,23 +193,7 @@ def main(args: Args) -> Path:
         warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
-    def sample(prompts: list[StudentPrompt], rng: Generator) -> tuple[Sequences, Sequences, Tensor]:
-        """Completions after the student's prompts, the same after the teacher's, and the log-probs
-        (B, T) with which their tokens were sampled."""
-        prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids, sampler_logprobs = generate(
-            policy,
-            prompt_ids,
-            max_new_tokens=args.max_new_tokens,
-            temperature=1.0,
-            stop_ids=sorted(stop_ids),
-            rng=rng,
-            batch_size=args.generation_batch_size,
-        )
-        sequences = list(zip(prompt_ids, completion_ids, strict=True))
-        teacher_ids = [prompt.teacher_ids for prompt in prompts]
-        return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
-
+    sample = partial(sample_for_both, args, policy, sorted(stop_ids))
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": train_prompts.checksum()}
     if args.resume:
@@ -277,6 +262,27 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, sorted(stop_ids))
     return run_dir
+
+
+def sample_for_both(
+    args: Args, policy: Any, stop_ids: list[int], prompts: list, rng: Generator
+) -> tuple[Sequences, Sequences, Tensor]:
+    """Completions after the student's prompts, the same after the teacher's, and the log-probs
+    (B, T) with which their tokens were sampled.
+    """
+    prompt_ids = [prompt.ids for prompt in prompts]
+    completion_ids, sampler_logprobs = generate(
+        policy,
+        prompt_ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=1.0,
+        stop_ids=stop_ids,
+        rng=rng,
+        batch_size=args.generation_batch_size,
+    )
+    sequences = list(zip(prompt_ids, completion_ids, strict=True))
+    teacher_ids = [prompt.teacher_ids for prompt in prompts]
+    return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
 
 
 def divergence_loss(
