@@ -157,28 +157,7 @@ def noise_tables(results: dict) -> dict[str, dict]:
     return {"distill_noise": {"columns": columns, "rows": rows}}
 
 
-def divergence_tables(results: dict) -> dict[str, dict]:
-    """By --divergence how many tokens are sampled until nine tenths of the teacher's gain."""
-    saved, rows = saved_results("distill")["numbers"], []
-    for name, measured in ({"sampled": saved[BY_TOKEN]} | results["numbers"]).items():
-        needed = []
-        for of_seed, best in zip(measured["points"], saved[TEACHER]["accuracy"], strict=True):
-            start = of_seed[0][2]
-            goal = start + 0.9 * (best - start)
-            needed.append(min(tokens for _, tokens, reached in of_seed if reached >= goal))
-        last = [of_seed[-1][2] for of_seed in measured["points"]]
-        rows.append([f"`--divergence {name}`", spread(needed, 0), spread(last, 3)])
-    columns = ["", "thousands of tokens", "accuracy after 160 rollouts"]
-    return {"distill_divergence": {"columns": columns, "rows": rows}}
-
-
 EXPERIMENTS = (
-    Experiment(
-        "distill_divergence",
-        {name: f"{COMMANDS[BY_TOKEN]} --divergence {name}" for name in DIVERGENCES[1:]},
-        metrics={name: [Metric("points", points)] for name in DIVERGENCES[1:]},
-        more_tables=divergence_tables,
-    ),
     Experiment("distill_noise", measure_all=measure_noise, more_tables=noise_tables),
     Experiment(
         "distill",
