@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from common.model import autocast, backbone, forward_method, use_bfloat16
@@ -208,7 +207,10 @@ def differentiable_logits(hidden: Tensor, head: OutputHead) -> Tensor:
     weight = head.weight
     if use_bfloat16(hidden.device):
         hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    logits = linear(hidden.float(), weight.float(), head.bias) * head.scale
+    logits = hidden.float() @ weight.float().T
+    if head.bias is not None:  # may be bfloat16, where it is sharded
+        logits = logits + head.bias
+    logits = logits * head.scale
     return head.cap * (logits / head.cap).tanh() if head.cap else logits
 
 
