@@ -11,8 +11,8 @@ import pytest
 from models import some_slow
 from scripts import SCRIPTS
 
-from docs.exercises import plant
-from docs.exercises.plant import EXERCISES, Edit, apply, write_copy
+from docs.exercises import add_bug
+from docs.exercises.add_bug import EXERCISES, Edit, apply, write_copy
 from docs.experiments.studies import exercises as experiment
 from docs.experiments.lib.runs import Run, write_jsonl
 
@@ -28,7 +28,7 @@ def test_the_suite_catches_the_bug(number, tmp_path):
     exercise, status = EXERCISES[number], {}
     for way in ("planted",) if number == QUICK else ("healthy", "planted"):
         write_copy(exercise, tmp_path / way, healthy=way == "healthy")
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", plant.path_of_test(exercise)]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", add_bug.path_of_test(exercise)]
         done = subprocess.run(command, cwd=tmp_path / way, capture_output=True, text=True)
         assert "error" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
         status[way] = done.returncode
@@ -48,7 +48,7 @@ def test_a_bug_changes_the_copy_and_says_nothing_of_itself(number, tmp_path):
     assert changed == sorted({edit.file for edit in EXERCISES[number].bug})
     for edit in EXERCISES[number].bug:
         assert "#" not in edit.new
-        assert not re.search(r"bug|plant|wrong|exercise", edit.new)
+        assert not re.search(r"bug|planted|wrong|exercise", edit.new)
 
 
 @pytest.mark.parametrize("text", ["x = 2\n", "x = 1\nx = 1\n"])
@@ -61,7 +61,7 @@ def test_a_text_that_does_not_occur_exactly_once_is_an_error(text, tmp_path):
 
 # --- the program --------------------------------------------------------------------------------
 def test_no_run_writes_a_copy_and_prints_its_command(tmp_path, capsys):
-    plant.main(5, out=tmp_path / "copy", run=False)
+    add_bug.main(5, out=tmp_path / "copy", run=False)
     assert (tmp_path / "copy" / "grpo.py").read_text() != Path("grpo.py").read_text()
     assert not (tmp_path / "copy" / "runs").exists()
     assert f"python {EXERCISES[5].commands[0]}" in capsys.readouterr().out
@@ -70,13 +70,13 @@ def test_no_run_writes_a_copy_and_prints_its_command(tmp_path, capsys):
 @pytest.mark.parametrize("folder", ["runs/exercise", "tests"])
 def test_a_copy_does_not_go_into_the_repository(folder):
     with pytest.raises(ValueError, match=r"^--out .* lies within the repository$"):
-        plant.main(1, out=Path(folder), run=False)
+        add_bug.main(1, out=Path(folder), run=False)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
     (tmp_path / "grpo.py").write_text("mine")
     with pytest.raises(ValueError, match="not empty"):
-        plant.main(1, out=tmp_path, run=False)
+        add_bug.main(1, out=tmp_path, run=False)
     assert (tmp_path / "grpo.py").read_text() == "mine"
 
 
@@ -85,10 +85,10 @@ def test_commands_parse_and_a_solution_shows_the_lines_and_names_the_test(number
     for command in EXERCISES[number].commands:
         script, *flags = command.split()
         SCRIPTS[script.removesuffix(".py")].parse_args(flags)
-    told = plant.solution_text(number)
+    told = add_bug.solution_text(number)
     added = {line.strip() for edit in EXERCISES[number].bug for line in edit.new.splitlines()}
     assert any(line[:2] == "+ " and any(new in line for new in added) for line in told.splitlines())
-    path, _, function = plant.path_of_test(EXERCISES[number]).partition("::")
+    path, _, function = add_bug.path_of_test(EXERCISES[number]).partition("::")
     assert f"{path}::{function}" in told and f"def {function}(" in Path(path).read_text()
     file, _, line_number = re.search(r"^(\S+\.py)(, from line )(\d+):", told).groups()
     first_line = EXERCISES[number].bug[0].old.splitlines()[0]
@@ -98,7 +98,7 @@ def test_commands_parse_and_a_solution_shows_the_lines_and_names_the_test(number
 @pytest.mark.slow
 def test_a_run_with_the_bug_shows_its_symptom(tmp_path, capsys):
     for way in ("healthy", "planted"):
-        plant.main(3, out=tmp_path / way, healthy=way == "healthy")
+        add_bug.main(3, out=tmp_path / way, healthy=way == "healthy")
         metrics_file = re.search(r"^metrics: (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
         last = json.loads(Path(metrics_file).read_text().splitlines()[-1])
         assert (last["eval/truncated_fraction"] > 0.8) == (way == "planted")

@@ -15,7 +15,7 @@ import torch
 from runs import metrics_of
 from scripts import short_flags
 
-from docs.exercises.plant import Edit, apply
+from docs.exercises.add_bug import Edit, apply
 
 BLOCK = re.compile(r"<!-- variant (\w+) (\w+)\.py (\w+) -->\n```diff\n(.*?)```", re.DOTALL)
 PAGE = Path("docs/variants.md").read_text()

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from docs.exercises.plant import EXERCISES, write_copy
+from docs.exercises.add_bug import EXERCISES, write_copy
 from docs.experiments.lib.drawing import HEALTHY, SICK, Lines, Series
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.metrics import Metric, average, first, highest, last, late

@@ -1,4 +1,4 @@
-"""docs/exercises/blank.py: the tests that it prints fail without the function's body."""
+"""docs/exercises/remove_body.py: the tests that it prints fail without the function's body."""
 
 import ast
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.exercises.blank import FILES, find_tests, main, without_body, write_copy
+from docs.exercises.remove_body import FILES, find_tests, main, without_body, write_copy
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,6 +1,6 @@
 """Write it yourself: a copy of the repository in which the body of one function is gone.
 
-    python docs/exercises/blank.py grpo_loss
+    python docs/exercises/remove_body.py grpo_loss
 
 Its signature and its docstring, with formula and shapes, stay. It prints the tests that must pass.
 """

@@ -1,8 +1,8 @@
 """Write a copy of the scripts with a silent bug in it, and train with it: docs/exercises.md.
 
-    python docs/exercises/plant.py 3             # with bug 3
-    python docs/exercises/plant.py 3 --healthy   # the same command without the bug
-    python docs/exercises/plant.py 3 --solution  # what the bug is
+    python docs/exercises/add_bug.py 3             # with bug 3
+    python docs/exercises/add_bug.py 3 --healthy   # the same command without the bug
+    python docs/exercises/add_bug.py 3 --solution  # what the bug is
 
 A bug is a list of text replacements, below. Whoever reads on learns the solutions.
 """
