@@ -27,7 +27,7 @@ def test_a_copy_does_not_go_into_the_repository(folder):
 
 @pytest.mark.slow  # a quarter of a minute each
 @pytest.mark.parametrize("name", FILES)
-def test_a_blank_fails(name, tmp_path):
+def test_the_printed_tests_fail_without_the_body(name, tmp_path):
     """That they pass with it is what the suite itself shows."""
     write_copy(name, tmp_path / "copy")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-m", "", *find_tests(name)]
