@@ -1,5 +1,5 @@
-"""A micro-batch as the prefix tree of its rows: what several rows begin with, such as the prompt of
-a group, is computed once, and nothing is padded outside attention.
+"""A micro-batch as the prefix tree of its rows (prefix sharing): what several rows begin with, such
+as the prompt of a group, is computed once, and nothing is padded outside attention.
 """
 
 import warnings
@@ -27,13 +27,13 @@ class PrefixTree:
 
     have 6 nodes, which a model reads as one row. A path is a row's nodes; a row adds those that no
     row before it has. A node attends to its path up to itself. Attention is computed in two blocks:
-    rows that add their whole path (abc, xy) are plain causal attention, without a mask; the nodes
-    that other rows add (3) are queries to all of their row's path (0 1 3), under a mask.
+    rows that add at least half of their path (abc, xy) are plain causal attention, without a mask;
+    the nodes that other rows add (3) are queries to all of their row's path (0 1 3), under a mask.
     """
 
     def __init__(self, rows: list[list[int]], device: torch.device):
         nodes, paths = {}, []
-        whole, branches = [], []  # (what a row adds, its path)
+        whole, branches = [], []  # (queries, path, what the row adds)
         for row in rows:
             node, path, num_before = -1, [], len(nodes)
             for token in row:
@@ -41,8 +41,12 @@ class PrefixTree:
                 path.append(node)
             paths.append(path)
             added = [node for node in path if node >= num_before]
-            if added:
-                (whole if added == path else branches).append((added, path))
+            # Causal attention computes half of what a mask computes, and has the faster kernels. So
+            # it may compute again what a row shares, such as a BOS or a system prompt.
+            if 2 * len(added) >= len(path):
+                whole.append((path, path, added))
+            elif added:
+                branches.append((added, path, added))
         positions = torch.zeros(len(nodes), dtype=torch.long)
         for path in paths:
             positions[path] = torch.arange(len(path))
@@ -55,11 +59,12 @@ class PrefixTree:
         self.paths = move(pad_rows(paths, "cpu")[0])  # (b, L): the nodes of each row
         self.blocks, order = [], []  # of attention: queries (R, T) and keys (R, K), nodes
         for block in filter(None, (whole, branches)):
-            queries, is_query = pad_rows([added for added, _ in block], "cpu")
-            keys, _ = pad_rows([path for _, path in block], "cpu")
-            self.blocks.append((move(queries), move(keys)))
-            order.append(queries.masked_fill(~is_query, -1).flatten())
-        order = torch.cat(order)  # the nodes as the blocks have them, -1 at padding
+            queries, keys, added = zip(*block, strict=True)
+            self.blocks.append((move(pad_rows(queries, "cpu")[0]), move(pad_rows(keys, "cpu")[0])))
+            results = [[-1] * (len(q) - len(a)) + a for q, a in zip(queries, added, strict=True)]
+            results, is_result = pad_rows(results, "cpu")
+            order.append(results.masked_fill(~is_result, -1).flatten())
+        order = torch.cat(order)  # the nodes as the blocks have them, -1 at padding and repetitions
         places = torch.empty(len(nodes), dtype=torch.long)
         places[order[order >= 0]] = (order >= 0).nonzero().squeeze(1)
         # (N,): where the blocks have each node; None if they have them in order.
@@ -114,7 +119,8 @@ def tree_attention(
         q, k, v = take(query, queries), take(key, keys), take(value, keys)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (R, heads, T or K, d)
         mask = tree.mask(block, sliding_window, v.dtype)
-        if mask is not None and q.is_cuda:  # no fast kernel has both a mask and grouped queries
+        # CUDA-only: no fast kernel has both a mask and grouped queries.
+        if mask is not None and q.is_cuda:
             k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
         result = scaled_dot_product_attention(
             q,

@@ -446,6 +446,7 @@ WHOLE = [
     | dict(ent_coef=0.3),
     dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
     dict(missing_eos_penalty=0.5, scale_rewards="mean", loss="sapo", max_new_tokens=8),
+    dict(missing_eos_penalty=0.5, loss="dppo", max_new_tokens=8),
     dict(kl_placement="unbiased", importance_sampling_level="sequence")
     | dict(multi_objective_aggregation="normalize_then_sum"),
 ]

@@ -106,6 +106,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_loops_over_sampled_toke
 ):
     """The second rollout, of a policy that has left the reference: two steps."""
     rollouts = spy_on(grpo_tools, monkeypatch, "sample_turns")
+    compared = spy_on(grpo_tools, monkeypatch, "sampling_metrics")
     judged, steps = spy_on(grpo_tools, monkeypatch, "rule_rewards"), watch_steps(monkeypatch)
     batched, calls = (
         spy_by_name(grpo_tools, monkeypatch, n) for n in ("micro_batches", "clipped_loss")
@@ -171,7 +172,8 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_loops_over_sampled_toke
     }
     for name, number in expected.items():
         assert row[name] == pytest.approx(number, rel=2e-3, abs=1e-5), name
-    assert row["policy/sampling_kl"] < 1e-7
+    (_, _, mask), _ = compared[1]
+    assert row["policy/sampling_kl"] < 1e-7 and torch.equal(mask, is_sampled)
 
     # The first evaluation has turns too.
     _, (evaluated, _, is_sampled, _) = rollouts[0]
@@ -279,6 +281,7 @@ ENVIRONMENTS = """
 import sys
 def fails(**columns): raise KeyError("port")
 def leaves(**columns): sys.exit(3)
+def nothing(**columns): pass
 def few(prompts, **columns): return [None] * (len(prompts) - 1)
 def number(prompts, **columns): return [3.5] * len(prompts)
 def looks(prompts, completions, answer, note):
@@ -293,6 +296,7 @@ def looks(prompts, completions, answer, note):
     [
         ("fails", "KeyError: 'port'"),
         ("leaves", "SystemExit: 3"),
+        ("nothing", "ValueError: a list of 2 replies expected, found None"),
         ("few", r"ValueError: a list of 2 replies expected, found \[None\]"),
         ("number", "ValueError: a text, a message, or texts and token ids expected, found 3.5"),
         ("looks", None),

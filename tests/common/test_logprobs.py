@@ -278,6 +278,13 @@ def test_rows_of_one_prompt_are_neighbours(monkeypatch, size, processes):
     assert max(of_rank) - min(of_rank) <= 16 * 4, "ranks take turns: they differ by a step each"
 
 
+def test_groups_are_ordered_by_the_tokens_that_are_computed(monkeypatch):
+    """A prompt counts once: 10 + 4 tokens before 1 + 20."""
+    sequences = [([1] * 10, [2])] * 4 + [([1], [2] * 5)] * 4
+    (of_rank,) = deal(sequences, torch.arange(8), 4, 1, monkeypatch)
+    assert of_rank == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
 def test_a_rank_without_rows_runs_as_many_passes(monkeypatch):
     assert [len(inds) for inds in micro_batches(make_pairs(), torch.arange(0), 2)] == [0]
     sequences = [([1], [2] * n) for n in range(1, 6)]  # one group is cut: each rank has rows

@@ -175,9 +175,9 @@ def test_activations_are_what_autograd_keeps(kind, lora_rank):
     assert three - two == ROWS * LENGTH * CONSTANTS["layer_input"][kind] * SMALL["hidden"]
 
 
-def test_rows_of_one_prompt_keep_what_the_formula_says():
+@pytest.mark.parametrize(("prompt", "completion"), [(20, 12), (12, 20)], ids=["masked", "whole"])
+def test_rows_of_one_prompt_keep_what_the_formula_says(prompt, completion):
     """A group of three, read as a prefix tree: two models that differ by a layer."""
-    prompt, completion = 20, 12
     rows = [[*range(prompt)] + [i] * completion for i in range(3)]
 
     def predicted(layers):

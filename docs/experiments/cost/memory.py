@@ -1,4 +1,5 @@
-"""Peak memory and time of log-probabilities over a large vocabulary, forward and backward.
+"""Peak memory and time of log-probabilities over a large vocabulary, and of distill.py's divergence
+between all of them, forward and backward.
 
 Each number comes from a process of its own. On a CPU it is the most resident memory that Linux has
 seen since the measurement began, less what was resident then; on a GPU what torch has allocated.
@@ -10,7 +11,8 @@ from time import perf_counter
 import torch
 
 from common.model import autocast
-from common.logprobs import completion_logprobs
+from common.logprobs import completion_logprobs, frozen_logits
+from distill import divergence_loss
 from docs.experiments.lib.measuring import (
     DEVICE,
     in_own_process,
@@ -32,6 +34,13 @@ def plain_logprobs(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 def our_logprobs(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     return completion_logprobs(model, [(ids[:1], ids[1:])], [0])
+
+
+def reverse_kl(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """`--divergence reverse`, with the model as its own teacher."""
+    sequences, inds = [(ids[:1], ids[1:])], torch.arange(1)
+    of_teacher = frozen_logits(model, sequences, inds)
+    return divergence_loss(model, sequences, inds, of_teacher, "reverse", beta=0.5)
 
 
 def measure_logprobs(logprobs: Callable) -> tuple[float, float]:
@@ -63,6 +72,7 @@ def measure_logprobs(logprobs: Callable) -> tuple[float, float]:
 def main() -> None:
     print(f"{TOKENS:,} tokens, vocabulary {VOCABULARY:,}, hidden {HIDDEN}, forward and backward")
     functions = {"log-softmax": plain_logprobs, "completion_logprobs": our_logprobs}
+    functions["--divergence reverse"] = reverse_kl
     for name, logprobs in functions.items():
         extra, seconds = in_own_process(measure_logprobs, logprobs)
         print(f"{name}: {extra / 1e6:,.0f} MB extra, {seconds:.1f} s", flush=True)

@@ -228,8 +228,9 @@ def memory(
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head. Rows
     # that share a prompt read it once: tokens are the nodes of their prefix tree. Attention gathers
-    # the keys of each row; all but the first of a prompt have a mask, which on a GPU takes a key
-    # per query head, and the results of all are gathered again.
+    # the keys of each row, and the results of all again. Of all rows but the first of a prompt, it
+    # computes the prompt once more, or, if that is more than half of the row, has a mask, which on
+    # a GPU takes a key per query head.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
     # The forward pass ends with a chunk and its exponentials. The backward pass has a chunk first
@@ -243,15 +244,21 @@ def memory(
     activations = CONSTANTS["lora_activations" if lora_rank > 0 else "activations"][kind]
     bytes_per_token = weighted_widths(model, activations) + 7 * lora_rank * compute_bytes
     prompts = ceil(rows / (group if algorithm["samples"] == "group" else algorithm["rows"]))
-    branches = rows - prompts
+    repeating = rows - prompts  # rows whose prompt another one has
+    is_masked = prompt > completion
     tokens = prompts * prompt + rows * completion
-    layer_bytes = tokens * bytes_per_token
-    if branches > 0:
-        branch_keys = branches * (prompt + completion)
-        key_width = model["query"] if compute_bytes == 2 else model["kv"]
-        more_keys = branch_keys * key_width - branches * completion * model["kv"]
-        layer_bytes += compute_bytes * (2 * more_keys + tokens * model["query"])
-    mask_bytes = compute_bytes * branches * completion * (prompt + completion)
+    layer_bytes, mask_bytes = tokens * bytes_per_token, 0
+    if repeating > 0:
+        if is_masked:
+            key_width = model["query"] if compute_bytes == 2 else model["kv"]
+            more_keys = (prompt + completion) * key_width - completion * model["kv"]
+            more_queries = 0
+            mask_bytes = compute_bytes * repeating * completion * (prompt + completion)
+        else:
+            more_keys = prompt * model["kv"]
+            more_queries = 2 * prompt * model["query"]  # and their results
+        gathered = repeating * (2 * more_keys + more_queries) + tokens * model["query"]
+        layer_bytes += compute_bytes * gathered
     trains_ends = lora_rank == 0 and not freezes_layers
     end_gradient = CONSTANTS["logit"] * embedding if trains_ends else 0
     last_bytes = end_gradient * (2 if has_policy and model["tied"] else 1)
