@@ -9,7 +9,7 @@ from docs.experiments.lib.experiment import Experiment
 DECLARED = {experiment.name: experiment for experiment in declared.EXPERIMENTS}
 STUDIES = {  # by file the names of its experiments
     "best_of_n": ["best_of_n"],
-    "distill": ["distill_noise", "distill"],
+    "distill": ["distill_divergence", "distill_noise", "distill"],
     "exercises": ["exercises"],
     "grpo_tools": ["real_tools", "grpo_tools"],
     "hints": ["hints", "hints_real", "hints_grpo"],

@@ -147,18 +147,32 @@ def tables(results: dict) -> dict[str, dict]:
     return {"distill": {"columns": [*columns, "of the teacher's gain"], "rows": rows}}
 
 
-def noise_tables(results: dict) -> dict[str, dict]:
-    rows = []
-    for name, measured in results["numbers"].items():
-        variance, squared = measured["variance"], measured["squared norm"]
-        numbers = [f"{squared:.3g}", f"{variance:.3g}", f"{variance / squared:.2f}"]
-        rows.append([f"`--divergence {name}`", *numbers])
-    columns = ["", "squared norm of the mean gradient", "variance of a rollout's", "ratio"]
-    return {"distill_noise": {"columns": columns, "rows": rows}}
+def divergence_tables(results: dict) -> dict[str, dict]:
+    """By --divergence the noise of the first gradient, and how many tokens are sampled until nine
+    tenths of the teacher's gain."""
+    saved, rows = saved_results("distill")["numbers"], []
+    noise = saved_results("distill_noise")["numbers"]
+    for name, measured in ({"sampled": saved[BY_TOKEN]} | results["numbers"]).items():
+        needed = []
+        for of_seed, best in zip(measured["points"], saved[TEACHER]["accuracy"], strict=True):
+            start = of_seed[0][2]
+            goal = start + 0.9 * (best - start)
+            needed.append(min(tokens for _, tokens, reached in of_seed if reached >= goal))
+        last = [of_seed[-1][2] for of_seed in measured["points"]]
+        ratio = f"{noise[name]['variance'] / noise[name]['squared norm']:.2f}"
+        rows.append([f"`--divergence {name}`", ratio, spread(needed, 0), spread(last, 3)])
+    columns = ["", "noise", "tokens, thousands", "accuracy after 160 rollouts"]
+    return {"distill_divergence": {"columns": columns, "rows": rows}}
 
 
 EXPERIMENTS = (
-    Experiment("distill_noise", measure_all=measure_noise, more_tables=noise_tables),
+    Experiment(
+        "distill_divergence",
+        {name: f"{COMMANDS[BY_TOKEN]} --divergence {name}" for name in DIVERGENCES[1:]},
+        metrics={name: [Metric("points", points)] for name in DIVERGENCES[1:]},
+        more_tables=divergence_tables,
+    ),
+    Experiment("distill_noise", measure_all=measure_noise),
     Experiment(
         "distill",
         COMMANDS,
