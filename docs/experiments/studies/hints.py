@@ -56,16 +56,20 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
         on_rows = dict(epochs=1.0, eval_samples=500)
         first = train(sft, model=distill.Args.model, dataset=start, **on_rows, **flags)
         flags |= dict(model=str(first.folder), dataset=hints)
-        of_distill = points(train(distill, teacher_prompt_column="hinted", **flags))
+        hinted = flags | dict(teacher_prompt_column="hinted")
+        of_distill = {"": points(train(distill, **hinted))}
+        of_distill[", `reverse`"] = points(train(distill, divergence="reverse", **hinted))
         by_sft = train(sft, **on_rows, **flags)
         by_grpo = train(grpo, **flags)
 
         tokens = by_grpo.values("completions/length_mean").cumsum() * 256 / 1000
         found = {HINTED: {"tokens": 0.0, "accuracy": accuracy(first.samples())}}
-        for rollouts, sampled, reached in of_distill:
-            if rollouts in (0, 20, 160):
-                label = f"self-distillation, {rollouts} rollouts" if rollouts else "the start"
-                found[label] = {"tokens": sampled, "accuracy": reached}
+        found["the start"] = {"tokens": 0.0, "accuracy": of_distill[""][0][2]}
+        for divergence, of_run in of_distill.items():
+            for rollouts, sampled, reached in of_run:
+                label = f"self-distillation{divergence}, {rollouts} rollouts"
+                if rollouts in (20, 160):
+                    found[label] = {"tokens": sampled, "accuracy": reached}
         for steps in (20, 120):
             rows = 32 * steps
             reached = accuracy(by_sft.samples(steps))
