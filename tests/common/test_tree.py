@@ -5,11 +5,13 @@ import warnings
 
 import pytest
 import torch
+from gpu_types import take_gpu_types
 from models import VOCAB, family_model, tiny_model
 from transformers import AutoModelForCausalLM
 
+import common.tree
 from common.logprobs import completion_logprobs, completion_states, last_states
-from common.tree import PrefixTree, reads_trees
+from common.tree import PrefixTree, reads_trees, tree_states
 
 # Of each family whether it reads trees. The others have recurrent layers, soft caps, sinks, or
 # positions or attention of their own.
@@ -122,6 +124,24 @@ def test_families_read_trees_or_are_told_apart(name):
     if reason := {"Gemma2": "softcap", "GptOss": "s_aux"}.get(name):
         assert reason in caught[0]
     assert model.config._attn_implementation == (before if name in OTHERS else "prefix_tree")
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "part", "is_known"),
+    [(False, 0.7e-5, True), (False, 1.5e-5, False), (True, 3e-2, True), (True, 7e-2, False)],
+)
+@pytest.mark.filterwarnings("ignore:slower")
+def test_tolerance_of_the_trial(on_gpu, part, is_known, monkeypatch):
+    """1e-5 in float32, 5e-2 in bfloat16."""
+    if on_gpu:
+        take_gpu_types(monkeypatch)
+    model, exact = tiny_model("llama"), tree_states
+    with torch.autocast("cpu", torch.bfloat16, enabled=on_gpu):
+        for sign in (-1, 1):
+            vars(model).pop("can_read_trees", None)
+            scaled = lambda *arguments: (1 + sign * part) * exact(*arguments)  # noqa: B023, E731
+            monkeypatch.setattr(common.tree, "tree_states", scaled)
+            assert reads_trees(model) == is_known
 
 
 @pytest.mark.parametrize("layer_types", [["chunked_attention", "full_attention"]])
