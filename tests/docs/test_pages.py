@@ -15,6 +15,7 @@ from scripts import SCRIPTS, short_flags
 from docs.exercises import add_bug
 from docs.experiments import __main__ as experiments
 from docs.experiments.lib.tables import pages
+from docs.real import pairs
 
 pytestmark = pytest.mark.docs
 
@@ -48,7 +49,7 @@ def all_flags():
     """Those of the scripts, of the programs for the pages, and of torchrun."""
     names = {name for script in SCRIPTS.values() for name in vars(script.Args())}
     programs = [import_module(f"docs.experiments.cost.{name}") for name in experiments.PROGRAMS]
-    for program in (add_bug, experiments, *programs):
+    for program in (add_bug, pairs, experiments, *programs):
         names |= inspect.signature(program.main).parameters.keys()
     flags = {f"--{name.replace('_', '-')}" for name in names}
     return flags | {flag.replace("--", "--no-", 1) for flag in flags} | TORCHRUN | {"--help"}
