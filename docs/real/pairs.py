@@ -52,6 +52,8 @@ def main(
         temperature: of the samples
         seed: of the samples and of the rule's errors
     """
+    if judge and output_dir == Path("docs/real"):  # whose pairs the pages are about
+        raise ValueError("--judge needs another folder: --output-dir")
     tokenizer = load_tokenizer(model)
     policy = AutoModelForCausalLM.from_pretrained(model).eval()
     rng = torch.Generator().manual_seed(seed)
