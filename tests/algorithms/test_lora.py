@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu_types import take_gpu_types
 from plain import plain_logprobs
-from models import family_model, tiny_model
+from models import family_model, some_wide, tiny_model
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of
@@ -125,7 +125,9 @@ def test_no_gradient_is_computed_for_a_frozen_head(monkeypatch):
 
 
 # --- runs ---------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(
+    scope="module", params=some_wide(SPECS, fast=["rm_bradley_terry", "ppo_rlhf", "dpo"])
+)
 def run(request, tmp_path_factory):
     """A script's name, and the folder of its run."""
     script, folder = SPECS[request.param].module, tmp_path_factory.mktemp("lora")
@@ -195,7 +197,9 @@ def test_the_reference_stays_where_it_was(run):
         assert any(row.get("reward/margin") for row in rows)
 
 
-@pytest.mark.parametrize("critic_init", ["reward_model", "sft", "policy"])
+@pytest.mark.parametrize(
+    "critic_init", some_wide(["reward_model", "sft", "policy"], fast=["reward_model"])
+)
 def test_ppo_scores_with_the_reward_model_as_it_was(critic_init, tmp_path, monkeypatch):
     """Though its critic may be the same model, with adapters and a head of its own."""
     calls = spy_by_name(ppo_rlhf, monkeypatch, "model_rewards")

@@ -81,6 +81,7 @@ def test_training_in_bfloat16_with_the_static_cache(name, float32_metrics, tmp_p
         assert all(keys.dtype == values.dtype for _, (keys, values) in updates)  # as they are kept
 
 
+@pytest.mark.wide
 def test_sharded_training_in_bfloat16_with_the_static_cache(float32_metrics, tmp_path):
     commands = [
         [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / name})] for name in TWO

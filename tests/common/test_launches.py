@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launches import counted
-from models import tiny_model
+from models import some_wide, tiny_model
 from scripts import SCRIPTS, SPECS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
 
@@ -109,7 +109,7 @@ def micro_batch_lines(filename):
     return lines
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", some_wide(SCRIPTS, fast=["dpo", "ppo_rlhf", "distill"]))
 def test_no_script_waits_in_its_loop_over_micro_batches(name, tmp_path, monkeypatch):
     script = SCRIPTS[name]
     one_step = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=4)

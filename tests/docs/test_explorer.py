@@ -15,6 +15,7 @@ from scripts import SCRIPTS
 
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, PARTS, memory, peak
 
+pytestmark = pytest.mark.docs
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 PRECISIONS = CONSTANTS["precisions"]
 START_MODEL, START_CARD = "Qwen2.5-7B", 24

@@ -7,6 +7,7 @@ import gc
 import algorithms
 import pytest
 import torch
+from models import some_slow, some_wide
 from scripts import REVIEWS, SCRIPTS, short_flags
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -50,17 +51,16 @@ def live_storages():
 
 CASES = [(algorithm, 0) for algorithm in ALGORITHMS]
 CASES += [(algorithm, 8) for algorithm in ("rm", "ppo", "ppo_shared", "grpo_rm", "dpo", "kto")]
+FAST = [("sft", 0), ("rm", 0)]
 # A case per script that the formula knows, and adapters with and without a critic.
-QUICK = [("sft", 0), ("rm", 0), ("reinforce_kl", 0), ("ppo", 0)]
-QUICK += [("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
+WIDE = [("reinforce_kl", 0), ("ppo", 0), ("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
+SLOW = [case for case in CASES if case not in FAST + WIDE]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "lora_rank"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
-)
-def test_a_script_holds_what_the_formula_says(algorithm, lora_rank, tmp_path):
+@pytest.mark.parametrize("case", some_wide(FAST + WIDE, fast=FAST) + some_slow(SLOW, fast=[]))
+def test_a_script_holds_what_the_formula_says(case, tmp_path):
     """Weights, gradients and moments of all its models, after an optimiser step."""
+    algorithm, lora_rank = case
     name, flags = RUNS[algorithm]
     gc.collect()  # an earlier run's models, or their addresses would be taken again
     before, held = live_storages(), []
@@ -198,6 +198,7 @@ def test_nothing_is_kept_below_the_first_trained_layer(kind):
     assert one_more == pytest.approx(bytes_of_a_layer(kind), rel=0.005)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("hidden", "vocab", "lora_rank"), [(8, 2**15, 1), (1024, 2**15, 0)])
 def test_the_head_needs_a_chunk_of_logits_twice_or_once_with_its_gradient(hidden, vocab, lora_rank):
     """Frozen under adapters, the forward pass takes more; trained, the backward pass."""

@@ -8,12 +8,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import pytest
 import torch
 from reviews import plain_model
 from runs import metrics_of
 
 import grpo
 from common.generation import generate
+
+pytestmark = pytest.mark.docs
 
 
 class Completions(BaseHTTPRequestHandler):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from browser import needs_browser
 from pytest import approx
@@ -15,6 +16,7 @@ import ppo_rlhf
 from docs.experiments.studies.one_prompt import leaf, mask_of, padded, ppo_advantages
 from reinforce import baseline_advantages
 
+pytestmark = pytest.mark.docs
 PAGE = Path("docs/play.html")
 MEASURED = json.loads(Path("docs/results/one_prompt.json").read_text())["numbers"]
 LEVELS = {"GRPO": ("token", "clip"), "GSPO": ("sequence", "clip"), "CISPO": ("token", "cispo")}

@@ -12,6 +12,7 @@ from scripts import SPECS
 
 import grpo
 
+pytestmark = pytest.mark.docs
 PAGE, LEFT = Path("docs/viewer.html"), "\ue012"
 LOSS, MEAN, ACCURACY = "objective/loss", "reward/mean", "eval/accuracy"
 VALUES = [

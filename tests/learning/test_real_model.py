@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import some_wide
 from runs import metrics_of
 from scripts import SPECS, short_flags
 from spies import spy_on
@@ -78,7 +79,8 @@ def run(name, folder, model, rows, **flags):
     return script.main(script.Args(output_dir=str(folder / "runs"), **flags))
 
 
-@pytest.mark.parametrize("name", SPECS)
+# A policy of each kind of data and the reward model; the others read what one of these reads.
+@pytest.mark.parametrize("name", some_wide(SPECS, fast=["sft", "rm_bradley_terry", "dpo", "grpo"]))
 def test_a_step_on_a_real_model_and_another_from_its_run(name, two_layers, folder, monkeypatch):
     batches = spy_on(SPECS[name].module, monkeypatch, "micro_batches")
     run_dir = run(name, folder, two_layers, MESSAGES)
@@ -101,6 +103,7 @@ def test_a_step_on_a_real_model_and_another_from_its_run(name, two_layers, folde
         assert len(metrics_of(again)) == 2
 
 
+@pytest.mark.wide
 def test_a_reward_model_and_its_critic_on_adapters(two_layers, folder):
     """The two are one model; the reward model's padding is a token of its own."""
     reward_model = run("rm_bradley_terry", folder, two_layers, STRINGS, chat=True, lora_rank=4)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import wandb
+from models import some_wide
 from runs import read_log
 from safetensors.torch import load_file
 from scripts import SPECS, WITH_ROLLOUTS, short_flags
@@ -32,7 +33,7 @@ def tracked(monkeypatch):
 AWKWARD = 'it\'s "quoted" for $5 \\ `now`!\nand a second line, \u00e9'  # for JSON
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", some_wide(SPECS, fast=["dpo", "ppo_rlhf", "grpo_tools"]))
 def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
     script = SPECS[name].module
     for split in ("train", "test"):

@@ -8,6 +8,7 @@ import weakref
 import algorithms
 import pytest
 import torch
+from models import some_wide
 from runs import keep_earlier_checkpoints, killed_earlier
 from safetensors.torch import load_file
 from scripts import SPECS, short_flags
@@ -21,7 +22,7 @@ def run(name, output_dir, **flags):
     return algorithms.run(name, output_dir, **two_steps | flags)
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=some_wide(SPECS, fast=["dpo", "ppo_rlhf"]))
 def plain(request, tmp_path_factory):
     """A script's name, and the folder of its run."""
     with keep_earlier_checkpoints():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import some_wide
 from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
 from safetensors.torch import load
 from scripts import REVIEWS, SPECS
@@ -65,10 +66,18 @@ def run_on(ranks, commands, output):
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
+def chosen(request):
+    """The runs that are compared: those of SPECS, and with `-m wide` the others."""
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    params = {item.callspec.params.get("run") for item in items}
+    return [run for run in RUNS if run in SPECS or run in params]
+
+
+@pytest.fixture(scope="module")
+def one_process(chosen, tmp_path_factory):
     """The folder of each run in this process."""
     folder = tmp_path_factory.mktemp("one")
-    scripts = {run: SPECS[run.split("-")[0]].module for run in RUNS}
+    scripts = {run: SPECS[run.split("-")[0]].module for run in chosen}
     with keep_earlier_checkpoints():
         return {
             run: script.main(script.Args(**RUNS[run] | {"output_dir": str(folder)}))
@@ -77,14 +86,14 @@ def one_process(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(one_process, tmp_path_factory):
+def two_processes(chosen, one_process, tmp_path_factory):
     """The same on two; there PPO is also resumed from one. To start processes takes the longest."""
     folder = tmp_path_factory.mktemp("two")
-    commands = [command_of(run, **RUNS[run] | {"output_dir": folder / run}) for run in RUNS]
+    commands = [command_of(run, **RUNS[run] | {"output_dir": folder / run}) for run in chosen]
     resumed = killed_earlier(one_process["ppo_rlhf"], folder / "resumed")
     commands.append(command_of("ppo_rlhf", resume=resumed))
     run_on(2, commands, folder / "output")
-    return {run: next((folder / run).iterdir()) for run in RUNS} | {"resumed": resumed}
+    return {run: next((folder / run).iterdir()) for run in chosen} | {"resumed": resumed}
 
 
 def compare(found, expected, where):
@@ -122,7 +131,7 @@ def compare_runs(run_dir, other_dir):
     compare(files, others, "")
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", some_wide(RUNS, fast=SPECS))
 def test_two_processes_train_what_one_does(run, one_process, two_processes):
     """And leave the same checkpoints."""
     compare_runs(two_processes[run], one_process[run])
@@ -155,6 +164,7 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
     assert [*tmp_path.glob("runs/*")] == []
 
 
+@pytest.mark.wide
 def test_wandb_gets_the_whole_run(tmp_path):
     """The processes end without Python's shutdown, and with it that of wandb."""
     flags = SPECS["grpo"].short_flags | {"output_dir": tmp_path / "runs", "total_rollouts": 2}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import some_wide
 from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of, start, words
 from scripts import SPECS
 
@@ -54,6 +55,7 @@ KILLS = (
 )
 
 
+@pytest.mark.wide
 def test_kills_at_five_moments(run_of, tmp_path):
     """Kill, resume, kill, ...: whatever was half written, the end is the same."""
     command = ["grpo.py", *words(SPECS["grpo"].short_flags | {"output_dir": tmp_path / "runs"})]
@@ -183,7 +185,7 @@ def test_a_run_keeps_its_date(tmp_path):
     assert_same_run(copy, run_dir)
 
 
-@pytest.mark.parametrize("warmup", [6, 7])
+@pytest.mark.parametrize("warmup", some_wide([6, 7], fast=[7]))
 def test_in_the_critics_warm_up_and_at_its_end(warmup, tmp_path):
     """The checkpoint of step 6 is resumed: there the policy's optimiser begins afresh, or later."""
     script, flags = SPECS["ppo_rlhf"].module, SPECS["ppo_rlhf"].short_flags

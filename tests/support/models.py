@@ -1,5 +1,7 @@
 """Tiny randomly initialised models of several architectures, for the tests."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -172,9 +174,14 @@ def _small_config(config_class, settings):
     return config_class(**(sizes | settings))
 
 
-def some_slow(names: list[str], fast: list[str] = ARCHETYPES) -> list:
-    """Parameters of a test, of which those that are not fast are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in names]
+def some_slow(names: list, fast: list = ARCHETYPES, mark: Any = pytest.mark.slow) -> list:
+    """Parameters of a test, of which those that are not fast have the mark."""
+    return [pytest.param(name, marks=[mark] * (name not in fast)) for name in names]
+
+
+def some_wide(names: list, fast: list) -> list:
+    """Those that are not fast are left to `python -m pytest -m wide`."""
+    return some_slow(names, fast, pytest.mark.wide)
 
 
 def family_model(name: str) -> PreTrainedModel:

@@ -104,7 +104,10 @@ SIZES = {
 REAL_RUNS = {  # script and flags, by the algorithm of memory_model.py
     "sft": ("sft", dict(max_length=64)),
     "dpo": ("dpo", dict(max_length=64)),
-    "grpo": ("grpo", dict(max_new_tokens=48, group_size=2, prompts_per_rollout=2)),
+    "grpo": (
+        "grpo",
+        dict(max_new_tokens=48, group_size=2, prompts_per_rollout=4, micro_batch_size=2),
+    ),
     "ppo_shared": ("ppo_rlhf", dict(max_new_tokens=48, critic_init="policy")),
 }
 
@@ -138,14 +141,15 @@ def measure_script(name: str, size: dict, more_flags: dict[str, Any]) -> tuple[i
 
 
 def predicted_peak(size: dict, algorithm: str, measured: dict[str, int], lora_rank: int) -> float:
-    """Bytes of the update with a micro-batch of one element, whose rows are as long as measured."""
-    lengths = {name: measured[name] for name in ("prompt", "completion")}
-    work = DEFAULTS | lengths | {"lora_rank": lora_rank}
+    """Bytes of the update with micro-batches whose rows are as long as measured."""
+    work = DEFAULTS | {name: measured[name] for name in ("prompt", "completion")}
+    _, flags = REAL_RUNS[algorithm]
+    work |= {"lora_rank": lora_rank, "micro_batch": flags.get("micro_batch_size", 1)}
     return sum(memory(size, ALGORITHMS[algorithm], FLOAT32, **work)["update"].values())
 
 
 def measure_real_size() -> dict:
-    """Two micro-batches of one row (or pair) per step, in float32 on a CPU. Needs 16 GB."""
+    """Two micro-batches per step, in float32 on a CPU. Needs 16 GB, and half an hour."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     numbers = {name: {algorithm: {} for algorithm in REAL_RUNS} for name in SIZES}
     for name, algorithm, lora_rank in product(SIZES, REAL_RUNS, (0, RANK)):
@@ -164,8 +168,8 @@ def real_size_tables(results: dict) -> dict:
         measured = results["numbers"][name][algorithm]
         script, flags = REAL_RUNS[algorithm]
         run = f"`{script}.py`"
-        if "critic_init" in flags:
-            run += f" --critic-init {flags['critic_init']}"
+        for flag in flags.keys() & {"critic_init", "micro_batch_size"}:
+            run += f" --{flag.replace('_', '-')} {flags[flag]}"
         cells = []
         for lora_rank in (0, RANK):
             predicted = predicted_peak(SIZES[name], algorithm, measured, lora_rank)
