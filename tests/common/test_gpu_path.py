@@ -12,7 +12,7 @@ import pytest
 import torch
 import simulated_graph
 from gpu_types import take_gpu_types
-from models import STATIC, family_model, some_slow, tiny_model
+from models import STATIC, family_model, some_slow, some_wide, tiny_model
 from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
 from scripts import REVIEWS, SCRIPTS, short_flags
@@ -266,7 +266,11 @@ def test_after_a_capture_that_fails_its_stream_is_left(monkeypatch):
 
 
 # The other scripts put what these do on the device: models, rows, a rollout, pairs.
-@pytest.mark.parametrize("name", some_slow(SCRIPTS, fast=["ppo_rlhf", "dpo"]))
+WIDE = ["dpo", "ppo_rlhf"]
+SLOW = [name for name in SCRIPTS if name not in WIDE]
+
+
+@pytest.mark.parametrize("name", some_wide(WIDE, fast=["dpo"]) + some_slow(SLOW, fast=[]))
 def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypatch):
     """Sampling, training, evaluating, saving, and resuming from a checkpoint."""
     script = SCRIPTS[name]

@@ -109,7 +109,7 @@ def micro_batch_lines(filename):
     return lines
 
 
-@pytest.mark.parametrize("name", some_wide(SCRIPTS, fast=["dpo", "ppo_rlhf", "distill"]))
+@pytest.mark.parametrize("name", some_wide(SCRIPTS, fast=["dpo", "ppo_rlhf"]))
 def test_no_script_waits_in_its_loop_over_micro_batches(name, tmp_path, monkeypatch):
     script = SCRIPTS[name]
     one_step = dict(train_split="train[:4]", eval_split="test[:2]", epochs=1.0, batch_size=4)

@@ -43,6 +43,7 @@ MORE = {
         divergence="forward", discount=0.0, lora_rank=4, activation_checkpointing=True
     ),
 }
+ALWAYS = ["sft", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "distill"]
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:
     spec = SPECS[run.split("-")[0]]
@@ -67,10 +68,10 @@ def run_on(ranks, commands, output):
 
 @pytest.fixture(scope="module")
 def chosen(request):
-    """The runs that are compared: those of SPECS, and with `-m wide` the others."""
+    """The runs that are compared: with `-m wide` the others too."""
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     params = {item.callspec.params.get("run") for item in items}
-    return [run for run in RUNS if run in SPECS or run in params]
+    return [run for run in RUNS if run in ALWAYS or run in params]
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +132,13 @@ def compare_runs(run_dir, other_dir):
     compare(files, others, "")
 
 
-@pytest.mark.parametrize("run", some_wide(RUNS, fast=SPECS))
+@pytest.mark.parametrize("run", some_wide(RUNS, fast=ALWAYS))
 def test_two_processes_train_what_one_does(run, one_process, two_processes):
     """And leave the same checkpoints."""
     compare_runs(two_processes[run], one_process[run])
 
 
+@pytest.mark.wide
 def test_of_four_processes_some_get_no_rows(one_process, tmp_path):
     command = command_of("ppo_rlhf", **RUNS["ppo_rlhf"] | {"output_dir": tmp_path / "runs"})
     run_on(4, [command], tmp_path / "output")

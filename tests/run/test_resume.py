@@ -216,6 +216,7 @@ def rule(prompts, completions, **columns):
 """
 
 
+@pytest.mark.wide
 def test_a_reward_function_that_fails_in_a_rollout(tmp_path):
     """It is called at the start and in each step: this call is that of the fifth rollout."""
     (tmp_path / "failing.py").write_text(FAILING)
