@@ -43,6 +43,7 @@ MORE = {
         divergence="forward", discount=0.0, lora_rank=4, activation_checkpointing=True
     ),
 }
+# With these `python -m pytest` compares; the others are wide.
 ALWAYS = ["sft", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "distill"]
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:

@@ -180,7 +180,7 @@ def some_slow(names: list, fast: list = ARCHETYPES, mark: Any = pytest.mark.slow
 
 
 def some_wide(names: list, fast: list) -> list:
-    """Those that are not fast are left to `python -m pytest -m wide`."""
+    """The same for parameters that `python -m pytest -m wide` adds."""
     return some_slow(names, fast, pytest.mark.wide)
 
 
