@@ -17,7 +17,7 @@ from docs.experiments.studies import exercises as experiment
 from docs.experiments.lib.runs import Run, write_jsonl
 
 # --- the bugs -----------------------------------------------------------------------------------
-# All: python -m pytest -m "slow or wide" tests/docs/test_exercises.py tests/docs/test_remove_body.py
+# All: python -m pytest -m "slow or wide" tests/docs/test_{exercises,remove_body}.py
 QUICK = 5
 OTHERS = [number for number in EXERCISES if number != QUICK]
 
