@@ -158,7 +158,8 @@ def tree_states(model: Any, tree: PrefixTree) -> Tensor:
         use_cache=False,
         tree=tree,
     )
-    return output.last_hidden_state[0][tree.paths]
+    # Not by indexing: on a CPU its gradient adds up at shared nodes in an order of its own each time.
+    return embedding(tree.paths, output.last_hidden_state[0])
 
 
 def padded_states(model: Any, rows: list[list[int]]) -> Tensor:
