@@ -49,11 +49,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, frozen_logits, micro_batches
-from common.logprobs import rollout_logprobs, sampling_metrics, sum_over_logits
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
-from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
+from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
+from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
+from common.logprobs import sampling_metrics
+from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations
+from common.model import forward_method, replaced, save_weights, shard
+from common.ranks import RANK, WORLD_SIZE, all_gather, clip_grad_norm, join_processes
+from common.ranks import leave_processes
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
@@ -227,9 +229,9 @@ def main(args: Args) -> Path:
                 loss = distillation_loss(logprobs, advantages[idx], num_completions=len(sequences))
             else:
                 with adapters_off(policy):
-                    of_teacher = frozen_logits(teacher, teacher_sequences, inds)
+                    states, head = states_and_head(teacher, teacher_sequences, inds)
                 kind, beta = args.divergence, args.jsd_beta
-                loss = divergence_loss(policy, sequences, inds, of_teacher, kind, beta)
+                loss = divergence_loss(policy, sequences, inds, states, head, kind, beta)
             loss.backward()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
@@ -285,18 +287,41 @@ def sample_for_both(
     return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
 
 
+@torch.no_grad()
+@forward_method
+def states_and_head(teacher: Any, sequences: Sequences, inds: Tensor) -> tuple[Tensor, OutputHead]:
+    """What T's logits are computed from: its hidden states (n, d) before the n completion tokens of
+    sequences[inds], and its head.
+    """
+    states, _, _ = completion_states(teacher, [sequences[i] for i in inds])
+    head = output_head(teacher)
+    if WORLD_SIZE > 1:  # its weights are freed when this returns
+        weights = [None if weight is None else weight.clone() for weight in head[:3]]
+        head = OutputHead(*weights, head.scale, head.cap)
+    return states, head
+
+
 def divergence_loss(
-    policy: Any, sequences: Sequences, inds: Tensor, of_teacher: Callable, kind: str, beta: float
+    policy: Any,
+    sequences: Sequences,
+    inds: Tensor,
+    teacher_states: Tensor,
+    teacher_head: OutputHead,
+    kind: str,
+    beta: float,
 ) -> Tensor:
     """(1/B) sum_i sum_t D(pi, T) at the fixed prefix y_i,<t, over some of a step's B completions.
-    Logits (c, V) exist for a chunk of their tokens at a time; `of_teacher(chunk)` gives T's."""
+    Logits (c, V) exist for a chunk of their tokens at a time.
+    """
 
-    def sum_of_divergences(logits: Tensor, chunk: slice) -> Tensor:
-        teacher_logits = of_teacher(chunk)[:, : logits.shape[1]]  # its further ids are no tokens
+    def of_chunk(logits: Tensor, states: Tensor) -> list[Tensor]:
+        teacher_logits = head_logits(states, teacher_head)
+        teacher_logits = teacher_logits[:, : logits.shape[1]]  # its further ids are no tokens
         log_pi, log_teacher = logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1)
-        return divergence(log_pi, log_teacher, kind, beta).sum()
+        return [divergence(log_pi, log_teacher, kind, beta)]
 
-    return sum_over_logits(policy, sequences, inds, sum_of_divergences) / len(sequences)
+    (divergences,), _, _ = map_logits(policy, sequences, inds, of_chunk, teacher_states)  # (n,)
+    return divergences.sum() / len(sequences)
 
 
 def evaluate(

@@ -399,7 +399,12 @@ def main(args: Args) -> Path:
                 )
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
                     logprobs, entropy = completion_logprobs(
-                        policy, sequences, inds, args.temperature, entropy=True
+                        policy,
+                        sequences,
+                        inds,
+                        args.temperature,
+                        entropy=True,
+                        entropy_gradient=args.ent_coef > 0,
                     )
                     idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
                     if not needs_old_pass:

@@ -368,7 +368,12 @@ def main(args: Args) -> Path:
                     idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
                     weights = mask[idx] / minibatch_tokens  # (b, T)
                     logprobs, entropy = completion_logprobs(
-                        policy, sequences, inds, args.temperature, entropy=True
+                        policy,
+                        sequences,
+                        inds,
+                        args.temperature,
+                        entropy=True,
+                        entropy_gradient=args.ent_coef > 0,
                     )
                     surrogate = policy_loss(
                         logprobs, old_logprobs[idx], advantages[idx], args.clip_coef

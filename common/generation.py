@@ -4,7 +4,6 @@ Tokens are drawn from the whole vocabulary, whatever the checkpoint's generation
 """
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from common.logprobs import head_logits, output_head
-from common.model import autocast, backbone, unsharded, use_bfloat16
+from common.model import autocast, backbone, failure_of, has_float32_weights, trial_autocast
+from common.model import trial_tokens, unsharded
 from common.ranks import RANK, WORLD_SIZE, all_gather, all_reduce_sum
 from common.tokens import pad_rows
 
@@ -59,31 +59,27 @@ def generate(
     """
     uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
     uniform = uniform.to(model.device)
-    mine = range(len(prompts) * RANK // WORLD_SIZE, len(prompts) * (RANK + 1) // WORLD_SIZE)
-    same_batch, completions = defaultdict(list), {}
-    logprobs = torch.zeros(uniform.shape, device=model.device)  # (B, max_new_tokens)
+    first, last = (len(prompts) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))  # this rank's
+    completions, logprobs = [], torch.zeros(uniform.shape, device=model.device)
     with unsharded(model), autocast(model.device):
         output_head(model)  # tried by all ranks, those without prompts too
-        if mine and not hasattr(model, "can_pad_left"):
-            model.can_pad_left = can_pad_left(model)
-        for i in mine:  # with left padding all can share a batch, else those of one length
-            length = None if model.can_pad_left else len(prompts[i])
-            same_batch[length].append(i)
-        for inds in same_batch.values():
-            for batch in torch.tensor(inds).split(batch_size or len(inds)):
-                batch_prompts = [prompts[i] for i in batch]
-                decoded, logprobs[batch] = decode(
-                    model, batch_prompts, uniform[batch], temperature, stop_ids
-                )
-                completions.update(zip(batch.tolist(), decoded, strict=True))
-    completions = all_gather([completions[i] for i in mine])
+        if first < last:
+            check_cache(model)
+        size = batch_size or max(1, len(prompts))
+        for start in range(first, last, size):
+            batch = slice(start, min(start + size, last))
+            decoded, logprobs[batch] = decode(
+                model, prompts[batch], uniform[batch], temperature, stop_ids
+            )
+            completions += decoded
+    completions = all_gather(completions)
     longest = max(map(len, completions), default=0)
     return completions, all_reduce_sum(logprobs)[:, :longest]
 
 
 def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> tuple:
     """`generate` on one rank. Its random numbers and log-probs are (B, max_new_tokens)."""
-    decoder = make_decoder(model, prompts, uniform.shape[1], model.can_pad_left)
+    decoder = make_decoder(model, prompts, uniform.shape[1])
     logits = decoder.prompt_logits()  # (B, V)
     stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
     sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
@@ -109,36 +105,28 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
     return completions, logprobs.masked_fill(sampled < 0, 0.0)
 
 
-def make_decoder(model: Any, prompts: list, max_new_tokens: int, left_padded: bool) -> "Decoder":
-    """A `Decoder`, on a GPU a `GraphDecoder`; a ValueError if its cache cannot be padded."""
-    if left_padded:
-        layer_types = {type(layer) for layer in DynamicCache(config=model.config).layers}
-        if any(layer.__module__ != DynamicLayer.__module__ for layer in layer_types):
-            raise ValueError("a cache of the model's own may count padding in its blocks")
-        # A sliding window is not captured: Python decides how it moves.
-        if layer_types == {DynamicLayer} and model.device.type in GRAPH_DEVICES:
-            return GraphDecoder(model, prompts, max_new_tokens)
-    return Decoder(model, prompts, left_padded)
+def make_decoder(model: Any, prompts: list, max_new_tokens: int) -> "Decoder":
+    """A `Decoder`, on a GPU a `GraphDecoder`."""
+    layers = DynamicCache(config=model.config).layers
+    # A sliding window is not captured: Python decides how it moves.
+    can_capture = all(type(layer) is DynamicLayer for layer in layers)
+    if can_capture and model.device.type in GRAPH_DEVICES:
+        return GraphDecoder(model, prompts, max_new_tokens)
+    return Decoder(model, prompts)
 
 
 class Decoder:
-    """A model and its cache: reads B prompts, then one more token of each sequence per call. With
-    `left_padded` (most models) prompts of different lengths share a batch, equal ones are read
-    once, and sequences can be dropped. Without it all prompts must have one length.
+    """A model and its cache: reads B prompts, padded on the left and equal ones once, then one more
+    token of each sequence per call.
     """
 
-    def __init__(self, model: Any, prompts: list, left_padded: bool):
-        self.left_padded, self.cache = left_padded, None
+    def __init__(self, model: Any, prompts: list):
         self.backbone, self.head = backbone(model), output_head(model)
-        if use_bfloat16(model.device):
-            self.head = self.head._replace(weight=self.head.weight.bfloat16())
-        prompt_of = range(len(prompts))  # each sequence's prompt, by its row in the batch
-        if left_padded:  # equal prompts are read once
-            rows = {}
-            prompt_of = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
-            prompts = [*rows]
+        self.cache = None
+        rows = {}  # of the prompts, each once
+        prompt_of = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
         self.prompt_of = torch.tensor(prompt_of, device=model.device)  # (B,)
-        ids, mask = pad_rows(prompts, model.device, side="left")  # (number of prompts, P)
+        ids, mask = pad_rows([*rows], model.device, side="left")  # (number of prompts, P)
         self.tokens, self.mask = ids, mask.long()
         # Counted over real tokens, so that a padded prompt has the positions that it has alone.
         self.positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -158,57 +146,60 @@ class Decoder:
 
     def step(self) -> Tensor:
         """The model's forward pass over `self.tokens`; logits (B, V) at the last one."""
-        inputs = {"input_ids": self.tokens, "cache": self.cache}
-        if self.left_padded:  # without padding the model counts positions itself
-            inputs |= {"attention_mask": self.mask, "position_ids": self.positions}
-        output = self.backbone(**inputs, use_cache=True)
+        output = self.backbone(
+            input_ids=self.tokens,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            cache=self.cache,
+            use_cache=True,
+        )
         self.positions += 1  # in place, so that a graph does it too
         self.cache = output.cache
-        hidden = output.last_hidden_state[:, -1]  # (B, d)
         # The head of logprobs.py: what is sampled from is what is trained.
-        buffer = torch.empty(len(hidden), len(self.head.weight), device=hidden.device)
-        return head_logits(hidden, buffer, self.head)
+        return head_logits(output.last_hidden_state[:, -1], self.head)
 
     def should_drop(self, num_ended: int) -> bool:
         """Whether the sequences that have ended should leave the batch now."""
-        return self.left_padded and num_ended > 0
+        return num_ended > 0
 
     def select(self, rows: Tensor) -> None:
         """Continue these sequences, by their rows in the batch; one may occur several times."""
-        if self.left_padded:
-            self.cache.reorder_cache(rows)
+        self.cache.reorder_cache(rows)
         self.tokens = self.tokens[rows]
         self.positions = self.positions[rows]
         self.mask = self.mask[rows]
 
 
-def can_pad_left(model: torch.nn.Module) -> bool:
-    """Whether a `Decoder` may pad and drop the model's sequences, tried on short prompts; a warning
-    says why not. A ValueError if the model fails without padding too.
-    """
-    # Reading 1, 2, 3 and then 4 and 5 with a cache must give the logits of all five without one.
-    ids = torch.tensor([[1, 2, 3, 4, 5]], device=model.device)
-    expected = model(input_ids=ids, use_cache=False).logits[0, -1].softmax(dim=0)
-    tolerance = 1e-4 if model.dtype == torch.float32 and not use_bfloat16(model.device) else 0.1
-    for left_padded in (True, False):
-        longer = [[5] * 7] if left_padded else []  # read with the others, and dropped
-        prompts = [*longer, [1, 2, 3], [4, 4, 4]]
-        try:
-            decoder = make_decoder(model, prompts, 2, left_padded)
-            decoder.prompt_logits()
-            decoder.select(torch.arange(len(prompts), device=model.device)[-2:])
-            decoder.next_logits(ids[0, 3].expand(2))
-            probabilities = decoder.next_logits(ids[0, 4].expand(2))[0].softmax(dim=0)
-            difference = (probabilities - expected).norm() / expected.norm()
-            if difference <= tolerance:
-                return left_padded
-            failure = f"its cache changes probabilities by {difference:.1%}"
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:  # a cache of another form fails in its own way
-            failure = repr(error)
-        warnings.warn(f"generate: tried {left_padded=}, which fails: {failure}", stacklevel=2)
-    raise ValueError(f"generate: {type(model).__name__} fails with a key/value cache: {failure}")
+def check_cache(model: Any) -> None:
+    """Once: a ValueError if the model's logits change where rows are padded, cached and dropped."""
+    if hasattr(model, "cache_is_known"):
+        return
+    # Reading 1, 2, 3 and then 4 and 5 with a cache must give what all five give without one.
+    tokens = trial_tokens(model)
+    longer = tokens[::-1] + tokens[:2]
+
+    def plain(rows: list[list[int]]) -> Tensor:
+        ids, _ = pad_rows(rows, model.device)
+        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        return head_logits(hidden[:1, 4], output_head(model)).softmax(dim=1)
+
+    def cached() -> Tensor:
+        layers = DynamicCache(config=model.config).layers
+        if any(type(layer).__module__ != DynamicLayer.__module__ for layer in layers):
+            raise ValueError("a cache of the model's own may count padding in its blocks")
+        decoder = make_decoder(model, [longer, tokens[:3], [tokens[3]] * 3], 2)
+        decoder.prompt_logits()
+        decoder.select(torch.tensor([1, 2], device=model.device))
+        fourth, fifth = torch.tensor(tokens[3:], device=model.device)
+        decoder.next_logits(fourth.expand(2))
+        return decoder.next_logits(fifth.expand(2))[:1].softmax(dim=1)
+
+    with trial_autocast(model):
+        floor = 1e-4 if has_float32_weights(model) else 0.1
+        failure = failure_of(cached, plain([tokens]), plain([tokens, longer]), floor)
+    if failure:
+        raise ValueError(f"generate: {type(model).__name__} fails with its cache: {failure}")
+    model.cache_is_known = True
 
 
 # --- CUDA-only: skip it on a first reading -----------------------------------------------------
@@ -218,7 +209,7 @@ class GraphDecoder(Decoder):
     """
 
     def __init__(self, model: Any, prompts: list, max_new_tokens: int):
-        super().__init__(model, prompts, left_padded=True)
+        super().__init__(model, prompts)
         # Ones for columns to come, which the causal mask hides.
         self.mask = pad(self.mask, (0, max_new_tokens), value=1)
         self.cache = SameTypeStaticCache(model.config, self.mask.shape[1])

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from common.model import autocast, backbone, forward_method, use_bfloat16
+from common.model import autocast, backbone, failure_of, forward_method, has_float32_weights
+from common.model import trial_autocast, use_bfloat16
 from common.ranks import RANK, WORLD_SIZE, all_reduce_sum
 from common.tree import PrefixTree, padded_states, reads_trees, tree_states
 
@@ -23,68 +23,62 @@ MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
 MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives about 0.0004
 
 
-@forward_method
 def completion_logprobs(
-    model: Any, sequences: Sequences, inds: Tensor, temperature: float = 1.0, entropy: bool = False
+    model: Any,
+    sequences: Sequences,
+    inds: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]], with
     logits divided by the temperature. T is the length of the longest completion of all; `inds` may
-    be empty. With `entropy` also that of pi(. | x, y_<t).
+    be empty. With `entropy` also that of pi(. | x, y_<t), which costs less without a gradient.
     """
     batch = [sequences[i] for i in inds]
-    hidden, row, t = completion_states(model, batch)  # (n, d), of all tokens of all completions
     tokens = torch.tensor([token for _, completion in batch for token in completion])
-    tokens = tokens.long().to(model.device, non_blocking=True)
-    head = output_head(model)
-    values = ChunkedLogprobs.apply(hidden, tokens[:, None], temperature, entropy, *head)
+    tokens = tokens.long().to(model.device, non_blocking=True)  # (n,)
+
+    def of_chunk(logits: Tensor, tokens: Tensor) -> list[Tensor]:
+        log_pi = (logits / temperature).log_softmax(dim=1)  # (c, V)
+        values = [log_pi.gather(1, tokens[:, None]).squeeze(1)]
+        if entropy:
+            log_pi = log_pi if entropy_gradient else log_pi.detach()
+            values.append(-(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(dim=1))  # 0, not 0 * -inf
+        return values
+
+    values, row, t = map_logits(model, sequences, inds, of_chunk, tokens)
     width = max(len(completion) for _, completion in sequences)
     empty = torch.zeros(len(batch), width, device=model.device)
-    logprobs, entropies = (empty.index_put((row, t), value.squeeze(1)) for value in values)
-    return (logprobs, entropies) if entropy else logprobs
+    logprobs, *entropies = (empty.index_put((row, t), value) for value in values)
+    return (logprobs, *entropies) if entropy else logprobs
 
 
 @forward_method
-def sum_over_logits(
-    model: Any, sequences: Sequences, inds: Tensor, function: Callable[[Tensor, slice], Tensor]
-) -> Tensor:
-    """The sum of function(logits, chunk) over chunks of the completion tokens of sequences[inds],
-    one after the other. Logits (c, V), float32, exist for a chunk at a time: the backward pass
-    computes them again.
+def map_logits(
+    model: Any, sequences: Sequences, inds: Tensor, function: Callable, *per_token: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Results (n,) of function(logits (c, V), *parts (c, ...)) at all n completion tokens of
+    sequences[inds], where `per_token` are tensors (n, ...); and the tokens' rows and columns (n,).
+
+    Over a large vocabulary the logits are the largest tensor of all: they exist for a chunk of
+    tokens at a time, and the backward pass computes them again.
     """
-    hidden, _, _ = completion_states(model, [sequences[i] for i in inds])  # (n, d)
+    hidden, row, t = completion_states(model, [sequences[i] for i in inds])  # (n, d)
     head = output_head(model)
-    if head.weight.requires_grad:  # then gradients of chunks are added up in float32
+    if head.weight.requires_grad:  # gradients of chunks are added up in float32
         head = head._replace(weight=head.weight.float())
 
-    def of_chunk(states: Tensor, chunk: slice) -> Tensor:
-        return function(differentiable_logits(states, head), chunk)
+    def of_chunk(states: Tensor, *parts: Tensor) -> list[Tensor]:
+        return function(head_logits(states, head), *parts)
 
-    size, total = max(1, MAX_LOGITS // len(head.weight)), 0.0
-    for start in range(0, max(1, len(hidden)), size):  # an empty one gives gradients of 0
-        chunk = slice(start, start + size)
-        total = total + checkpoint(
-            of_chunk, hidden[chunk], chunk, use_reentrant=False, preserve_rng_state=False
-        )
-    return total
-
-
-@torch.no_grad()
-@forward_method
-def frozen_logits(model: Any, sequences: Sequences, inds: Tensor) -> Callable[[slice], Tensor]:
-    """A function from a chunk of the completion tokens of sequences[inds] to its logits (c, V)."""
-    hidden, _, _ = completion_states(model, [sequences[i] for i in inds])  # (n, d)
-    head = output_head(model)
-    weight = head.weight.bfloat16() if use_bfloat16(hidden.device) else head.weight.detach()
-    bias = None if head.bias is None else head.bias.detach()
-    if isinstance(model, FSDPModule):  # its own are freed when this returns
-        weight, bias = weight.clone(), None if bias is None else bias.clone()
-    head = head._replace(weight=weight, bias=bias)
-
-    def logits_of_chunk(chunk: slice) -> Tensor:
-        buffer = torch.empty(len(hidden[chunk]), len(weight), device=hidden.device)
-        return head_logits(hidden[chunk], buffer, head)
-
-    return logits_of_chunk
+    size = max(1, MAX_LOGITS // len(head.weight))
+    chunks = zip(*(tensor.split(size) for tensor in (hidden, *per_token)), strict=True)
+    results = [
+        checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    return [torch.cat(values) for values in zip(*results, strict=True)], row, t
 
 
 @forward_method
@@ -92,6 +86,10 @@ def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Ten
     """The hidden states (n, d) before each of the n completion tokens of a batch, from which a head
     computes log-probs or values, and the tokens' rows and columns (n,) in a tensor (b, T).
     """
+    if not all(prompt for prompt, _ in batch):
+        raise ValueError(
+            "a prompt needs at least one token: the first one of a text has no log-prob"
+        )
     # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
     rows = [prompt + completion[:-1] for prompt, completion in batch] or [[0]]
     hidden = hidden_states(model, rows)  # (b, L, d)
@@ -174,148 +172,82 @@ def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Ten
         yield of_ranks[RANK][start : start + size]
 
 
-# --- from hidden states to log-probs, without all logits at once -------------------------------
+# --- from hidden states to logits --------------------------------------------------------------
 class OutputHead(NamedTuple):
     """logits = scale (W h + b), or cap tanh(scale (W h + b) / cap)."""
 
     weight: Tensor  # W (V, d)
+    cast_weight: Tensor  # the same for products, on a GPU in bfloat16
     bias: Tensor | None  # b (V,)
     scale: float
     cap: float | None
 
 
-def head_logits(hidden: Tensor, buffer: Tensor, head: OutputHead) -> Tensor:
-    """Logits (n, V), float32, of n hidden states (n, d), in the first rows of the buffer."""
-    logits = buffer[: len(hidden)]
-    if hidden.is_cuda and head.weight.dtype == torch.bfloat16:  # CUDA-only: the sums stay float32
-        torch.mm(hidden.bfloat16(), head.weight.T, out_dtype=torch.float32, out=logits)
-    else:
-        torch.mm(hidden.to(head.weight.dtype).float(), head.weight.T.float(), out=logits)
+def head_logits(hidden: Tensor, head: OutputHead) -> Tensor:
+    """Logits (n, V), float32, of n hidden states (n, d)."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        if head.cast_weight.dtype == torch.bfloat16:
+            logits = Bfloat16Product.apply(hidden.bfloat16(), head.weight, head.cast_weight)
+        else:
+            logits = hidden.to(head.weight.dtype) @ head.weight.T
     if head.bias is not None:
-        logits += head.bias
-    if head.scale != 1:
-        logits *= head.scale
-    if head.cap:
-        logits.div_(head.cap).tanh_().mul_(head.cap)
-    return logits
-
-
-def differentiable_logits(hidden: Tensor, head: OutputHead) -> Tensor:
-    """`head_logits`, with a gradient. The float32 product of rounded states and weights is slower
-    than that of `torch.mm` with `out_dtype`, which has no derivative.
-    """
-    weight = head.weight
-    if use_bfloat16(hidden.device):
-        hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    logits = hidden.float() @ weight.float().T
-    if head.bias is not None:  # may be bfloat16, where it is sharded
         logits = logits + head.bias
-    logits = logits * head.scale
+    if head.scale != 1:
+        logits = logits * head.scale
     return head.cap * (logits / head.cap).tanh() if head.cap else logits
 
 
-class ChunkedLogprobs(torch.autograd.Function):
-    """log p(y) and entropy H, in nats, of p = softmax(logits / temperature). For a token j
-
-        d log p(y) / d logit_j = (1[j = y] - p_j) / temperature,
-        d H / d logit_j        = - p_j (log p_j + H) / temperature.
-
-    With 150,000 tokens in the vocabulary the logits are the largest tensor of all: they exist for a
-    chunk of positions at a time. The backward pass computes them again.
+class Bfloat16Product(torch.autograd.Function):
+    """CUDA-only: H W^T of bfloat16 factors, summed in float32, for which torch has no derivative.
+    The gradient of W is in the type that W had before it was cast.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, y: Tensor, temperature: float, entropy: bool, *head) -> tuple:
-        """(N, 1) each for hidden states (N, d), tokens y (N, 1) and an `OutputHead`."""
-        weight, bias, scale, cap = head
-        cast_weight = weight.bfloat16() if use_bfloat16(hidden.device) else weight
-        head = OutputHead(cast_weight, bias, scale, cap)
-        size = max(1, MAX_LOGITS // len(weight))
-        ctx.chunks = [slice(start, start + size) for start in range(0, len(y), size)]
-        ctx.buffer_shape = min(size, len(y)), len(weight)
-        buffer = torch.empty(ctx.buffer_shape, device=hidden.device)
-        logprobs, log_sums, entropies = torch.zeros(3, len(y), 1, device=hidden.device)
-        for chunk in ctx.chunks:
-            log_p = head_logits(hidden[chunk], buffer, head).div_(temperature)
-            log_sums[chunk] = log_p.logsumexp(dim=1, keepdim=True)
-            log_p -= log_sums[chunk]
-            logprobs[chunk] = log_p.gather(1, y[chunk])
-            if entropy:  # the clamp makes 0 * -inf 0
-                p_log_p = log_p.exp().mul_(log_p.clamp_(min=-1e4))
-                entropies[chunk] = -p_log_p.sum(dim=1, keepdim=True)
-        ctx.save_for_backward(hidden, y, log_sums, entropies, weight, bias)
-        ctx.temperature, ctx.scale, ctx.cap = temperature, scale, cap
-        ctx.set_materialize_grads(False)
-        return logprobs, entropies
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, cast_weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, cast_weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, cast_weight.T, out_dtype=torch.float32)
+        return hidden.float() @ cast_weight.float().T
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple:
-        """Gradients of hidden states, W and b; the last two are summed in float32."""
-        hidden, y, log_sums, entropies, weight, bias = ctx.saved_tensors
-        cast_weight = weight.bfloat16() if use_bfloat16(hidden.device) else weight
-        head = OutputHead(cast_weight, bias, ctx.scale, ctx.cap)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_sums)
-        buffer = torch.empty(ctx.buffer_shape, device=hidden.device)
-        grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
-        if ctx.needs_input_grad[4]:  # not under adapters
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        if bias is not None:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-        for chunk in ctx.chunks:
-            # With gradients g of log p(y) and g_H of H: g (1[j = y] - p_j) - g_H p_j (log p_j + H),
-            # as p_j (-g - g_H (log p_j + H)) + g 1[j = y]; `slope` is the rest of the chain rule.
-            logits = head_logits(hidden[chunk], buffer, head)
-            slope = ctx.scale / ctx.temperature
-            if ctx.cap:
-                slope = slope * (1 - (logits / ctx.cap).square())
-            log_p = logits.div_(ctx.temperature).sub_(log_sums[chunk])
-            g, factor = grad_logprobs[chunk], -grad_logprobs[chunk]
-            if grad_entropies is not None:
-                log_p_plus_h = log_p.clamp(min=-1e4).add_(entropies[chunk])
-                factor = log_p_plus_h.mul_(-grad_entropies[chunk]).add_(factor)
-            grad = log_p.exp_().mul_(factor).scatter_add_(1, y[chunk], g).mul_(slope)
-            grad_cast, states = grad.to(head.weight.dtype), hidden[chunk].to(head.weight.dtype)
-            grad_hidden[chunk] = (grad_cast @ head.weight).to(hidden.dtype)
-            if grad_weight is not None and head.weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_cast.T, states)  # no second tensor of the weight's size
-            elif grad_weight is not None:
-                grad_weight += grad_cast.T @ states
-            if bias is not None:
-                grad_bias += grad.sum(dim=0)
-        return grad_hidden, None, None, None, grad_weight, grad_bias, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        hidden, cast_weight = ctx.saved_tensors
+        grad = grad.bfloat16()
+        return grad @ cast_weight, grad.T @ hidden if ctx.needs_input_grad[1] else None, None
 
 
 def output_head(model: Any) -> OutputHead:
     """The output head, tried once; a ValueError if `OutputHead` cannot express it."""
     module, config = model.get_output_embeddings(), model.config.get_text_config()
-    unknown = ValueError(f"the output head of {type(model).__name__} is not known to logprobs.py")
     if not isinstance(module, torch.nn.Linear):
-        raise unknown
+        raise ValueError(f"the output head of {type(model).__name__} is no linear layer")
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     cap = None
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
         cap = cap or getattr(config, name, None)  # Gemma, xLSTM
-    head = OutputHead(module.weight, module.bias, scale, cap)
+    cast_weight = module.weight.detach()
+    if use_bfloat16(cast_weight.device):
+        cast_weight = cast_weight.bfloat16()
+    head = OutputHead(module.weight, cast_weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
-        model.head_is_known = gives_the_models_logits(head, model)
-    if not model.head_is_known:
-        raise unknown
+        check_head(head, model)
+        model.head_is_known = True
     return head
 
 
 @torch.no_grad()
-def gives_the_models_logits(head: OutputHead, model: Any) -> bool:
-    """Whether a head's logits of two tokens are those of the model's own forward pass."""
-    mixed = any(p.dtype != torch.float32 for p in model.parameters())  # frozen, in bfloat16
+def check_head(head: OutputHead, model: Any) -> None:
+    """A ValueError if a head's logits of two tokens are not those of the model's own forward pass.
+    Both are one product of the same states, so depth adds nothing to their rounding.
+    """
     # Not model(...): sharded, it would begin a forward pass within the one that is running.
     inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
+    with trial_autocast(model):
         expected = model.forward(**inputs).logits[0].float()
         hidden = backbone(model).forward(**inputs).last_hidden_state[0]
-        if hidden.shape[1:] != head.weight.shape[1:]:
-            return False
-        difference = head_logits(hidden, torch.empty_like(expected), head) - expected
-    return bool(difference.norm() <= (1e-2 if mixed else 1e-5) * expected.norm())
+        floor = 1e-5 if has_float32_weights(model) else 1e-2
+        uncast = head._replace(cast_weight=head.weight)
+        failure = failure_of(lambda: head_logits(hidden, uncast), expected, expected, floor)
+    if failure:
+        raise ValueError(f"the output head of {type(model).__name__} is not known: {failure}")

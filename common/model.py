@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
@@ -84,6 +85,42 @@ def use_bfloat16(device: torch.device) -> bool:
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 matrix products where `use_bfloat16`; log-softmax, losses and scores are float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
+
+
+def has_float32_weights(model: torch.nn.Module) -> bool:
+    """Whether no weight is bfloat16, as frozen ones are on a GPU."""
+    return all(weight.dtype.itemsize >= 4 for weight in model.parameters())
+
+
+def trial_autocast(model: Any) -> torch.autocast:
+    """For trials of a model: float32 where the weights are, since in bfloat16 rounding alone takes
+    the hidden states of deep models far.
+    """
+    mixed = not has_float32_weights(model)
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=mixed)
+
+
+def trial_tokens(model: Any) -> list[int]:
+    """Five tokens for trials. Not the first of the vocabulary: special ones round further."""
+    vocab = model.get_input_embeddings().num_embeddings
+    return [vocab * i // 8 for i in range(1, 6)]
+
+
+def failure_of(
+    attempt: Callable[[], Tensor], exact: Tensor, rounded: Tensor, floor: float
+) -> str | None:
+    """What is wrong with another way to compute a model's `exact` numbers, if anything. It may be a
+    few times as far from them as `rounded` is, the same numbers by a way that is right: how far
+    that is depends on the model's depth and weights. Or up to `floor`, relative to their norm.
+    """
+    try:
+        distance = (attempt() - exact).norm()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a model that cannot do it fails in its own way
+        return repr(error)
+    limit = max(3 * (rounded - exact).norm(), floor * exact.norm())
+    return None if distance <= limit else f"it changes numbers by {distance / exact.norm():.1%}"
 
 
 def backbone(model: Any) -> torch.nn.Module:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # of the tests that take several
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what a GPU is asked to do is simulated
 

@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import common.logprobs
 import distill
-from common.logprobs import frozen_logits
 from common.model import add_adapters
 from distill import Args, discounted_sums, distillation_loss, divergence, divergence_loss
+from distill import states_and_head
 
 run = partial(algorithms.run, "distill", prompts_per_rollout=6, micro_batch_size=4)
 spy_on = partial(spies.spy_on, distill)
@@ -305,8 +305,8 @@ def pairs():
 
 def chunked_divergence(policy, teacher, pairs, inds, kind, beta):
     sequences, teacher_sequences = pairs
-    of_teacher = frozen_logits(teacher, teacher_sequences, torch.tensor(inds, dtype=torch.long))
-    return divergence_loss(policy, sequences, torch.tensor(inds), of_teacher, kind, beta)
+    states, head = states_and_head(teacher, teacher_sequences, inds)
+    return divergence_loss(policy, sequences, inds, states, head, kind, beta)
 
 
 @every_kind

@@ -108,28 +108,21 @@ def plain_greedy(name):
 
 
 @both_caches
-@pytest.mark.parametrize("name", some_slow(FREE + APART))
+@pytest.mark.parametrize("name", some_slow(FREE))
 def test_greedy_equals_plain_forward_passes_in_every_family(name, cache_kind, monkeypatch):
     model, made = plain_greedy(name)
-    monkeypatch.delattr(model, "can_pad_left", raising=False)
+    monkeypatch.delattr(model, "cache_is_known", raising=False)
     for stop_ids in ([], [made[0][2]], [made[3][1], made[5][0]]):
         found = sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
         assert found == [cut(tokens, stop_ids) for tokens in made]
-    assert model.can_pad_left == (name in FREE)
 
 
 @pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
 @pytest.mark.parametrize("architecture, kind", [("llama", "GraphDecoder"), ("gemma2", "Decoder")])
 def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kind):
     """How they move is decided in Python, which a captured step would not run again."""
-    decoder = make_decoder(tiny_model(architecture), [[1, 2]], 2, left_padded=True)
+    decoder = make_decoder(tiny_model(architecture), [[1, 2]], 2)
     assert type(decoder).__name__ == kind
-
-
-def test_a_cache_of_the_models_own_is_not_padded():
-    """Its blocks may count padding; the prompts of the trial are too short to show it."""
-    with pytest.raises(ValueError, match="a cache of the model's own"):
-        make_decoder(family_model("DeepseekV4"), [[1, 2]], 2, left_padded=True)
 
 
 @pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
@@ -145,10 +138,10 @@ def test_a_failing_cache_is_named_with_its_error_and_too_little_memory_is_none(e
     monkeypatch.setattr(model.model, "forward", fails_with_a_cache)
     with pytest.raises(ValueError if error is KeyError else error, match="2 GiB"):
         sample(model, FAMILY_ROWS)
-    assert not hasattr(model, "can_pad_left")
+    assert not hasattr(model, "cache_is_known")
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "XLNetLMHeadModel"])
+@pytest.mark.parametrize("name", [*some_slow(APART), *REFUSED, "XLNetLMHeadModel"])
 def test_a_model_that_no_cache_serves_is_refused_by_name(name):
     model = family_model(name)
     for _ in range(2):  # and is not taken for usable the second time
@@ -232,9 +225,8 @@ def test_token_t_of_row_b_inverts_the_cumulative_sum_at_random_number_b_t(rows):
 
 
 @both_caches
-@pytest.mark.parametrize("name", ["Llama", "Bart"])  # prompts are padded, and are not
-def test_tokens_do_not_depend_on_the_batch_size_nor_on_when_other_rows_end(name, monkeypatch):
-    model = family_model(name)
+def test_tokens_do_not_depend_on_the_batch_size_nor_on_when_other_rows_end(monkeypatch):
+    model = family_model("Llama")
     without_end = sample(model, FAMILY_ROWS)
     stop_ids = [a_stop_id(without_end)]
     expected = [cut(tokens, stop_ids) for tokens in without_end]
@@ -245,9 +237,6 @@ def test_tokens_do_not_depend_on_the_batch_size_nor_on_when_other_rows_end(name,
         assert found == expected
         sizes = [len(prompts) for (_, prompts, *_), _ in calls]
         assert max(sizes) <= (batch_size or 9) and sum(sizes) == len(FAMILY_ROWS)
-    # Prompts that are not padded are read with those of their length.
-    assert sizes == ([7] if name == "Llama" else [1, 3, 2, 1])
-    assert model.can_pad_left == (name == "Llama")
 
 
 def test_ranks_sample_together_what_one_process_samples(monkeypatch):
@@ -262,9 +251,9 @@ def test_ranks_sample_together_what_one_process_samples(monkeypatch):
     for rank in range(8):
         monkeypatch.setattr(common.generation, "RANK", rank)
         of_rank = seeded(0)
-        vars(model).pop("can_pad_left", None)
+        vars(model).pop("cache_is_known", None)
         part = sample(model, rows, stop_ids=stop_ids, rng=of_rank)
-        assert hasattr(model, "can_pad_left") == bool(part)
+        assert hasattr(model, "cache_is_known") == bool(part)
         made += part
         assert torch.equal(of_rank.get_state(), generator.get_state())
     assert made == expected

@@ -2,20 +2,21 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from gpu_types import take_gpu_types
-from models import VOCAB, family_model, tiny_model
+from models import VOCAB, family_model, some_wide, tiny_model
 from transformers import AutoModelForCausalLM
 
-import common.tree
 from common.logprobs import completion_logprobs, completion_states, last_states
-from common.tree import PrefixTree, reads_trees, tree_states
+from common.tree import PrefixTree, reads_trees
 
 # Of each family whether it reads trees. The others have recurrent layers, soft caps, sinks, or
 # positions or attention of their own.
 READERS = "GPT2 Gemma3 Gemma3n DeepseekV3 Llama Mistral Mixtral OPT Phi Qwen3Moe".split()
+REAL_MODEL = Path("runs/SmolLM2-135M-Instruct")
 OTHERS = "Bloom Falcon Gemma2 GptOss Lfm2 Mamba2 Qwen3Next StableLm".split()
 
 
@@ -126,22 +127,75 @@ def test_families_read_trees_or_are_told_apart(name):
     assert model.config._attn_implementation == (before if name in OTHERS else "prefix_tree")
 
 
-@pytest.mark.parametrize(
-    ("on_gpu", "part", "is_known"),
-    [(False, 0.7e-5, True), (False, 1.5e-5, False), (True, 3e-2, True), (True, 7e-2, False)],
+def deep_model():
+    """Of many layers with large weights: rounding takes its hidden states further than 1e-5."""
+    return tiny_model("llama", num_hidden_layers=24, initializer_range=1.0)
+
+
+def real_model():
+    if not REAL_MODEL.is_dir():
+        pytest.skip(f"{REAL_MODEL} was not unpacked: docs/real.md")
+    return AutoModelForCausalLM.from_pretrained(REAL_MODEL)
+
+
+both_models = pytest.mark.parametrize(
+    "make_model", some_wide([deep_model, real_model], fast=[deep_model])
 )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@both_models
+@pytest.mark.filterwarnings("error:slower")
+def test_depth_and_types_do_not_hide_that_a_model_reads_trees(make_model, threads, monkeypatch):
+    """Before and after a step, in float32 and as on a GPU, where frozen weights are bfloat16."""
+    model, before = make_model(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for _ in range(2):
+        assert try_again(model)
+        completion_logprobs(model, make_sequences(), torch.arange(3)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1e-4).step()
+    take_gpu_types(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert try_again(model)
+        assert try_again(model.bfloat16())
+    torch.set_num_threads(before)
+
+
+def try_again(model):
+    """The trial of a model that has not been tried."""
+    vars(model).pop("can_read_trees", None)
+    model.set_attn_implementation("sdpa")
+    return reads_trees(model)
+
+
+def shifted(tree):
+    tree.positions = tree.positions + torch.arange(len(tree.positions)) % 2
+
+
+def unbranched(tree):
+    """Each row sees what the first one has at its places."""
+    tree.branches = tree.branches[:1].expand_as(tree.branches)
+
+
+def later(tree):
+    """A token sees the one after it."""
+    length = tree.branches.shape[1]
+    tree.masks[None] = torch.ones(1, 1, length, length, dtype=torch.bool).tril(1)
+
+
+@pytest.mark.parametrize("in_bfloat16", [False, True])
+@pytest.mark.parametrize("plant", [shifted, unbranched, later])
+@both_models
 @pytest.mark.filterwarnings("ignore:slower")
-def test_tolerance_of_the_trial(on_gpu, part, is_known, monkeypatch):
-    """1e-5 in float32, 5e-2 in bfloat16."""
-    if on_gpu:
-        take_gpu_types(monkeypatch)
-    model, exact = tiny_model("llama"), tree_states
-    with torch.autocast("cpu", torch.bfloat16, enabled=on_gpu):
-        for sign in (-1, 1):
-            vars(model).pop("can_read_trees", None)
-            scaled = lambda *arguments: (1 + sign * part) * exact(*arguments)  # noqa: B023, E731
-            monkeypatch.setattr(common.tree, "tree_states", scaled)
-            assert reads_trees(model) == is_known
+def test_the_trial_finds_a_tree_that_is_wrong(make_model, plant, in_bfloat16, monkeypatch):
+    model, make_tree = make_model(), PrefixTree.__init__
+
+    def make_wrong_tree(tree, *arguments):
+        make_tree(tree, *arguments)
+        plant(tree)
+
+    monkeypatch.setattr(PrefixTree, "__init__", make_wrong_tree)
+    assert not try_again(model.bfloat16() if in_bfloat16 else model)
 
 
 @pytest.mark.parametrize("layer_types", [["chunked_attention", "full_attention"]])
@@ -156,11 +210,7 @@ def test_layers_of_another_type_are_refused(layer_types):
 def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
     model = tiny_model("mistral", sliding_window=32)
     mask = PrefixTree.mask
-
-    def without_window(tree, block, window, dtype):
-        return mask(tree, block, None, dtype)
-
-    monkeypatch.setattr(PrefixTree, "mask", without_window)
+    monkeypatch.setattr(PrefixTree, "mask", lambda tree, window: mask(tree, None))
     with pytest.warns(UserWarning, match="sliding window"):
         assert not reads_trees(model)
 
@@ -198,15 +248,16 @@ def test_nodes_are_the_prefixes_of_the_rows():
         assert tree.positions[path].tolist() == [*range(len(row))]
 
 
-def test_a_mask_is_for_rows_that_share_more_than_half_and_is_made_once():
-    """The second row adds half of itself, the third a token of five, the fourth nothing."""
-    rows = [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 4, 7], [1, 2, 3]]
+def test_rows_that_others_continue_have_no_branch_and_a_mask_is_made_once():
+    rows = [[1, 2, 3], [1, 2, 3, 4, 7], [1, 2, 5], [1, 2, 5], [6]]
     tree = PrefixTree(rows, torch.device("cpu"))
-    (whole, _), (branches, _) = tree.blocks
-    assert whole.tolist() == [[0, 1, 2, 3], [0, 1, 4, 5]] and branches.tolist() == [[6]]
-    assert tree.mask(0, None, torch.float32) is None
-    mask = tree.mask(1, None, torch.float32)
-    assert mask.tolist() == [[[[0.0] * 5]]] and tree.mask(1, None, torch.float32) is mask
+    assert tree.branches.tolist() == [[0, 1, 2, 3, 4], [0, 1, 5, 0, 0], [6, 0, 0, 0, 0]]
+    assert tree.places.tolist() == [0, 1, 2, 3, 4, 7, 10]
+    assert tree.mask(None) is None and tree.mask(5) is None
+    mask = tree.mask(2)
+    for query, row in enumerate(mask[0, 0].tolist()):
+        assert row == [query - 2 < key <= query for key in range(5)]
+    assert tree.mask(2) is mask
 
 
 def test_saved_models_and_samples_do_not_know_the_tree(tmp_path):

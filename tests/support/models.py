@@ -127,7 +127,7 @@ _RECURRENT = {
     "Qwen3_5Moe": _HYBRID,
     "Zaya": {"num_experts_per_tok": 1},
 }
-# Whose rows `generate` neither pads nor drops.
+# Whose rows cannot be padded on the left and dropped: `generate` refuses them.
 _APART = {
     "Bart": {},
     "DeepseekV4": {},

@@ -11,8 +11,8 @@ from time import perf_counter
 import torch
 
 from common.model import autocast
-from common.logprobs import completion_logprobs, frozen_logits
-from distill import divergence_loss
+from common.logprobs import completion_logprobs
+from distill import divergence_loss, states_and_head
 from docs.experiments.lib.measuring import (
     DEVICE,
     in_own_process,
@@ -39,8 +39,8 @@ def our_logprobs(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 def reverse_kl(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     """`--divergence reverse`, with the model as its own teacher."""
     sequences, inds = [(ids[:1], ids[1:])], torch.arange(1)
-    of_teacher = frozen_logits(model, sequences, inds)
-    return divergence_loss(model, sequences, inds, of_teacher, "reverse", beta=0.5)
+    states, head = states_and_head(model, sequences, inds)
+    return divergence_loss(model, sequences, inds, states, head, "reverse", beta=0.5)
 
 
 def measure_logprobs(logprobs: Callable) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 import distill
 import grpo
 import sft
-from common.logprobs import completion_logprobs, frozen_logits
+from common.logprobs import completion_logprobs
 from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.metrics import Metric
@@ -85,8 +85,8 @@ def measure_noise(num_rollouts: int = 40) -> dict[str, dict[str, float]]:
             rewards, _ = distill.token_rewards(policy, teacher, sequences, sequences, [inds])
             logprobs = completion_logprobs(policy, sequences, inds)
             return distill.distillation_loss(logprobs, rewards, size)
-        of_teacher = frozen_logits(teacher, sequences, inds)
-        return distill.divergence_loss(policy, sequences, inds, of_teacher, name, args.jsd_beta)
+        states, head = distill.states_and_head(teacher, sequences, inds)
+        return distill.divergence_loss(policy, sequences, inds, states, head, name, args.jsd_beta)
 
     for seed in range(num_rollouts):
         rng = Generator().manual_seed(seed)
