@@ -198,7 +198,7 @@ COPY_IN = ["Falcon", "GPTNeo"]
 def test_captured_decoding_gives_the_same_completions(name, monkeypatch, graph):
     """In bfloat16; in float32: `test_a_captured_step_stays_on_its_device`."""
     model = family_model(name)
-    for module in (common.model, common.generation, common.logprobs):
+    for module in (common.model, common.logprobs):
         monkeypatch.setattr(module, "use_bfloat16", lambda device: True)
     completions = complete_and_drop(model)
     assert graph, "no step was captured"
