@@ -29,7 +29,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -51,8 +50,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, frozen_logits, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics, sum_over_logits
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
@@ -77,7 +76,7 @@ class Args:
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows, a completion each; slices such as test[:500] work
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     teacher_prompt_column: str | None = None  # column of what the teacher reads in its place
     chat: bool = False  # turn string prompts into a user's chat message
@@ -102,6 +101,7 @@ class Args:
     learning_rate: PositiveFloat = 5e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
+    eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
 
     def __post_init__(self):
         if self.teacher is None and self.teacher_prompt_column is None:
@@ -131,10 +131,9 @@ def token_rewards(
 
 def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
     """A_t = sum_{s >= t} discount^(s - t) r_s (B, T) of rewards r (B, T), 0 after a completion."""
-    advantages = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[:, 0])  # A_{t + 1}
-    for t in reversed(range(rewards.shape[1])):
-        later = advantages[:, t] = rewards[:, t] + discount * later
+    advantages = rewards.clone()
+    for t in reversed(range(rewards.shape[1] - 1)):
+        advantages[:, t] += discount * advantages[:, t + 1]
     return advantages
 
 
@@ -175,7 +174,7 @@ def main(args: Args) -> Path:
     if args.teacher:  # the student learns to end as its teacher does
         stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
+    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -189,8 +188,6 @@ def main(args: Args) -> Path:
             raise ValueError(f"--teacher {args.teacher} has fewer tokens than the student")
         shard(teacher.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_for_both, args, policy, sorted(stop_ids))
@@ -382,8 +379,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -399,9 +396,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

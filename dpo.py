@@ -39,7 +39,6 @@ import os
 import runpy
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -63,8 +62,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -218,8 +217,6 @@ def main(args: Args) -> Path:
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     def evaluate() -> tuple[dict[str, float], list[dict]]:
@@ -422,8 +419,6 @@ def evaluate_samples(
     if reward_fn is not None:
         rewards = reward_fn(prompts, sequences).tolist()
         metrics["eval/reward"] = np.mean(rewards)
-        if {*rewards} <= {0, 1}:  # right or wrong
-            metrics["eval/accuracy"] = np.mean(rewards)
         for sample, reward in zip(samples, rewards, strict=True):
             sample["reward"] = round(reward, 6)
     return metrics, samples
@@ -545,8 +540,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -562,9 +557,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

@@ -23,7 +23,7 @@ min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et a
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
     python grpo.py --resume runs/grpo__1__...            # continue an interrupted run
 
-A healthy run: `reward/mean`, `eval/accuracy` and `reward/zero_variance_groups` rise;
+A healthy run: `reward/mean`, `eval/accuracy` and `reward/frac_reward_zero_std` rise;
 `policy/entropy` falls; clip fractions and `completions/truncated_fraction` stay low.
 """
 
@@ -40,7 +40,7 @@ from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -61,8 +61,8 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -320,8 +320,6 @@ def main(args: Args) -> Path:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_completions, args, policy, stop_ids)
@@ -356,7 +354,7 @@ def main(args: Args) -> Path:
             mask &= ended[:, None]
         if not mask.any():
             warnings.warn("--mask-truncated leaves no completion to train on", stacklevel=1)
-        rollout_time = time.perf_counter()
+        rollout_end = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
         # the micro-batches of the first epoch, so that the first ratio is exactly 1 (unless
@@ -448,8 +446,8 @@ def main(args: Args) -> Path:
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask.to(device))
         metrics["prompts/sampled"] = num_prompts
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
-        metrics["time/update_seconds"] = time.perf_counter() - rollout_time
+        metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
         metrics |= {name: reward.mean().item() for name, reward in columns.items()}
         rollouts, samples = [], []
@@ -475,9 +473,11 @@ def main(args: Args) -> Path:
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
-    orders = (torch.randperm(len(rows), generator=rng) for _ in count())
-    inds = islice((i for order in orders for i in order), skip, None)
-    return (rows[i] for i in inds)
+    while True:
+        order = torch.randperm(len(rows), generator=rng)
+        for i in order[skip:]:
+            yield rows[i]
+        skip = max(skip - len(rows), 0)
 
 
 def roll_out(
@@ -491,15 +491,16 @@ def roll_out(
     """
     completions, num_prompts = [], 0  # of each: its sequence, log-probs (T,) and rewards (K,)
     for sampling_round in range(1, args.max_sampling_rounds + 1):
+        is_last = sampling_round == args.max_sampling_rounds
         missing = args.prompts_per_rollout - len(completions) // args.group_size
         round_prompts = [p for p in islice(prompts, missing) for _ in range(args.group_size)]
         sequences, logprobs = sample(round_prompts, args.temperature, rng)
         rewards = torch.stack([fn(round_prompts, sequences) for fn in reward_fns.values()])
         num_prompts += missing
-        stays = groups_that_teach(args, rewards) | (sampling_round == args.max_sampling_rounds)
-        stays = stays.repeat_interleave(args.group_size)  # (n,)
-        sampled = zip(stays, sequences, logprobs, rewards.T, strict=True)
-        completions += [completion for stay, *completion in sampled if stay]
+        teach = groups_that_teach(args, rewards)
+        for i in range(len(sequences)):
+            if is_last or teach[i // args.group_size]:
+                completions.append((sequences[i], logprobs[i], rewards[:, i]))
         if len(completions) == args.prompts_per_rollout * args.group_size:
             break
     sequences, logprobs, rewards = zip(*completions, strict=True)
@@ -565,8 +566,8 @@ def rollout_metrics(
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),
-        "reward/zero_variance_groups": 1 - teach.float().mean().item(),
-        "prompts/kept": teach.sum().item(),
+        "reward/frac_reward_zero_std": 1 - teach.float().mean().item(),
+        "prompts/with_signal": teach.sum().item(),
         "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
         "policy/grad_norm": np.mean(grad_norms),
     }
@@ -736,8 +737,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -753,9 +754,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

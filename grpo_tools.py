@@ -24,7 +24,6 @@ import json
 import os
 import runpy
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -48,8 +47,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -105,6 +104,7 @@ class Args:
     learning_rate: PositiveFloat = 3e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
+    eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
 
     def __post_init__(self):
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
@@ -124,25 +124,16 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
+def standardised_rewards(rewards: Tensor, group_size: int) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
-    that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
-    "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
-    arXiv 2602.02710); by at least 1/G, since the mean of other rewards may be near 0.
+    The G completions of a prompt are neighbours in the rewards (B,). grpo.py has other scales.
     """
     groups = rewards.double().view(-1, group_size)
-    means = groups.mean(dim=1, keepdim=True)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
-    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    advantages = (groups - means).masked_fill(all_equal, 0.0)
-    if scale == "mean":
-        advantages = advantages / means.clamp(min=1 / group_size)
-    elif scale != "none":
-        std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
-        advantages = advantages / (std + 1e-4)
-    return advantages.view(-1).float()
+    advantages[(groups == groups[:, :1]).all(dim=1)] = 0.0
+    return (advantages / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1).float()
 
 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -195,7 +186,7 @@ def main(args: Args) -> Path:
             raise ValueError(f"--call-end {args.call_end}: one token expected, found {tokens}")
         turn_ends = stop_ids + call_end_ids
     train_prompts = load_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_prompts(args, args.eval_split, tokenizer)
+    eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -208,8 +199,6 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_turns, args, policy, turn_ends, environment)
@@ -249,7 +238,7 @@ def main(args: Args) -> Path:
             ref_logprobs = ref_logprobs.masked_fill(not_sampled, 0.0)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
-        advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
+        advantages = standardised_rewards(rewards, args.group_size).to(device)  # (B,)
 
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
@@ -552,8 +541,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -569,9 +558,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

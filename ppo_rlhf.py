@@ -44,14 +44,13 @@ import os
 import runpy
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -71,8 +70,8 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -293,9 +292,6 @@ def main(args: Args) -> Path:
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
-    highest_rate = max(args.learning_rate, args.critic_learning_rate)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and highest_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_completions, args, policy, stop_ids)
@@ -326,7 +322,7 @@ def main(args: Args) -> Path:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
-        rollout_time = time.perf_counter()
+        rollout_end = time.perf_counter()
 
         # 3. Log-probs and values before the update, fixed during it. Computed in the micro-batches
         # of the first epoch, so that the first ratio is exactly 1.
@@ -421,8 +417,8 @@ def main(args: Args) -> Path:
         metrics["objective/beta"] = beta
         metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
         metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
-        metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
-        metrics["time/update_seconds"] = time.perf_counter() - rollout_time
+        metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
         metrics |= {name: reward.mean().item() for name, reward in columns.items()}
         columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
@@ -449,9 +445,11 @@ def main(args: Args) -> Path:
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
-    orders = (torch.randperm(len(rows), generator=rng) for _ in count())
-    inds = islice((i for order in orders for i in order), skip, None)
-    return (rows[i] for i in inds)
+    while True:
+        order = torch.randperm(len(rows), generator=rng)
+        for i in order[skip:]:
+            yield rows[i]
+        skip = max(skip - len(rows), 0)
 
 
 def sample_completions(
@@ -541,8 +539,6 @@ def evaluate(
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
-    if {*rewards} <= {0, 1}:  # right or wrong
-        metrics["eval/accuracy"] = np.mean(rewards)
     metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
@@ -745,8 +741,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -762,9 +758,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

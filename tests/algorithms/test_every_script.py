@@ -274,7 +274,7 @@ def test_a_reward_function_gets_the_columns_and_rates_the_samples(name, tmp_path
         assert last[function]["eval/reward"] == pytest.approx(mean(rewards))
         assert last[function]["eval/length_mean"] == mean(s["length"] for s in samples)
     assert "eval/accuracy" not in last["rate"]
-    if name != "reinforce":  # where each is right or wrong
+    if name == "grpo":  # where each is right or wrong
         assert last["right"]["eval/accuracy"] == 0.8
 
 

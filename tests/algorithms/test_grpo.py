@@ -534,7 +534,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
         "rewards/last_number": right.mean().item(),
         "rewards/brevity": brevity.mean().item(),
         "reward/group_std": mean(map(stdev, groups)),
-        "reward/zero_variance_groups": mean(len({*group}) == 1 for group in groups),
+        "reward/frac_reward_zero_std": mean(len({*group}) == 1 for group in groups),
         "completions/length_mean": lengths.float().mean().item(),
         "completions/truncated_fraction": cut_off.float().mean().item(),
     }
@@ -625,9 +625,9 @@ def test_groups_of_equal_rewards_are_replaced_until_the_last_round(rounds, tmp_p
             if len(kept) == 4:
                 break
         assert [tuple(ids) for ids, _ in sequences] == [ids for ids in kept for _ in range(4)]
-        assert row["prompts/kept"] == sum(map(teaches, kept))
-        assert row["reward/zero_variance_groups"] == 1 - row["prompts/kept"] / 4
+        assert row["prompts/with_signal"] == sum(map(teaches, kept))
+        assert row["reward/frac_reward_zero_std"] == 1 - row["prompts/with_signal"] / 4
     assert calls == [] and sum(row["prompts/sampled"] for row in rows[1:]) == len(order)
-    assert (rows[1]["prompts/kept"] < 4) == (rounds < 20)
+    assert (rows[1]["prompts/with_signal"] < 4) == (rounds < 20)
     if rounds == 20:  # every completion has an advantage
         assert all((call["advantages"] != 0).all() for call in losses)
