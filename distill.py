@@ -22,7 +22,6 @@ dataset, no division by length. A healthy run: the held-out KL, `eval/kl`, falls
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
-    python distill.py --resume runs/distill__1__...      # continue an interrupted run
 """
 
 import json
@@ -184,8 +183,6 @@ def main(args: Args) -> Path:
     teacher = policy  # without its adapters
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
-        if len(teacher.get_input_embeddings().weight) < len(policy.get_input_embeddings().weight):
-            raise ValueError(f"--teacher {args.teacher} has fewer tokens than the student")
         shard(teacher.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
@@ -322,8 +319,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -356,18 +353,20 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -21,7 +21,6 @@ min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et a
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
         --total-rollouts 460                             # one epoch of GSM8K, on a GPU of 24 GB
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
-    python grpo.py --resume runs/grpo__1__...            # continue an interrupted run
 
 A healthy run: `reward/mean`, `eval/accuracy` and `reward/frac_reward_zero_std` rise;
 `policy/entropy` falls; clip fractions and `completions/truncated_fraction` stay low.
@@ -153,11 +152,11 @@ class Args:
         self.clip_coef_high = self.clip_coef_high or self.clip_coef
         if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
             raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
+        if self.num_minibatches > self.prompts_per_rollout * self.group_size:
+            raise ValueError("--num-minibatches: there are not as many completions")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
-        shapes_rewards = self.kl_placement == "reward" or self.missing_eos_penalty > 0
-        if is_gdpo and (
-            shapes_rewards or self.overlong_buffer > 0 or self.scale_rewards != "group"
-        ):
+        shaped = self.kl_placement == "reward" or self.missing_eos_penalty or self.overlong_buffer
+        if is_gdpo and (shaped or self.scale_rewards != "group"):
             raise ValueError(
                 "--multi-objective-aggregation normalize_then_sum has no place for --kl-placement "
                 "reward, --missing-eos-penalty, --overlong-buffer and another --scale-rewards"
@@ -169,6 +168,8 @@ class Args:
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
+        if len(self.reward_weights) != num_rewards:
+            raise ValueError(f"--reward-weights: {num_rewards} expected, one for each reward")
 
 
 class Prompt(NamedTuple):
@@ -352,8 +353,6 @@ def main(args: Args) -> Path:
         mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T): the tokens to train on
         if args.mask_truncated:
             mask &= ended[:, None]
-        if not mask.any():
-            warnings.warn("--mask-truncated leaves no completion to train on", stacklevel=1)
         rollout_end = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
@@ -382,6 +381,9 @@ def main(args: Args) -> Path:
             advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size)  # (B,)
         else:
             advantages = group_advantages(returns, args.group_size, args.scale_rewards)
+        if not (advantages * mask.any(dim=1)).any():
+            reason = "rewards are equal in each group, or --mask-truncated leaves no completion"
+            warnings.warn(f"a rollout teaches nothing: {reason}", stacklevel=1)
         advantages = advantages.to(device)
 
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
@@ -643,10 +645,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -680,8 +680,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -714,18 +714,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -17,13 +17,13 @@ plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `ev
     python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat --learning-rate 1e-6 ... \
         --environment mine.py:tool --reward-fn mine.py:right  # docs/grpo_tools.md
     torchrun --nproc_per_node=8 grpo_tools.py ...        # eight GPUs: docs/processes.md
-    python grpo_tools.py --resume runs/grpo_tools__1__...  # continue an interrupted run
 """
 
 import json
 import os
 import runpy
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -239,6 +239,8 @@ def main(args: Args) -> Path:
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
         advantages = standardised_rewards(rewards, args.group_size).to(device)  # (B,)
+        if not advantages.any():
+            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
 
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
@@ -393,8 +395,7 @@ def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) ->
         try:
             result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
             if not isinstance(result, list) or len(result) != len(prompts):
-                expected = f"a list of {len(prompts)} replies expected"
-                raise ValueError(f"{expected}, found {result!r:.200}")
+                raise ValueError(f"a list of {len(prompts)} replies expected: {result!r:.200}")
             for reply, ids in zip(result, completions, strict=True):
                 replies.append(None if reply is None else encode_reply(tokenizer, reply, ids[-1]))
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
@@ -407,17 +408,17 @@ def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list
     """Token ids of a text, a chat message, or a list of texts and ids, after `last_id`. A special
     token that a text spells out is text: what a tool has read must not end a turn.
     """
-    parts = reply if isinstance(reply, list) else [reply]
+    parts = [reply] if isinstance(reply, str) else reply
     if isinstance(reply, dict):
         parts = between_turns(tokenizer, reply["role"], reply["content"])
         if parts[0] == last_id:  # the policy has ended its turn itself
             parts = parts[1:]
+    if not isinstance(parts, list) or not {*map(type, parts)} <= {str, int}:  # True is no id
+        raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
     ids = []
     for part in parts:
         if isinstance(part, str):
             part = tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids
-        elif not isinstance(part, int):
-            raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
         ids += part if isinstance(part, list) else [part]
     return ids
 
@@ -471,10 +472,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -484,8 +483,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -518,18 +517,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -16,7 +16,6 @@ micro-batch; AdamW and a linear schedule, not RMSprop.
     python kto.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --beta 0.1 \
         --max-length 1024 --max-new-tokens 256 --micro-batch-size 4 --learning-rate 1e-6  # 24 GB
     torchrun --nproc_per_node=8 kto.py ...                 # eight GPUs: docs/processes.md
-    python kto.py --resume runs/kto__1__...                # continue an interrupted run
 
 A healthy run: the first loss is half the mean weight, and `reward/margin` rises from 0. If
 `reward/desirable` falls and `eval/kl` passes ten nats: lower the learning rate, or raise w_D.
@@ -377,10 +376,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -390,8 +387,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -430,18 +427,20 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -32,7 +32,6 @@ counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.
         --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 --critic-learning-rate 1e-5 \
         --total-rollouts 200                             # four models of 0.5B, a GPU of 48 GB
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
-    python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # continue an interrupted run
 
 A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays
 low. If only an independent `--eval-reward-fn` falls, the reward model is being hacked.
@@ -44,6 +43,7 @@ import os
 import runpy
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -103,7 +103,8 @@ class Args:
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
-    reward_model: str | None = "tiny/reviews/reward_model"  # classifier with one label; or None
+    # sequence classifier with one label and --model's tokenizer; default: tiny's, or --reward-fn
+    reward_model: str | None = None
     reward_fn: list[str] = field(default_factory=list)  # path/to/file.py:function, one or more
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
@@ -147,8 +148,10 @@ class Args:
     eval_temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
     def __post_init__(self):
-        if not self.reward_model and (not self.reward_fn or self.critic_init == "reward_model"):
-            raise ValueError("without --reward-model give --reward-fn and another --critic-init")
+        if not self.reward_fn:
+            self.reward_model = self.reward_model or "tiny/reviews/reward_model"
+        if not self.reward_model and self.critic_init == "reward_model":
+            raise ValueError("--critic-init reward_model needs --reward-model: choose another")
         completions_per_rollout = self.prompts_per_rollout * self.group_size
         if self.num_minibatches > completions_per_rollout:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
@@ -165,6 +168,8 @@ class Args:
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
+        if len(self.reward_weights) != num_rewards:
+            raise ValueError(f"--reward-weights: {num_rewards} expected, one for each reward")
 
 
 class Prompt(NamedTuple):
@@ -322,6 +327,8 @@ def main(args: Args) -> Path:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
+        if (scores == scores[0]).all():
+            warnings.warn("a rollout teaches nothing: all its rewards are equal", stacklevel=1)
         rollout_end = time.perf_counter()
 
         # 3. Log-probs and values before the update, fixed during it. Computed in the micro-batches
@@ -585,8 +592,7 @@ def load_critic(
     critic, info = kind.from_pretrained(
         args.model, config=config, device_map=where, output_loading_info=True
     )
-    missing = set(info["missing_keys"]) - {"score.weight"}
-    if missing:
+    if missing := {*info["missing_keys"]} - {"score.weight"}:
         raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
     add_adapters(critic, args.lora_rank, args.seed)
     torch.manual_seed(args.seed)  # loading has drawn numbers
@@ -647,10 +653,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -684,8 +688,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -718,18 +722,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

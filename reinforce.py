@@ -19,7 +19,6 @@ with a linear decay. A healthy run: `reward/mean` and `eval/reward` rise.
         --max-new-tokens 512 --eval-rows 200 --micro-batch-size 8 --learning-rate 1e-6 \
         --total-rollouts 230                             # as many prompts as GSM8K has; 24 GB
     torchrun --nproc_per_node=8 reinforce.py ...         # eight GPUs: docs/processes.md
-    python reinforce.py --resume runs/reinforce__1__...  # continue an interrupted run
 """
 
 import json
@@ -27,6 +26,7 @@ import math
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
@@ -207,6 +207,8 @@ def main(args: Args) -> Path:
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
+        if not advantages.any():
+            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
         step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
         for inds in batches:
@@ -294,10 +296,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -307,8 +307,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -341,18 +341,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -17,7 +17,6 @@ the mean score of demonstrations).
         --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 2 \
         --epochs 1 --learning-rate 1e-5                    # a GPU of 24 GB
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
-    python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__... # continue an interrupted run
 
 A healthy run: with a new head and no margin the first loss is near chance level, ln 2 = 0.69;
 `eval/pair_accuracy` rises to the rate at which people agree (InstructGPT: 0.73);
@@ -276,8 +275,7 @@ def load_classifier(
     model, info = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_labels=1, device_map=where, output_loading_info=True
     )
-    missing = {*info["missing_keys"]} - {"score.weight"}
-    if missing:  # they would be random
+    if missing := {*info["missing_keys"]} - {"score.weight"}:  # they would be random
         raise ValueError(f"{args.model} has no weights for {sorted(missing)}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{args.model}: the tokenizer has more tokens than the embedding")
@@ -356,18 +354,20 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -13,7 +13,6 @@ the last model is saved [the one with the best reward model score].
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara --learning-rate 1e-5 \
         --max-length 2048 --max-new-tokens 512 --micro-batch-size 2    # a GPU of 24 GB
     torchrun --nproc_per_node=8 sft.py ...                 # eight GPUs: docs/processes.md
-    python sft.py --resume runs/sft__1__...                # continue an interrupted run
 
 A healthy run: `eval/loss` falls with `objective/loss` (if it rises again, compare samples too: in
 the paper they still improved); the gradient norm settles after the warm-up; more and more samples
@@ -239,8 +238,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -306,18 +305,20 @@ def to_texts(args: Args, row: dict) -> tuple:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -291,6 +291,19 @@ def test_without_a_reward_function_there_is_no_reward(name, names, tmp_path):
     assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "grpo_tools"])
+def test_rewards_that_are_equal_are_told_once(name, tmp_path):
+    path = tmp_path / f"zero_{name}.py"
+    path.write_text("def zero(prompts, **columns): return [0] * len(prompts)\n")
+    has_list = name in with_flag("reward_weights")
+    flags = short_flags(name, reward_fn=[f"{path}:zero"] if has_list else f"{path}:zero")
+    flags |= short_flags(name, critic_init="sft", kl_placement="loss", max_new_tokens=5)
+    if name == "reinforce":
+        flags["beta"] = 0.0
+    with pytest.warns(UserWarning, match="a rollout teaches nothing"):
+        run(name, tmp_path / "runs", total_rollouts=1, **flags)
+
+
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
 def test_a_line_of_rollouts_shows_the_first_group(name, tmp_path, monkeypatch):
     sampled = spy_on(SPECS[name].module, monkeypatch, "generate")

@@ -434,7 +434,7 @@ def test_without_a_completion_that_ended_there_is_no_step(tmp_path, monkeypatch)
         is_empty = all(g.abs().max() == 0 for g in gradient)
         moved.append((is_empty, not all(map(torch.equal, before, after))))
     assert {*moved} == {(True, False), (False, True)}
-    with pytest.warns(UserWarning, match="--mask-truncated leaves no completion to train on"):
+    with pytest.warns(UserWarning, match="--mask-truncated leaves no completion"):
         row = metrics_of(run(tmp_path, **flags | dict(max_new_tokens=1)))[-1]
     assert row["policy/grad_norm"] == row["objective/loss"] == 0
 
