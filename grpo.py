@@ -224,7 +224,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return torch.expm1(log_ratio) - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
 def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
@@ -543,14 +543,14 @@ def ratio_sums(
     args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
     """Sums over tokens for the log. SAPO and DPPO do not clip: counted is what `clip` would."""
-    level, log_ratio = args.importance_sampling_level, logprobs - old_logprobs
+    level = args.importance_sampling_level
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
     is_low, is_high = ratio < 1 - args.clip_coef, ratio > 1 + args.clip_coef_high
     if args.loss != "cispo":  # on one side, which the advantage chooses; CISPO clips on both
         is_low &= advantages[:, None] < 0
         is_high &= advantages[:, None] > 0
     return {
-        "policy/approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
         "policy/clip_fraction_low": is_low.sum(),
         "policy/clip_fraction_high": is_high.sum(),
     }

@@ -143,7 +143,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return torch.expm1(log_ratio) - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
 def clipped_loss(
@@ -155,13 +155,12 @@ def clipped_loss(
     are 0, and the ratio is 1.
     """
     advantages = advantages[:, None]
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
+    ratio = (logprobs - old_logprobs).exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     return -(weights * objective).sum(), {
-        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
     }

@@ -319,6 +319,15 @@ def test_k3_value_sign_and_gradient_by_enumeration():
     torch.testing.assert_close(logits.grad, p - q)
 
 
+def test_k3_near_0_in_float32():
+    """exp(x) - x - 1 would be off by 6e-8, and as often below 0 as above."""
+    log_ratios = torch.linspace(-1e-3, 1e-3, 100_001)
+    k3 = k3_kl(torch.zeros(()), log_ratios)
+    assert (k3 >= 0).all()
+    exact = log_ratios.double().square() / 2 + log_ratios.double() ** 3 / 6
+    torch.testing.assert_close(k3.double(), exact, atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_the_unbiased_kl_and_its_gradient_by_enumeration(unbiased, level):
