@@ -128,7 +128,7 @@ class Args:
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
     importance_cap: NonNegativeFloat = 0.0  # cap C, if another policy samples (usual: 2); 0: off
-    # a ratio for each token (GRPO), or one for the whole completion (GSPO)
+    # a ratio for each token (GRPO), or one for the whole completion (GSPO; LUSPO: constant)
     importance_sampling_level: Literal["token", "sequence"] = "token"
     # advantages of the summed rewards, or of each reward before they are summed (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
@@ -150,8 +150,9 @@ class Args:
 
     def __post_init__(self):
         self.clip_coef_high = self.clip_coef_high or self.clip_coef
-        if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
-            raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
+        norms = ("sequence", "constant") if self.beta == 0 else ("sequence",)
+        if self.importance_sampling_level == "sequence" and self.loss_norm not in norms:
+            raise ValueError("--loss-norm: sequence ratios need sequence, or constant at --beta 0")
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: there are not as many completions")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
@@ -224,7 +225,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio  # float32 would round exp(x) - 1 near 0
+    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
 def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
@@ -238,7 +239,8 @@ def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
         return mask / (lengths * len(mask))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum()
-    return mask / (max_new_tokens * len(mask))  # a constant instead of |o_i| (Dr. GRPO)
+    # A constant for |o_i| (Dr. GRPO): with sequence ratios lengths count (LUSPO, arXiv 2602.05261).
+    return mask / (max_new_tokens * len(mask))
 
 
 def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:

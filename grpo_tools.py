@@ -143,7 +143,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio  # float32 would round exp(x) - 1 near 0
+    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
 def clipped_loss(

@@ -485,8 +485,7 @@ def policy_sums(
     ratio = log_ratio.exp()
     return {
         "policy/ratio": (ratio * mask).sum(),  # 1 at padding, where other terms are 0
-        # k3 of KL(pi_old || pi_theta)
-        "policy/approx_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
+        "policy/approx_kl": (log_ratio.expm1() - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - args.clip_coef) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + args.clip_coef) & (advantages > 0)).sum(),
     }

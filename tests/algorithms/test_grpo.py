@@ -166,18 +166,21 @@ def test_groups_that_teach_have_advantages():
             assert (found != 0).any(dim=1).tolist() == expected
 
 
-# --- one ratio for a completion: GSPO ------------------------------------------------------------
-def test_the_ratio_of_a_completion_equals_plain_loops():
+# --- one ratio for a completion: GSPO, LUSPO -----------------------------------------------------
+@pytest.mark.parametrize("norm", ["sequence", "constant"])
+def test_the_ratio_of_a_completion_equals_plain_loops(norm):
+    """GSPO: -(1/G) sum_i min(s_i A_i, clip(s_i) A_i). LUSPO: terms times |o_i|, here over 10."""
     torch.manual_seed(2)
     lengths = [5, 1, 3, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     logprobs, old = (-torch.rand(4, 6) * mask for _ in range(2))
     logprobs[0, 2] = 0  # a token that is certain counts in the mean
     logprobs.requires_grad_()
-    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.5]), token_weights(mask, "sequence", 10)
+    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.5]), token_weights(mask, norm, 10)
     clip, sequence = dict(clip_low=0.05, clip_high=0.08), dict(level="sequence")
     loss = weighted_loss(logprobs, old, None, advantages, mask, weights, **clip, **sequence)
-    args = Args(importance_sampling_level="sequence", clip_coef=0.05, clip_coef_high=0.08)
+    flags = dict(importance_sampling_level="sequence", loss_norm=norm, beta=0.0)
+    args = Args(clip_coef=0.05, clip_coef_high=0.08, **flags)
     sums = ratio_sums(args, logprobs, old, advantages, mask)
     expected, kl, clipped = 0, 0, [0, 0]
     for i, length in enumerate(lengths):
@@ -185,7 +188,8 @@ def test_the_ratio_of_a_completion_equals_plain_loops():
         s, a = log_ratio.exp(), advantages[i]
         inside = min(max(s.item(), 0.95), 1.08)
         outside = (s > 1.08 and a > 0) or (s < 0.95 and a < 0)
-        expected = expected - (inside * a if outside else s * a) / 4
+        weight = 1 if norm == "sequence" else length / 10
+        expected = expected - weight * (inside * a if outside else s * a) / 4
         kl += sum(math.expm1(x) - x for x in (logprobs - old)[i, :length].tolist())
         clipped[int(s > 1)] += length * int(outside)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

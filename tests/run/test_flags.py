@@ -40,8 +40,13 @@ CONTRADICTIONS = [
     ("grpo", dict(group_size=1), "should be greater than or equal to 2"),
     (
         "grpo",
-        dict(importance_sampling_level="sequence", loss_norm="token"),
-        "--importance-sampling-level sequence needs --loss-norm sequence",
+        dict(importance_sampling_level="sequence", loss_norm="token", beta=0.0),
+        "--loss-norm: sequence ratios need sequence, or constant",
+    ),
+    (
+        "grpo",
+        dict(importance_sampling_level="sequence", loss_norm="constant"),
+        "or constant at --beta 0",
     ),
     ("grpo", GDPO | dict(kl_placement="reward"), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
