@@ -2,15 +2,13 @@
 
 import json
 import re
-import warnings
-from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import AutoTokenizer, BertConfig, PreTrainedModel
+from transformers import AutoTokenizer, BertConfig
 
 import dpo
 import grpo
@@ -319,23 +317,6 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
     (prompt,) = getattr(SPECS[name].module, SPECS[name].loader)(args, "train", tokenizer)
     assert prompt.text == TURNS[:1] and tokenizer.decode(prompt.ids) == "1+2=#"
     assert name == "distill" or prompt.columns["answer"] == "three"
-
-
-@EACH
-def test_a_large_model_with_the_rate_of_tiny_is_warned_of(name, tmp_path, monkeypatch):
-    script = SPECS[name].module
-    monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *a, **options: 100_000_001)
-    evaluation = "evaluate_samples" if name == "dpo" else "evaluate"
-    monkeypatch.setattr(script, evaluation, Mock(side_effect=KeyboardInterrupt))
-    for rate, is_warned_of in ((1e-4, True), (9e-5, False)):
-        flags = short_flags(name, critic_learning_rate=9e-5) | dict(learning_rate=rate)
-        flags = SPECS[name].short_flags | flags | dict(output_dir=str(tmp_path))
-        with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
-            warnings.simplefilter("always")
-            script.main(script.Args(**flags))
-        assert [*tmp_path.iterdir()] == []  # nor has the run a folder before its first step
-        usual = [x for x in caught if re.match("--learning-rate: 1e-[56] is usual", str(x.message))]
-        assert len(usual) == is_warned_of
 
 
 def test_turns_without_roles_are_named(tokenizer, tmp_path):
