@@ -22,14 +22,12 @@ dataset, no division by length. A healthy run: the held-out KL, `eval/kl`, falls
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
-    python distill.py --resume runs/distill__1__...      # continue an interrupted run
 """
 
 import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -52,7 +50,7 @@ from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
 from common.model import forward_method, replaced, save_weights, shard
 from common.ranks import RANK, WORLD_SIZE, all_gather, clip_grad_norm, join_processes
 from common.ranks import leave_processes
@@ -79,7 +77,7 @@ class Args:
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
-    eval_split: str = "test"  # held-out rows, a completion each; slices such as test[:500] work
+    eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
     prompt_column: str = "prompt"  # column of the prompt, a string or chat messages
     teacher_prompt_column: str | None = None  # column of what the teacher reads in its place
     chat: bool = False  # turn string prompts into a user's chat message
@@ -104,6 +102,7 @@ class Args:
     learning_rate: PositiveFloat = 5e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
+    eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
 
     def __post_init__(self):
         if self.teacher is None and self.teacher_prompt_column is None:
@@ -133,10 +132,9 @@ def token_rewards(
 
 def discounted_sums(rewards: Tensor, discount: float) -> Tensor:
     """A_t = sum_{s >= t} discount^(s - t) r_s (B, T) of rewards r (B, T), 0 after a completion."""
-    advantages = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[:, 0])  # A_{t + 1}
-    for t in reversed(range(rewards.shape[1])):
-        later = advantages[:, t] = rewards[:, t] + discount * later
+    advantages = rewards.clone()
+    for t in reversed(range(rewards.shape[1] - 1)):
+        advantages[:, t] += discount * advantages[:, t + 1]
     return advantages
 
 
@@ -177,7 +175,7 @@ def main(args: Args) -> Path:
     if args.teacher:  # the student learns to end as its teacher does
         stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)
+    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -187,12 +185,8 @@ def main(args: Args) -> Path:
     teacher = policy  # without its adapters
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
-        if len(teacher.get_input_embeddings().weight) < len(policy.get_input_embeddings().weight):
-            raise ValueError(f"--teacher {args.teacher} has fewer tokens than the student")
         shard(teacher.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_for_both, args, policy, sorted(stop_ids))
@@ -350,8 +344,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -384,18 +378,20 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -407,8 +403,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -424,9 +420,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

@@ -21,9 +21,8 @@ min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et a
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
         --total-rollouts 460                             # one epoch of GSM8K, on a GPU of 24 GB
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
-    python grpo.py --resume runs/grpo__1__...            # continue an interrupted run
 
-A healthy run: `reward/mean`, `eval/accuracy` and `reward/zero_variance_groups` rise;
+A healthy run: `reward/mean`, `eval/accuracy` and `reward/frac_reward_zero_std` rise;
 `policy/entropy` falls; clip fractions and `completions/truncated_fraction` stay low.
 """
 
@@ -40,7 +39,7 @@ from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -61,8 +60,8 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -129,7 +128,7 @@ class Args:
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
     importance_cap: NonNegativeFloat = 0.0  # cap C, if another policy samples (usual: 2); 0: off
-    # a ratio for each token (GRPO), or one for the whole completion (GSPO)
+    # a ratio for each token (GRPO), or one for the whole completion (GSPO; LUSPO: constant)
     importance_sampling_level: Literal["token", "sequence"] = "token"
     # advantages of the summed rewards, or of each reward before they are summed (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
@@ -151,13 +150,14 @@ class Args:
 
     def __post_init__(self):
         self.clip_coef_high = self.clip_coef_high or self.clip_coef
-        if self.importance_sampling_level == "sequence" and self.loss_norm != "sequence":
-            raise ValueError("--importance-sampling-level sequence needs --loss-norm sequence")
+        norms = ("sequence", "constant") if self.beta == 0 else ("sequence",)
+        if self.importance_sampling_level == "sequence" and self.loss_norm not in norms:
+            raise ValueError("--loss-norm: sequence ratios need sequence, or constant at --beta 0")
+        if self.num_minibatches > self.prompts_per_rollout * self.group_size:
+            raise ValueError("--num-minibatches: there are not as many completions")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
-        shapes_rewards = self.kl_placement == "reward" or self.missing_eos_penalty > 0
-        if is_gdpo and (
-            shapes_rewards or self.overlong_buffer > 0 or self.scale_rewards != "group"
-        ):
+        shaped = self.kl_placement == "reward" or self.missing_eos_penalty or self.overlong_buffer
+        if is_gdpo and (shaped or self.scale_rewards != "group"):
             raise ValueError(
                 "--multi-objective-aggregation normalize_then_sum has no place for --kl-placement "
                 "reward, --missing-eos-penalty, --overlong-buffer and another --scale-rewards"
@@ -169,6 +169,8 @@ class Args:
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
+        if len(self.reward_weights) != num_rewards:
+            raise ValueError(f"--reward-weights: {num_rewards} expected, one for each reward")
 
 
 class Prompt(NamedTuple):
@@ -223,7 +225,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
 def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
@@ -237,7 +239,8 @@ def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
         return mask / (lengths * len(mask))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum()
-    return mask / (max_new_tokens * len(mask))  # a constant instead of |o_i| (Dr. GRPO)
+    # A constant for |o_i| (Dr. GRPO): with sequence ratios lengths count (LUSPO, arXiv 2602.05261).
+    return mask / (max_new_tokens * len(mask))
 
 
 def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -320,8 +323,6 @@ def main(args: Args) -> Path:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_completions, args, policy, stop_ids)
@@ -354,9 +355,7 @@ def main(args: Args) -> Path:
         mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T): the tokens to train on
         if args.mask_truncated:
             mask &= ended[:, None]
-        if not mask.any():
-            warnings.warn("--mask-truncated leaves no completion to train on", stacklevel=1)
-        rollout_time = time.perf_counter()
+        rollout_end = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
         # the micro-batches of the first epoch, so that the first ratio is exactly 1 (unless
@@ -384,6 +383,9 @@ def main(args: Args) -> Path:
             advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size)  # (B,)
         else:
             advantages = group_advantages(returns, args.group_size, args.scale_rewards)
+        if not (advantages * mask.any(dim=1)).any():
+            reason = "rewards are equal in each group, or --mask-truncated leaves no completion"
+            warnings.warn(f"a rollout teaches nothing: {reason}", stacklevel=1)
         advantages = advantages.to(device)
 
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
@@ -453,8 +455,8 @@ def main(args: Args) -> Path:
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask.to(device))
         metrics["prompts/sampled"] = num_prompts
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
-        metrics["time/update_seconds"] = time.perf_counter() - rollout_time
+        metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
         metrics |= {name: reward.mean().item() for name, reward in columns.items()}
         rollouts, samples = [], []
@@ -480,9 +482,11 @@ def main(args: Args) -> Path:
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
-    orders = (torch.randperm(len(rows), generator=rng) for _ in count())
-    inds = islice((i for order in orders for i in order), skip, None)
-    return (rows[i] for i in inds)
+    while True:
+        order = torch.randperm(len(rows), generator=rng)
+        for i in order[skip:]:
+            yield rows[i]
+        skip = max(skip - len(rows), 0)
 
 
 def roll_out(
@@ -496,15 +500,16 @@ def roll_out(
     """
     completions, num_prompts = [], 0  # of each: its sequence, log-probs (T,) and rewards (K,)
     for sampling_round in range(1, args.max_sampling_rounds + 1):
+        is_last = sampling_round == args.max_sampling_rounds
         missing = args.prompts_per_rollout - len(completions) // args.group_size
         round_prompts = [p for p in islice(prompts, missing) for _ in range(args.group_size)]
         sequences, logprobs = sample(round_prompts, args.temperature, rng)
         rewards = torch.stack([fn(round_prompts, sequences) for fn in reward_fns.values()])
         num_prompts += missing
-        stays = groups_that_teach(args, rewards) | (sampling_round == args.max_sampling_rounds)
-        stays = stays.repeat_interleave(args.group_size)  # (n,)
-        sampled = zip(stays, sequences, logprobs, rewards.T, strict=True)
-        completions += [completion for stay, *completion in sampled if stay]
+        teach = groups_that_teach(args, rewards)
+        for i in range(len(sequences)):
+            if is_last or teach[i // args.group_size]:
+                completions.append((sequences[i], logprobs[i], rewards[:, i]))
         if len(completions) == args.prompts_per_rollout * args.group_size:
             break
     sequences, logprobs, rewards = zip(*completions, strict=True)
@@ -545,14 +550,14 @@ def ratio_sums(
     args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
     """Sums over tokens for the log. SAPO and DPPO do not clip: counted is what `clip` would."""
-    level, log_ratio = args.importance_sampling_level, logprobs - old_logprobs
+    level = args.importance_sampling_level
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
     is_low, is_high = ratio < 1 - args.clip_coef, ratio > 1 + args.clip_coef_high
     if args.loss != "cispo":  # on one side, which the advantage chooses; CISPO clips on both
         is_low &= advantages[:, None] < 0
         is_high &= advantages[:, None] > 0
     return {
-        "policy/approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
         "policy/clip_fraction_low": is_low.sum(),
         "policy/clip_fraction_high": is_high.sum(),
     }
@@ -570,8 +575,8 @@ def rollout_metrics(
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),
-        "reward/zero_variance_groups": 1 - teach.float().mean().item(),
-        "prompts/kept": teach.sum().item(),
+        "reward/frac_reward_zero_std": 1 - teach.float().mean().item(),
+        "prompts/with_signal": teach.sum().item(),
         "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
         "policy/grad_norm": np.mean(grad_norms),
     }
@@ -647,10 +652,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -684,8 +687,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -718,18 +721,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -741,8 +746,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -758,9 +763,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

@@ -17,7 +17,6 @@ plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `ev
     python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat --learning-rate 1e-6 ... \
         --environment mine.py:tool --reward-fn mine.py:right  # docs/grpo_tools.md
     torchrun --nproc_per_node=8 grpo_tools.py ...        # eight GPUs: docs/processes.md
-    python grpo_tools.py --resume runs/grpo_tools__1__...  # continue an interrupted run
 """
 
 import json
@@ -48,8 +47,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
 from common.ranks import sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -105,6 +104,7 @@ class Args:
     learning_rate: PositiveFloat = 3e-4
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
+    eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
 
     def __post_init__(self):
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
@@ -124,25 +124,16 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
+def standardised_rewards(rewards: Tensor, group_size: int) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
-    that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
-    "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
-    arXiv 2602.02710); by at least 1/G, since the mean of other rewards may be near 0.
+    The G completions of a prompt are neighbours in the rewards (B,). grpo.py has other scales.
     """
     groups = rewards.double().view(-1, group_size)
-    means = groups.mean(dim=1, keepdim=True)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
-    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    advantages = (groups - means).masked_fill(all_equal, 0.0)
-    if scale == "mean":
-        advantages = advantages / means.clamp(min=1 / group_size)
-    elif scale != "none":
-        std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
-        advantages = advantages / (std + 1e-4)
-    return advantages.view(-1).float()
+    advantages[(groups == groups[:, :1]).all(dim=1)] = 0.0
+    return (advantages / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1).float()
 
 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -152,7 +143,7 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     loss it has the expected gradient of KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
 def clipped_loss(
@@ -164,13 +155,12 @@ def clipped_loss(
     are 0, and the ratio is 1.
     """
     advantages = advantages[:, None]
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
+    ratio = (logprobs - old_logprobs).exp()
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     return -(weights * objective).sum(), {
-        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
     }
@@ -195,7 +185,7 @@ def main(args: Args) -> Path:
             raise ValueError(f"--call-end {args.call_end}: one token expected, found {tokens}")
         turn_ends = stop_ids + call_end_ids
     train_prompts = load_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_prompts(args, args.eval_split, tokenizer)
+    eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -208,8 +198,6 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_turns, args, policy, turn_ends, environment)
@@ -249,7 +237,9 @@ def main(args: Args) -> Path:
             ref_logprobs = ref_logprobs.masked_fill(not_sampled, 0.0)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
-        advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
+        advantages = standardised_rewards(rewards, args.group_size).to(device)  # (B,)
+        if not advantages.any():
+            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
 
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
@@ -404,8 +394,7 @@ def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) ->
         try:
             result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
             if not isinstance(result, list) or len(result) != len(prompts):
-                expected = f"a list of {len(prompts)} replies expected"
-                raise ValueError(f"{expected}, found {result!r:.200}")
+                raise ValueError(f"a list of {len(prompts)} replies expected: {result!r:.200}")
             for reply, ids in zip(result, completions, strict=True):
                 replies.append(None if reply is None else encode_reply(tokenizer, reply, ids[-1]))
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
@@ -418,17 +407,17 @@ def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list
     """Token ids of a text, a chat message, or a list of texts and ids, after `last_id`. A special
     token that a text spells out is text: what a tool has read must not end a turn.
     """
-    parts = reply if isinstance(reply, list) else [reply]
+    parts = [reply] if isinstance(reply, str) else reply
     if isinstance(reply, dict):
         parts = between_turns(tokenizer, reply["role"], reply["content"])
         if parts[0] == last_id:  # the policy has ended its turn itself
             parts = parts[1:]
+    if not isinstance(parts, list) or not {*map(type, parts)} <= {str, int}:  # True is no id
+        raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
     ids = []
     for part in parts:
         if isinstance(part, str):
             part = tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids
-        elif not isinstance(part, int):
-            raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
         ids += part if isinstance(part, list) else [part]
     return ids
 
@@ -482,10 +471,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -495,8 +482,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -529,18 +516,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -552,8 +541,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -569,9 +558,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

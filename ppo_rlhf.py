@@ -32,7 +32,6 @@ counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.
         --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 --critic-learning-rate 1e-5 \
         --total-rollouts 200                             # four models of 0.5B, a GPU of 48 GB
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
-    python ppo_rlhf.py --resume runs/ppo_rlhf__1__...    # continue an interrupted run
 
 A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays
 low. If only an independent `--eval-reward-fn` falls, the reward model is being hacked.
@@ -51,7 +50,7 @@ from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -71,8 +70,8 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
-from common.model import TRAINED, adapters_off, add_adapters, checkpoint_activations, save_weights
-from common.model import replaced, shard
+from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
+from common.model import replaced, save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -104,7 +103,8 @@ class Args:
     date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
-    reward_model: str | None = "tiny/reviews/reward_model"  # classifier with one label; or None
+    # sequence classifier with one label and --model's tokenizer; default: tiny's, or --reward-fn
+    reward_model: str | None = None
     reward_fn: list[str] = field(default_factory=list)  # path/to/file.py:function, one or more
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
@@ -148,8 +148,10 @@ class Args:
     eval_temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
     def __post_init__(self):
-        if not self.reward_model and (not self.reward_fn or self.critic_init == "reward_model"):
-            raise ValueError("without --reward-model give --reward-fn and another --critic-init")
+        if not self.reward_fn:
+            self.reward_model = self.reward_model or "tiny/reviews/reward_model"
+        if not self.reward_model and self.critic_init == "reward_model":
+            raise ValueError("--critic-init reward_model needs --reward-model: choose another")
         completions_per_rollout = self.prompts_per_rollout * self.group_size
         if self.num_minibatches > completions_per_rollout:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
@@ -166,6 +168,8 @@ class Args:
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
         self.reward_weights = self.reward_weights or [1.0] * num_rewards
+        if len(self.reward_weights) != num_rewards:
+            raise ValueError(f"--reward-weights: {num_rewards} expected, one for each reward")
 
 
 class Prompt(NamedTuple):
@@ -293,9 +297,6 @@ def main(args: Args) -> Path:
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
-    highest_rate = max(args.learning_rate, args.critic_learning_rate)
-    if args.lora_rank == 0 and policy.num_parameters() > 1e8 and highest_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-6 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     sample = partial(sample_completions, args, policy, stop_ids)
@@ -326,7 +327,9 @@ def main(args: Args) -> Path:
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
-        rollout_time = time.perf_counter()
+        if (scores == scores[0]).all():
+            warnings.warn("a rollout teaches nothing: all its rewards are equal", stacklevel=1)
+        rollout_end = time.perf_counter()
 
         # 3. Log-probs and values before the update, fixed during it. Computed in the micro-batches
         # of the first epoch, so that the first ratio is exactly 1.
@@ -426,8 +429,8 @@ def main(args: Args) -> Path:
         metrics["objective/beta"] = beta
         metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
         metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
-        metrics["time/rollout_seconds"] = rollout_time - start_time  # of sampling and scoring
-        metrics["time/update_seconds"] = time.perf_counter() - rollout_time
+        metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
         metrics |= {name: reward.mean().item() for name, reward in columns.items()}
         columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
@@ -454,9 +457,11 @@ def main(args: Args) -> Path:
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
-    orders = (torch.randperm(len(rows), generator=rng) for _ in count())
-    inds = islice((i for order in orders for i in order), skip, None)
-    return (rows[i] for i in inds)
+    while True:
+        order = torch.randperm(len(rows), generator=rng)
+        for i in order[skip:]:
+            yield rows[i]
+        skip = max(skip - len(rows), 0)
 
 
 def sample_completions(
@@ -485,7 +490,7 @@ def policy_sums(
     ratio = log_ratio.exp()
     return {
         "policy/ratio": (ratio * mask).sum(),  # 1 at padding, where other terms are 0
-        "policy/approx_kl": (ratio - 1 - log_ratio).sum(),  # k3 of KL(pi_old || pi_theta)
+        "policy/approx_kl": (log_ratio.expm1() - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
         "policy/clip_fraction_low": ((ratio < 1 - args.clip_coef) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + args.clip_coef) & (advantages > 0)).sum(),
     }
@@ -546,8 +551,6 @@ def evaluate(
         all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
         rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
-    if {*rewards} <= {0, 1}:  # right or wrong
-        metrics["eval/accuracy"] = np.mean(rewards)
     metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
@@ -594,8 +597,7 @@ def load_critic(
     critic, info = kind.from_pretrained(
         args.model, config=config, device_map=where, output_loading_info=True
     )
-    missing = set(info["missing_keys"]) - {"score.weight"}
-    if missing:
+    if missing := {*info["missing_keys"]} - {"score.weight"}:
         raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
     add_adapters(critic, args.lora_rank, args.seed)
     torch.manual_seed(args.seed)  # loading has drawn numbers
@@ -656,10 +658,8 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            expected = f"a list of {len(prompts)} finite numbers expected"
-            raise ValueError(f"reward {name}: {expected}, found {type(result).__name__} {rewards}")
-        rewards = rewards.tolist()
-    return torch.tensor(all_gather(rewards))  # rank 0's, on all
+            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
+    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -693,8 +693,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"]:  # they would be random
-        raise ValueError(f"{source} has no weights for {sorted(info['missing_keys'])}")
+    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
+        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     if positions > getattr(model.config, "max_position_embeddings", positions):
@@ -727,18 +727,20 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -750,8 +752,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -767,9 +769,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

@@ -17,7 +17,6 @@ the mean score of demonstrations).
         --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 2 \
         --epochs 1 --learning-rate 1e-5                    # a GPU of 24 GB
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
-    python rm_bradley_terry.py --resume runs/rm_bradley_terry__1__... # continue an interrupted run
 
 A healthy run: with a new head and no margin the first loss is near chance level, ln 2 = 0.69;
 `eval/pair_accuracy` rises to the rate at which people agree (InstructGPT: 0.73);
@@ -29,7 +28,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -47,8 +45,8 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from common.logprobs import last_states, micro_batches
-from common.model import TRAINED, add_adapters, checkpoint_activations, replaced, save_weights
-from common.model import shard, transformer_layers
+from common.model import CHECKPOINT_OPTIONS, add_adapters, checkpoint_activations, replaced
+from common.model import save_weights, shard, transformer_layers
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
 from common.rows import EncodedRows, encode_rows, load_rows
@@ -151,8 +149,6 @@ def main(args: Args) -> Path:
     optimizer = AdamW(
         model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-    if args.lora_rank == 0 and model.num_parameters() > 1e8 and args.learning_rate >= 1e-4:
-        warnings.warn("--learning-rate: 1e-5 is usual here, see docs/choosing.md", stacklevel=1)
 
     # --- the loop ---
     training = {"model": (model, optimizer)}
@@ -279,8 +275,7 @@ def load_classifier(
     model, info = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_labels=1, device_map=where, output_loading_info=True
     )
-    missing = {*info["missing_keys"]} - {"score.weight"}
-    if missing:  # they would be random
+    if missing := {*info["missing_keys"]} - {"score.weight"}:  # they would be random
         raise ValueError(f"{args.model} has no weights for {sorted(missing)}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{args.model}: the tokenizer has more tokens than the embedding")
@@ -359,18 +354,20 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a run that is resumed keeps its own."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
     if not args.resume:
         return args
-    if sum(word.startswith("--") for word in argv) > 1:  # it would be another run
-        raise ValueError("--resume takes no other flags: a run keeps its own")
     saved = json.loads(Path(args.resume, "args.json").read_text())
     return Args(**saved | {"resume": args.resume})
 
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}")])[0]  # rank 0's
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -382,8 +379,8 @@ def open_run(args: Args) -> Path:
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
     """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
-    for key, (model, optimizer) in training.items():
-        weights, moments = dcp.get_state_dict(model, optimizer, options=TRAINED)  # all ranks
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
@@ -399,9 +396,9 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
         raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=TRAINED).unexpected_keys:
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
             raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=TRAINED)
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))

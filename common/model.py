@@ -213,7 +213,7 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
 
 
 # What a checkpoint has: whole tensors on rank 0, of what is trained alone.
-TRAINED = dcp.StateDictOptions(
+CHECKPOINT_OPTIONS = dcp.StateDictOptions(
     full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
 )
 

@@ -272,7 +272,7 @@ EXPERIMENTS = (
             "ORPO, beta 0.5": f"{FROM_BASE} 0.5",
             "that SFT, then DPO": f"dpo.py --model {{{FROM_BASE} 1e-9}} {SUMS}",
         },
-        {"orpo": Table({"accuracy": (ACCURACY, 3)}, heading=("trained by",))},
+        {"orpo": Table({"accuracy": (GOLD_REWARD, 3)}, heading=("trained by",))},
     ),
     Experiment(
         "kto",
@@ -298,7 +298,7 @@ EXPERIMENTS = (
             "zero": (
                 "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
                 "grpo.py --beta 0 --total-rollouts 15",
-                (late("reward/zero_variance_groups"), 2),
+                (late("reward/frac_reward_zero_std"), 2),
                 (late("reward/group_std"), 2),
                 (ACCURACY, 2),
             ),

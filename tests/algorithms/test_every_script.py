@@ -274,7 +274,7 @@ def test_a_reward_function_gets_the_columns_and_rates_the_samples(name, tmp_path
         assert last[function]["eval/reward"] == pytest.approx(mean(rewards))
         assert last[function]["eval/length_mean"] == mean(s["length"] for s in samples)
     assert "eval/accuracy" not in last["rate"]
-    if name != "reinforce":  # where each is right or wrong
+    if name == "grpo":  # where each is right or wrong
         assert last["right"]["eval/accuracy"] == 0.8
 
 
@@ -289,6 +289,19 @@ def test_without_a_reward_function_there_is_no_reward(name, names, tmp_path):
         found = {key for key in row if key.startswith("eval/")}
         assert found == {f"eval/{key}" for key in names.split()}
     assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "grpo_tools"])
+def test_rewards_that_are_equal_are_told_once(name, tmp_path):
+    path = tmp_path / f"zero_{name}.py"
+    path.write_text("def zero(prompts, **columns): return [0] * len(prompts)\n")
+    has_list = name in with_flag("reward_weights")
+    flags = short_flags(name, reward_fn=[f"{path}:zero"] if has_list else f"{path}:zero")
+    flags |= short_flags(name, critic_init="sft", kl_placement="loss", max_new_tokens=5)
+    if name == "reinforce":
+        flags["beta"] = 0.0
+    with pytest.warns(UserWarning, match="a rollout teaches nothing"):
+        run(name, tmp_path / "runs", total_rollouts=1, **flags)
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)

@@ -166,18 +166,21 @@ def test_groups_that_teach_have_advantages():
             assert (found != 0).any(dim=1).tolist() == expected
 
 
-# --- one ratio for a completion: GSPO ------------------------------------------------------------
-def test_the_ratio_of_a_completion_equals_plain_loops():
+# --- one ratio for a completion: GSPO, LUSPO -----------------------------------------------------
+@pytest.mark.parametrize("norm", ["sequence", "constant"])
+def test_the_ratio_of_a_completion_equals_plain_loops(norm):
+    """GSPO: -(1/G) sum_i min(s_i A_i, clip(s_i) A_i). LUSPO: terms times |o_i|, here over 10."""
     torch.manual_seed(2)
     lengths = [5, 1, 3, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     logprobs, old = (-torch.rand(4, 6) * mask for _ in range(2))
     logprobs[0, 2] = 0  # a token that is certain counts in the mean
     logprobs.requires_grad_()
-    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.5]), token_weights(mask, "sequence", 10)
+    advantages, weights = torch.tensor([1.0, -0.5, 2.0, -1.5]), token_weights(mask, norm, 10)
     clip, sequence = dict(clip_low=0.05, clip_high=0.08), dict(level="sequence")
     loss = weighted_loss(logprobs, old, None, advantages, mask, weights, **clip, **sequence)
-    args = Args(importance_sampling_level="sequence", clip_coef=0.05, clip_coef_high=0.08)
+    flags = dict(importance_sampling_level="sequence", loss_norm=norm, beta=0.0)
+    args = Args(clip_coef=0.05, clip_coef_high=0.08, **flags)
     sums = ratio_sums(args, logprobs, old, advantages, mask)
     expected, kl, clipped = 0, 0, [0, 0]
     for i, length in enumerate(lengths):
@@ -185,7 +188,8 @@ def test_the_ratio_of_a_completion_equals_plain_loops():
         s, a = log_ratio.exp(), advantages[i]
         inside = min(max(s.item(), 0.95), 1.08)
         outside = (s > 1.08 and a > 0) or (s < 0.95 and a < 0)
-        expected = expected - (inside * a if outside else s * a) / 4
+        weight = 1 if norm == "sequence" else length / 10
+        expected = expected - weight * (inside * a if outside else s * a) / 4
         kl += sum(math.expm1(x) - x for x in (logprobs - old)[i, :length].tolist())
         clipped[int(s > 1)] += length * int(outside)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -319,6 +323,15 @@ def test_k3_value_sign_and_gradient_by_enumeration():
     torch.testing.assert_close(logits.grad, p - q)
 
 
+def test_k3_near_0_in_float32():
+    """exp(x) - x - 1 would be off by 6e-8, and as often below 0 as above."""
+    log_ratios = torch.linspace(-1e-3, 1e-3, 100_001)
+    k3 = k3_kl(torch.zeros(()), log_ratios)
+    assert (k3 >= 0).all()
+    exact = log_ratios.double().square() / 2 + log_ratios.double() ** 3 / 6
+    torch.testing.assert_close(k3.double(), exact, atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_the_unbiased_kl_and_its_gradient_by_enumeration(unbiased, level):
@@ -434,7 +447,7 @@ def test_without_a_completion_that_ended_there_is_no_step(tmp_path, monkeypatch)
         is_empty = all(g.abs().max() == 0 for g in gradient)
         moved.append((is_empty, not all(map(torch.equal, before, after))))
     assert {*moved} == {(True, False), (False, True)}
-    with pytest.warns(UserWarning, match="--mask-truncated leaves no completion to train on"):
+    with pytest.warns(UserWarning, match="--mask-truncated leaves no completion"):
         row = metrics_of(run(tmp_path, **flags | dict(max_new_tokens=1)))[-1]
     assert row["policy/grad_norm"] == row["objective/loss"] == 0
 
@@ -534,7 +547,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
         "rewards/last_number": right.mean().item(),
         "rewards/brevity": brevity.mean().item(),
         "reward/group_std": mean(map(stdev, groups)),
-        "reward/zero_variance_groups": mean(len({*group}) == 1 for group in groups),
+        "reward/frac_reward_zero_std": mean(len({*group}) == 1 for group in groups),
         "completions/length_mean": lengths.float().mean().item(),
         "completions/truncated_fraction": cut_off.float().mean().item(),
     }
@@ -625,9 +638,9 @@ def test_groups_of_equal_rewards_are_replaced_until_the_last_round(rounds, tmp_p
             if len(kept) == 4:
                 break
         assert [tuple(ids) for ids, _ in sequences] == [ids for ids in kept for _ in range(4)]
-        assert row["prompts/kept"] == sum(map(teaches, kept))
-        assert row["reward/zero_variance_groups"] == 1 - row["prompts/kept"] / 4
+        assert row["prompts/with_signal"] == sum(map(teaches, kept))
+        assert row["reward/frac_reward_zero_std"] == 1 - row["prompts/with_signal"] / 4
     assert calls == [] and sum(row["prompts/sampled"] for row in rows[1:]) == len(order)
-    assert (rows[1]["prompts/kept"] < 4) == (rounds < 20)
+    assert (rows[1]["prompts/with_signal"] < 4) == (rounds < 20)
     if rounds == 20:  # every completion has an advantage
         assert all((call["advantages"] != 0).all() for call in losses)

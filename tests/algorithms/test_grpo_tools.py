@@ -284,6 +284,9 @@ def leaves(**columns): sys.exit(3)
 def nothing(**columns): pass
 def few(prompts, **columns): return [None] * (len(prompts) - 1)
 def number(prompts, **columns): return [3.5] * len(prompts)
+def token(prompts, **columns): return [5] * len(prompts)
+def true(prompts, **columns): return [True] * len(prompts)
+def truths(prompts, **columns): return [[5, True]] * len(prompts)
 def looks(prompts, completions, answer, note):
     assert prompts == ["1+2=", "3+4="] and completions == ["#1<eos>", "?1+2="] and answer == [3, 7]
     note[0].clear()
@@ -296,9 +299,12 @@ def looks(prompts, completions, answer, note):
     [
         ("fails", "KeyError: 'port'"),
         ("leaves", "SystemExit: 3"),
-        ("nothing", "ValueError: a list of 2 replies expected, found None"),
-        ("few", r"ValueError: a list of 2 replies expected, found \[None\]"),
+        ("nothing", "ValueError: a list of 2 replies expected: None"),
+        ("few", r"ValueError: a list of 2 replies expected: \[None\]"),
         ("number", "ValueError: a text, a message, or texts and token ids expected, found 3.5"),
+        ("token", "ValueError: a text, a message, or texts and token ids expected, found 5"),
+        ("true", "ValueError: a text, a message, or texts and token ids expected, found True"),
+        ("truths", r"ValueError: a text, .* and token ids expected, found \[5, True\]"),
         ("looks", None),
     ],
 )

@@ -209,7 +209,7 @@ def test_ppo_scores_with_the_reward_model_as_it_was(critic_init, tmp_path, monke
     critic, _ = torch.load(run_dir / "checkpoint.pt", weights_only=True)["critic"]
     heads = {"reward_model": "value_head.weight", "sft": "score.weight", "policy": "weight"}
     assert {key for key in critic if "lora_" not in key} == {heads[critic_init]}
-    fresh = AutoModelForSequenceClassification.from_pretrained(ppo_rlhf.Args.reward_model).float()
+    fresh = AutoModelForSequenceClassification.from_pretrained(ppo_rlhf.Args().reward_model).float()
     last = calls[-1]
     monkeypatch.undo()
     expected = ppo_rlhf.model_rewards(fresh, 2, [], last["sequences"])

@@ -31,7 +31,7 @@ SMALL |= dict(num_minibatches=2, update_epochs=2, beta=0.1, max_grad_norm=0.5, g
 SMALL |= dict(learning_rate=5e-4, critic_learning_rate=1e-3, clip_coef=0.2, vf_clip_coef=0.2)
 SMALL |= dict(vf_coef=0.5)
 RULE = "tiny/reviews/gold.py:sentiment"
-ONLY_A_RULE = dict(reward_model=None, reward_fn=[RULE], critic_init="sft")
+ONLY_A_RULE = dict(reward_fn=[RULE], critic_init="sft")
 CPU = torch.device("cpu")
 
 
@@ -446,7 +446,7 @@ WHOLE = [
     | dict(missing_eos_penalty=3.0, max_new_tokens=15),
     dict(kl_placement="loss", whiten_advantages=False, vf_clip_coef=None, ent_coef=0.3)
     | dict(reward_fn=[RULE], reward_weights=[2.0, 0.5], critic_init="sft")
-    | dict(group_size=2, prompts_per_rollout=8),
+    | dict(reward_model=Args().reward_model, group_size=2, prompts_per_rollout=8),
     dict(beta=0.0, critic_init="policy"),
 ]
 

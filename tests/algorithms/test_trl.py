@@ -113,6 +113,11 @@ RECIPES = {
     ),
     "batch": (dict(loss_type="grpo", scale_rewards="batch"), {}, "sequence"),
     "sapo": (dict(loss_type="sapo"), dict(loss_type="sapo"), "sequence"),
+    "luspo": (
+        dict(loss_type="luspo", importance_sampling_level="sequence"),
+        dict(level="sequence"),
+        "constant",
+    ),
 }
 
 
@@ -171,7 +176,7 @@ def test_grpo(recipe, tmp_path):
     ref = inputs["ref_per_token_logps"][:, :width] if "beta" in theirs else None
     coefs = dict(clip_low=0.2, clip_high=0.2, beta=0.0) | ours
     losses = grpo.grpo_loss(logprobs, old, ref, advantages, mask, **coefs)
-    loss = (grpo.token_weights(mask, norm, 8) * losses).sum()
+    loss = (grpo.token_weights(mask, norm, 1) * losses).sum()  # LUSPO divides by no constant
     assert not torch.allclose(logprobs[mask], old[mask], atol=1e-2)
     for found, gradient in zip(
         torch.autograd.grad(loss, policy.parameters()), expected, strict=True

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from runs import words
-from scripts import SPECS, with_flag
+from scripts import SPECS, short_flags, with_flag
 from torch.optim import SGD
 from transformers import get_scheduler
 
@@ -40,20 +40,24 @@ CONTRADICTIONS = [
     ("grpo", dict(group_size=1), "should be greater than or equal to 2"),
     (
         "grpo",
-        dict(importance_sampling_level="sequence", loss_norm="token"),
-        "--importance-sampling-level sequence needs --loss-norm sequence",
+        dict(importance_sampling_level="sequence", loss_norm="token", beta=0.0),
+        "--loss-norm: sequence ratios need sequence, or constant",
+    ),
+    (
+        "grpo",
+        dict(importance_sampling_level="sequence", loss_norm="constant"),
+        "or constant at --beta 0",
     ),
     ("grpo", GDPO | dict(kl_placement="reward"), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(overlong_buffer=4), "normalize_then_sum has no place for"),
     ("grpo", GDPO | dict(scale_rewards="batch"), "normalize_then_sum has no place for"),
     ("ppo_rlhf", dict(num_minibatches=9, prompts_per_rollout=8), "some would be empty"),
-    ("ppo_rlhf", dict(reward_model=None), "without --reward-model give --reward-fn"),
-    (
-        "ppo_rlhf",
-        dict(reward_model=None, reward_fn=["tiny/reviews/gold.py:sentiment"]),
-        "and another --critic-init",
-    ),
+    ("grpo", dict(num_minibatches=9, prompts_per_rollout=4, group_size=2), "not as many comp"),
+    ("grpo", dict(reward_weights=[1.0, 2.0]), "--reward-weights: 1 expected"),
+    ("ppo_rlhf", dict(reward_weights=[1.0, 2.0]), "--reward-weights: 1 expected"),
+    # tiny's reward model is the default without --reward-fn alone
+    ("ppo_rlhf", dict(reward_fn=["a.py:rule"]), "--critic-init reward_model needs --reward-model"),
     ("ppo_rlhf", dict(critic_warmup_rollouts=30), "the policy would never be trained"),
     ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
@@ -67,7 +71,8 @@ CONTRADICTIONS = [
 for name in with_flag("reward_weights"):
     for specs in (["a.py:same", "b.py:same"], ["a.py:reward_model"]):
         message = "--reward-fn: two rewards have one name"
-        CONTRADICTIONS.append((name, dict(reward_fn=specs), message))
+        flags = dict(reward_fn=specs) | short_flags(name, critic_init="sft")
+        CONTRADICTIONS.append((name, flags, message))
 
 
 @pytest.mark.parametrize(("name", "flags", "message"), CONTRADICTIONS)
@@ -89,8 +94,24 @@ def test_a_resumed_run_has_its_own_flags_and_no_others(name, tmp_path):
         **short | {"seed": 7, "resume": str(tmp_path)}
     )
     for typed in (["--seed", "7"], ["--track"]):
-        with pytest.raises(ValueError, match="--resume takes no other flags"):
+        with pytest.raises(ValueError, match=f"{typed[0]}: .* none beside --resume"):
             script.parse_args(["--resume", str(tmp_path), *typed])
+
+
+TWICE = [
+    ("sft", "--seed 1 --seed 2"),
+    ("dpo", "--eval-rows=9 --eval_rows 9"),
+    ("kto", "--track --track"),
+    ("grpo", "--reward-fn a.py:one --reward-fn b.py:two"),  # of a list, too, the last would count
+    ("ppo_rlhf", "--critic-init sft --reward-fn a.py:one --reward-weights 1 --reward-fn b.py:two"),
+]
+
+
+@pytest.mark.parametrize(("name", "typed"), TWICE)
+def test_a_flag_given_twice_is_named(name, typed):
+    flag = "--reward-fn" if "reward" in typed else typed.split()[0].partition("=")[0]
+    with pytest.raises(ValueError, match=f"^{flag}: each flag once"):
+        SPECS[name].module.parse_args(typed.split())
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant_with_warmup"])

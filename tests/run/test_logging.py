@@ -43,8 +43,7 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = SPECS[name].short_flags | {"dataset": str(tmp_path), "track": True}
     flags |= {"total_rollouts": 4} if "total_rollouts" in flags else {"epochs": 0.8}
-    if "eval_rows" in vars(script.Args()):
-        flags |= {"eval_split": "test[:7]", "eval_rows": 5}
+    flags |= {"eval_split": "test[:7]", "eval_rows": 5}
     args = script.Args(**flags | {"output_dir": str(tmp_path / "runs")})
     run_dir = script.main(args)
 

@@ -39,7 +39,8 @@ def own_path(monkeypatch):
         ("1,2345", "2345", 1),
         ("12,345 and 6", 6, 1),  # answers may be numbers
         ("-$5", "-5", 1),
-        ("5", "five", None),  # which nothing can be compared with
+        ("it is 1e-3", ".001", 1),
+        ("2E3", 2000, 1),
         ("\u22125", "5", 0),  # a minus sign
         ("-5", "x = \u22125", 1),
         ("it is \u20135", "-5", 1),  # an en dash
@@ -55,6 +56,16 @@ def own_path(monkeypatch):
 def test_last_number(completion, answer, reward):
     """The default of grpo.py and reinforce.py."""
     assert last_number(["?"], [completion], [answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "answer", ["five", "(3, 4)", "2\\sqrt{3}", "12:30", "2024-01-05", "2 + 3 = 5", None, ""]
+)
+def test_last_number_refuses_answers_that_are_not_one_number(answer):
+    """It would pay for the last one, or never."""
+    message = "last_number, the default --reward-fn, reads answers that are one number"
+    with pytest.raises(ValueError, match=message):
+        last_number(["?"], ["5"], [answer])
 
 
 def reward_file(tmp_path, source, name="rules"):
@@ -144,9 +155,7 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
     def rule(prompts, completions, **columns):
         return rewards
 
-    message = (
-        r"reward rule of .*: a list of 2 finite numbers expected, found|could not convert|float"
-    )
+    message = r"reward rule of .*: 2 finite numbers expected: |could not convert|float"
     with pytest.raises((ValueError, TypeError), match=message):
         call(rule)
 

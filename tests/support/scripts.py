@@ -83,7 +83,7 @@ SPECS = {
         loader="load_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | TURNS | dict(group_size=3, num_minibatches=2),
-        advantages="group_advantages",
+        advantages="standardised_rewards",
     ),
     "dpo": ScriptSpec(
         module=dpo,

@@ -7,10 +7,9 @@ list of numbers. docs/rewards.md says more.
 
 import re
 from math import nan
-from typing import Any
 
-# 72, -3, +4, 1,234.50, $5, .5; a sign right behind a digit, a letter or a bracket is an operator.
-DIGITS = r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+# 72, -3, +4, 1,234.50, $5, .5, 1e-3; a sign behind a digit, a letter or a bracket is an operator.
+DIGITS = r"((?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
 NUMBER = rf"((?:(?<![\w.)])[-+])?)\$?{DIGITS}(?:/{DIGITS})?"  # and 1/3
 # What people and models write for - and +: hyphens, dashes, a minus sign, wide characters.
 SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b", 7 * "-" + "+")
@@ -19,29 +18,29 @@ FRACTION = r"\\[dt]?frac\{(\d+)\}\{(\d+)\}"  # LaTeX
 
 def last_number(
     prompts: list, completions: list[str], answer: list | None = None, **columns: list
-) -> list:
-    """1 where the completion's last number is the answer's last number, else 0.
+) -> list[float]:
+    """1 where the completion's last number is the answer, else 0.
 
-    None, which the scripts refuse, where the answer has no number.
+    A ValueError where the answer, or what follows its `####`, is not one number: a pair, 12:30,
+    2\\sqrt{3}, a date, a word.
     """
     if answer is None:
         raise ValueError("last_number needs a column `answer`: which one is it, --answer-column?")
     rewards = []
     for completion, right_answer in zip(completions, answer, strict=True):
-        right_number = find_last_number(right_answer)
-        if right_number is None:
-            rewards.append(None)
-        else:
-            rewards.append(float(find_last_number(completion) == right_number))
+        right_numbers = find_numbers(str(right_answer).rpartition("####")[2])
+        if len(right_numbers) != 1:
+            reads = "last_number, the default --reward-fn, reads answers that are one number"
+            raise ValueError(f"{reads}, and this is none: {right_answer!r:.200}")
+        rewards.append(float(find_numbers(completion)[-1:] == right_numbers))
     return rewards
 
 
-def find_last_number(text: Any) -> float | None:
-    text = re.sub(r"(?<=\d)\\", r" \\", str(text).translate(SIGNS))  # 2\frac{1}{2} is not 21/2
+def find_numbers(text: str) -> list[float]:
+    text = re.sub(r"(?<=\d)\\", r" \\", text.translate(SIGNS))  # 2\frac{1}{2} is not 21/2
     text = re.sub(FRACTION, r"\1/\2", text)
-    numbers = re.findall(NUMBER, text, re.ASCII)
-    if not numbers:
-        return None
-    sign, digits, denominator = numbers[-1]
-    number = float(sign + digits.replace(",", ""))
-    return number / (float(denominator.replace(",", "") or 1) or nan)
+    numbers = []
+    for sign, digits, denominator in re.findall(NUMBER, text, re.ASCII):
+        number = float(sign + digits.replace(",", ""))
+        numbers.append(number / (float(denominator.replace(",", "") or 1) or nan))
+    return numbers
