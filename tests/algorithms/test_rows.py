@@ -46,7 +46,7 @@ def as_messages(row):
 def sequences_of(name, row):
     """Prompt and completion of a loaded row, or both sides of a pair with the prompt."""
     if name == "sft":
-        return [row.prompt_ids + row.completion_ids]
+        return [prompt_ids + completion_ids for prompt_ids, completion_ids in row]
     if name == "kto":
         return [row.prompt.ids + row.completion_ids]
     if name == "dpo":

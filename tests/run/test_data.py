@@ -225,10 +225,15 @@ def test_the_files_that_are_named_and_no_others(files, dataset, tmp_path):
 
 
 def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
-    args = sft.Args(dataset=write_dataset(tmp_path / "data", [{"text": "1+2=#3"}]))
-    (row,) = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
-    ids = tokenizer("1+2=#3").input_ids  # with a BOS
-    assert (row.prompt_ids, row.completion_ids) == (ids[:1], [*ids[1:], tokenizer.eos_token_id])
+    """Stop ids within it are of its turns, or documents."""
+    expected = ["<bos>1+2=#3<eos>", "<bos>1+2=#3<eos>", "<bos>1+2=<eos>#3<eos>4<eos>"]
+    texts = ["1+2=#3", "1+2=#3<eos>", "1+2=<eos>#3<eos>4"]
+    rows = [{"text": text} for text in texts]
+    args = sft.Args(dataset=write_dataset(tmp_path / "data", rows))
+    rows = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
+    for [(prompt_ids, completion_ids)], text in zip(rows, expected, strict=True):
+        assert len(prompt_ids) == 1  # the BOS
+        assert tokenizer.decode(prompt_ids + completion_ids) == text
 
 
 TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
@@ -236,8 +241,7 @@ OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
 
 
 def pairs_of(row, **flags):
-    args = sft.Args(**flags)
-    return [sft.to_texts(args, part) for part in sft.learned_turns(args, row)]
+    return sft.to_texts(sft.Args(**flags), row)
 
 
 def test_pairs_of_dialogues_as_text():
