@@ -113,9 +113,8 @@ def encode_rows(
     if not encoded:
         raise ValueError(f"--dataset: no row is left of {report}")
     types = {column.name: str(column.type) for column in rows.features.arrow_schema}
-    no_text = [f"{name}: {kind}" for name, kind in types.items() if not TEXT_TYPES.match(kind)]
-    if no_text:
-        report += f"; no text: {', '.join(no_text)}"
+    if no_text := {name: types[name] for name in types if not TEXT_TYPES.match(types[name])}:
+        report += f"; no text in {no_text}"
     prompt_ids, *completions = map(list, encoded[0][1])
     text = tokenizer.decode(prompt_ids + completions[0] if completions else prompt_ids)
     if len(text) > 1000:

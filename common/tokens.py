@@ -22,7 +22,10 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
     flags = "--model, --reference, --reward-model, --teacher"
     if find_adapter_config_file(source):  # transformers would go on with the model below it
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
-    if PretrainedConfig.get_config_dict(source)[0].get("quantization_config"):
+    config = PretrainedConfig.get_config_dict(source)[0]
+    if not config:
+        raise ValueError(f"{flags}: {source} has no config.json: is it an unfinished run?")
+    if config.get("quantization_config"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
@@ -145,7 +148,7 @@ def message_text(message: Any) -> str:
     parts = message.get("content") or ""
     if isinstance(parts, str):
         return parts
-    if any(part.get("type") != "text" for part in parts):
+    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
         raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
     return "".join(part["text"] for part in parts)
 
@@ -165,7 +168,7 @@ def refuse_empty(text: Any) -> None:
 
 def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -> None:
     """A ValueError if a template has left out a message, an `UnusableRow` if only the last answer,
-    a warning if it reads no such part of messages. Templates may drop earlier answers and thoughts,
+    a warning if it reads no such key of a message. Templates may drop earlier answers and thoughts,
     and write what a tool says as JSON.
     """
     name, template = tokenizer.name_or_path, str(tokenizer.chat_template)
@@ -175,7 +178,7 @@ def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
         for key in message.keys() - {"role", "content", "weight"}:  # such as `reasoning_content`
             if message[key] and key not in template:
-                warnings.warn(f"the chat template of {name} reads no {key!r}", stacklevel=2)
+                warnings.warn(f"--dataset: {name}'s chat template reads no {key!r}", stacklevel=2)
     if role == "assistant" and text.rpartition("</think>")[2].strip() not in rendered:
         raise UnusableRow("whose completion the chat template leaves out")  # of the last
 
@@ -194,7 +197,8 @@ def encode_completions(
         refuse_empty(text)
     asked = message_text(as_chat(prompt)[-1])
     if any(isinstance(text, str) and text.startswith(asked) for text in completions):
-        warnings.warn("--dataset: a completion begins with its whole prompt, again", stacklevel=2)
+        repeated = "a completion begins with its whole prompt, which the model reads twice"
+        warnings.warn(f"--dataset: {repeated}", stacklevel=2)
     if any(isinstance(completion, list) for completion in completions):
         prompt = as_chat(prompt)
     if isinstance(prompt, list):

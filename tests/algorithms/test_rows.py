@@ -101,7 +101,8 @@ def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_pat
     report, *_ = capsys.readouterr().out.splitlines()
     count, _, rest = report.removeprefix("train: 2 rows, dropped ").rpartition("; longest ")
     assert ast.literal_eval(count) == dropped
-    assert rest == f"{len(ids('<bos> ' + over + tail + fits + ' <eos>'))} tokens"
+    longest = len(ids("<bos> " + over + tail + fits + " <eos>"))
+    assert rest == f"{longest} tokens; no text in {{'label': 'bool'}}"
 
 
 COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")

@@ -241,7 +241,7 @@ def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokeni
 def test_values_for_the_chat_template(tmp_path, tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt and think %},{% endif %}"
     tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     turns = [message("user", "5+6")]
     expected = {"{}": "5+6=", '{"think": true}': "5+6=,", '{"think": false}': "5+6="}
     for values, text in expected.items():
