@@ -82,7 +82,6 @@ class Args:
     teacher_prompt_column: str | None = None  # column of what the teacher reads in its place
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # student's and teacher's, in tokens; longer ones: dropped
     # --- distillation ---
     total_rollouts: PositiveInt = 160  # rollouts, each followed by one optimiser step
@@ -170,7 +169,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = {*find_stop_ids(args.model, tokenizer)}
     if args.teacher:  # the student learns to end as its teacher does
         stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
@@ -348,7 +347,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config, "max_position_embeddings", positions):
+    config = model.config.get_text_config()  # an image model has another for its text
+    if positions > getattr(config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
@@ -362,9 +362,9 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
         texts = [row[column] for column in columns]
         return [as_chat(text) for text in texts] if args.chat else texts
 
-    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+    def encode_row(row: dict) -> list[list[int]]:
         ids = [encode(tokenizer, text, add_generation_prompt=True) for text in to_texts(row)]
-        return [[], *ids], None  # two prompts, which share no beginning
+        return [[], *ids]  # two prompts, which share no beginning
 
     def to_prompt(row: dict, _: list[int], ids: list[int], teacher_ids: list[int]) -> StudentPrompt:
         return StudentPrompt(to_texts(row)[0], ids, teacher_ids)

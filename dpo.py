@@ -91,7 +91,6 @@ class Args:
     rejected_column: str = "rejected"  # column of the other completion
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
     # sigmoid: DPO's own; sigmoid_norm: with log-ratios per token (OLMo 2, Tulu 3)
@@ -196,7 +195,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
@@ -236,11 +235,11 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
-    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    # Pairs of one more pass fill the last batch, so that every step has --batch-size pairs.
-    data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
-    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(shuffles).split(args.batch_size)
+    num_shuffles = math.ceil(args.epochs)
+    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(num_shuffles)]
+    num_rows = math.ceil(args.epochs * len(train_pairs))
+    batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
+    total_steps = len(batches)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step; each rejected completion follows its chosen one.
@@ -272,7 +271,7 @@ def main(args: Args) -> Path:
         metrics |= {
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": (step + 1) * args.batch_size / len(train_pairs),
+            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
         samples = []
@@ -465,7 +464,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config, "max_position_embeddings", positions):
+    config = model.config.get_text_config()  # an image model has another for its text
+    if positions > getattr(config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
@@ -474,12 +474,12 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
-    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+    def encode_row(row: dict) -> list[list[int]]:
         prompt, *completions = to_pair(args, row)
         prompt_ids, both = encode_completions(tokenizer, prompt, completions, stop_ids)
         if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
-        return [prompt_ids, *both], None
+        return [prompt_ids, *both]
 
     def to_item(
         row: dict, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]
@@ -503,6 +503,8 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
         return chosen[:-1], chosen[-1:], rejected[-1:]
     if prompt is None and isinstance(chosen, str) and rejected:  # dialogues, such as hh-rlhf's
         before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
+        if assistant and args.chat:
+            raise ValueError("--chat: a dialogue in one text would become a single user's turn")
         prompt = before + assistant
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:

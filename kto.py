@@ -78,7 +78,6 @@ class Args:
     label_column: str = "label"  # column that is true or 1 for desirable completions, or false or 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
     beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
@@ -164,7 +163,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
@@ -199,11 +198,13 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
-    total_steps = math.ceil(args.epochs * len(train_rows) / args.batch_size)
-    # Rows of one more pass fill the last batch, so that every step has --batch-size rows.
-    data_epochs = math.ceil(total_steps * args.batch_size / len(train_rows))
-    shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(shuffles).split(args.batch_size)
+    num_shuffles = math.ceil(args.epochs)
+    shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(num_shuffles)]
+    num_rows = math.ceil(args.epochs * len(train_rows))
+    batches = [*torch.cat(shuffles)[:num_rows].split(args.batch_size)]  # the last may be smaller
+    if len(batches[-1]) == 1:  # a row alone has no other's completion for z0
+        batches[-2:] = [torch.cat(batches[-2:])]
+    total_steps = len(batches)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the completions of this step.
@@ -242,7 +243,7 @@ def main(args: Args) -> Path:
         metrics |= {
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": (step + 1) * args.batch_size / len(train_rows),
+            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_rows)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
         samples = []
@@ -391,7 +392,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config, "max_position_embeddings", positions):
+    config = model.config.get_text_config()  # an image model has another for its text
+    if positions > getattr(config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
@@ -407,10 +409,10 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
         return as_chat(prompt) if args.chat else prompt, completion, bool(label)
 
-    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
-        prompt, completion, label = to_texts(row)
+    def encode_row(row: dict) -> list[list[int]]:
+        prompt, completion, _ = to_texts(row)
         prompt_ids, ids = encode_completions(tokenizer, prompt, [completion], stop_ids)
-        return [prompt_ids, *ids], label
+        return [prompt_ids, *ids]
 
     def to_item(row: dict, prompt_ids: list[int], completion_ids: list[int]) -> LabelledRow:
         text, _, label = to_texts(row)
@@ -418,7 +420,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
 
     rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
     labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
-    labels = rows.select(labelled.encoded["row"].take(labelled.usable))[args.label_column]
+    labels = rows.select(number for number, _ in labelled.encoded)[args.label_column]
     print(f"{split}: {sum(map(bool, labels))} of them desirable")
     return labelled
 

@@ -79,7 +79,6 @@ class Args:
     answer_column: str = "answer"  # column that the reward function receives as `answer`
     chat: bool = False  # turn string prompts into a user's chat message
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- REINFORCE ---
     # path/to/file.py:function; the default gives 1 if the last number is the answer, else 0
@@ -143,7 +142,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- the reward, data and models ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fn = load_reward_fn(args.reward_fn, tokenizer)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
@@ -311,7 +310,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config, "max_position_embeddings", positions):
+    config = model.config.get_text_config()  # an image model has another for its text
+    if positions > getattr(config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
@@ -326,10 +326,9 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
             row["answer"] = row.pop(args.answer_column)
         return Prompt(as_chat(text) if args.chat else text, ids, row)
 
-    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
-        prompt = to_prompt(row, [])
-        ids = encode(tokenizer, prompt.text, add_generation_prompt=True)
-        return [ids], prompt.columns.get("answer")
+    def encode_row(row: dict) -> list[list[int]]:
+        text = to_prompt(row, []).text
+        return [encode(tokenizer, text, add_generation_prompt=True)]
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

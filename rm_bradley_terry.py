@@ -75,7 +75,6 @@ class Args:
     margin_column: str | None = "margin"  # column of m, which is 0 without one; None: always 0
     chat: bool = False  # turn strings into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     # --- training and evaluation ---
     train_layers: NonNegativeInt | None = None  # last layers trained; 0: only the head; None: all
@@ -139,7 +138,7 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
@@ -161,10 +160,11 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics)
     rng = Generator().manual_seed(args.seed)
-    total_steps = math.ceil(args.epochs * len(train_pairs) / args.batch_size)
-    data_epochs = math.ceil(total_steps * args.batch_size / len(train_pairs))
-    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(shuffles).split(args.batch_size)
+    num_shuffles = math.ceil(args.epochs)
+    shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(num_shuffles)]
+    num_rows = math.ceil(args.epochs * len(train_pairs))
+    batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
+    total_steps = len(batches)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.
@@ -197,7 +197,7 @@ def main(args: Args) -> Path:
             "reward/rejected": rejected.mean().item(),
             "reward/grad_norm": grad_norm,
             "reward/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": (step + 1) * args.batch_size / len(train_pairs),
+            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
         is_last = step + 1 == total_steps
@@ -279,7 +279,8 @@ def load_classifier(
         raise ValueError(f"{args.model} has no weights for {sorted(missing)}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{args.model}: the tokenizer has more tokens than the embedding")
-    if args.max_length > getattr(model.config, "max_position_embeddings", args.max_length):
+    config = model.config.get_text_config()  # an image model has another for its text
+    if args.max_length > getattr(config, "max_position_embeddings", args.max_length):
         raise ValueError(f"{args.model} has fewer positions than --max-length {args.max_length}")
     torch.manual_seed(args.seed)
     model.score.float()
@@ -290,7 +291,7 @@ def load_classifier(
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    config.pad_token_id = tokenizer.pad_token_id
     if args.train_layers is not None:
         layers = transformer_layers(model)
         if args.train_layers > len(layers):
@@ -310,7 +311,7 @@ def load_classifier(
 def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
-    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
+    def encode_row(row: dict) -> list[list[int]]:
         margin = row.get(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
@@ -318,7 +319,7 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
         prompt_ids, both = encode_completions(tokenizer, prompt, completions, stop_ids)
         if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
-        return [prompt_ids, *both], margin
+        return [prompt_ids, *both]
 
     def to_item(row: dict, prompt_ids: list[int], *both: list[int]) -> Comparison:
         chosen_ids, rejected_ids = [prompt_ids + ids for ids in both]
@@ -343,6 +344,8 @@ def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
         return chosen[:-1], chosen[-1:], rejected[-1:]
     if prompt is None and isinstance(chosen, str) and rejected:  # dialogues, such as hh-rlhf's
         before, assistant, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
+        if assistant and args.chat:
+            raise ValueError("--chat: a dialogue in one text would become a single user's turn")
         prompt = before + assistant
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:

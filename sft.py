@@ -24,10 +24,11 @@ import math
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -48,8 +49,8 @@ from common.model import save_weights, shard
 from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
 from common.ranks import leave_processes
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import UnusableRow, as_chat, encode_completions
-from common.tokens import encode_text, find_stop_ids, load_tokenizer
+from common.tokens import UnusableRow, as_chat, encode, encode_completions
+from common.tokens import find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -71,12 +72,11 @@ class Args:
     completion_column: str = "completion"  # column; without it `messages` or `text` is read
     chat: bool = False  # turn string pairs into chat messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
-    date: str = str(datetime.now().date())  # what chat templates that write today's date are told
     max_length: PositiveInt = 128  # limit of prompt + completion in tokens; longer ones are dropped
     train_on_prompt: bool = False  # learn to predict the prompt's tokens too
     # --- optimisation and evaluation ---
     epochs: PositiveFloat = 4.0  # passes over the training rows
-    batch_size: PositiveInt = 32  # rows per optimiser step
+    batch_size: PositiveInt = 32  # rows per optimiser step; a conversation is one row
     micro_batch_size: PositiveInt = 32  # rows per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
@@ -92,12 +92,6 @@ class Args:
     temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
 
-class Demonstration(NamedTuple):
-    prompt: str | list[dict] | None  # a string, chat messages, or None: only a text
-    prompt_ids: list[int]  # its token ids
-    completion_ids: list[int]  # token ids of the completion
-
-
 # --- the mathematics ---------------------------------------------------------------------------
 def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
     """-(1/N) sum of log-probs (b, T), in nats; N is the whole step's, so micro-batches add up."""
@@ -111,11 +105,11 @@ def main(args: Args) -> Path:
     print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
 
     # --- data and model ---
-    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs, args.date)
+    tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_data = load_demonstrations(args, args.train_split, tokenizer, stop_ids)
     eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    longest_prompt = max(len(row.prompt_ids) for row in eval_data[: args.eval_samples])
+    longest_prompt = max(len(turns[0][0]) for turns in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -141,21 +135,23 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
-    total_steps = math.ceil(args.epochs * len(train_data) / args.batch_size)
-    data_epochs = math.ceil(total_steps * args.batch_size / len(train_data))
-    shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(data_epochs)]
-    batches = torch.cat(shuffles).split(args.batch_size)
+    num_shuffles = math.ceil(args.epochs)
+    shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(num_shuffles)]
+    num_rows = math.ceil(args.epochs * len(train_data))
+    batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
+    total_steps = len(batches)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the demonstrations of this step.
         start_time = time.perf_counter()
-        sequences = loss_sequences(args, [train_data[i] for i in batches[step]])
+        rows = [train_data[i] for i in batches[step]]
+        sequences = loss_sequences(args, rows)
         num_tokens = sum(len(completion) for _, completion in sequences)  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
+        for inds in micro_batches_of_turns(rows, args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             loss = negative_log_likelihood(logprobs, num_tokens)
             loss.backward()
@@ -165,12 +161,12 @@ def main(args: Args) -> Path:
         optimizer.zero_grad()
 
         # 3. Log, evaluate, save.
-        num_tokens_read = sum(len(prompt) + len(completion) for prompt, completion in sequences)
+        num_tokens_read = sum(len(prompt) + len(completion) for (prompt, completion), *_ in rows)
         metrics = {
             "objective/loss": all_reduce_sum(loss_sum).item(),
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": (step + 1) * args.batch_size / len(train_data),
+            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_data)),
             "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
         }
         eval_metrics, samples = {}, []
@@ -198,16 +194,17 @@ def lr_factor(args: Args, step: int, total_steps: int) -> float:
 
 
 def evaluate(
-    args: Args, policy: Any, tokenizer: Any, stop_ids: list[int], data: list[Demonstration]
+    args: Args, policy: Any, tokenizer: Any, stop_ids: list[int], data: list[Sequences]
 ) -> tuple[dict[str, float], list[dict]]:
-    """Held-out loss, and a completion sampled for each of the first --eval-samples prompts."""
+    """Held-out loss, and a last turn sampled for each of the first --eval-samples rows."""
     sequences = loss_sequences(args, data)
     num_tokens = sum(len(completion) for _, completion in sequences)
-    batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
+    batches = micro_batches_of_turns(data, args.micro_batch_size)
     logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+    prompts = [turns[0][0] for turns in data[: args.eval_samples]]
     completions, _ = generate(
         policy,
-        [row.prompt_ids for row in data[: args.eval_samples]],
+        prompts,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
@@ -220,15 +217,28 @@ def evaluate(
         "eval/truncated_fraction": np.mean([ids[-1] not in stop_ids for ids in completions]),
     }
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    samples = [{"prompt": data[i].prompt, "completion": texts[i]} for i in range(len(texts))]
+    samples = [
+        {"prompt": tokenizer.decode(prompt), "completion": text}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
     return metrics, samples
 
 
-def loss_sequences(args: Args, data: list[Demonstration]) -> Sequences:
-    """What is given and what is learned, in token ids: prompt and completion."""
+def loss_sequences(args: Args, data: list[Sequences]) -> Sequences:
+    """What is given and what is learned, in token ids: prompt and completion of all turns."""
+    turns = [turn for row in data for turn in row]
     if args.train_on_prompt:  # all tokens are learned but the first, which has no context
-        return [(x[:1], x[1:] + y) for _, x, y in data]
-    return [(x, y) for _, x, y in data]
+        return [(x[:1], x[1:] + y) for x, y in turns]
+    return turns
+
+
+def micro_batches_of_turns(data: list[Sequences], size: int) -> Iterator[Tensor]:
+    """`micro_batches` of rows, as inds of `loss_sequences`: a row's turns stay together, since
+    common/tree.py reads once what they share.
+    """
+    row_of_turn = torch.tensor([i for i, row in enumerate(data) for _ in row])
+    for rows in micro_batches([row[0] for row in data], torch.arange(len(data)), size):
+        yield torch.isin(row_of_turn, rows).nonzero().squeeze(1)
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -242,63 +252,79 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config, "max_position_embeddings", positions):
+    config = model.config.get_text_config()  # an image model has another for its text
+    if positions > getattr(config, "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
 
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
-    """The demonstrations of a split, without those that are empty or longer than --max-length."""
+    """The rows of a split: each its learned turns, pairs of the token ids of prompt and completion,
+    the last turn first. Without those that are empty or longer than --max-length.
+    """
+    lost = Counter()  # turns of conversations that keep others
 
-    def encode_row(row: dict) -> tuple[list[list[int]], Any]:
-        prompt, completion = to_texts(args, row)
-        if prompt is None:
-            return encode_text(tokenizer, completion, stop_ids), None
-        prompt_ids, ids = encode_completions(tokenizer, prompt, [completion], stop_ids)
-        return [prompt_ids, *ids], None
+    def encode_turn(prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+        if prompt is None:  # stop ids within a text, of several turns or documents, end nothing
+            ids = encode(tokenizer, completion)
+            if len(ids) == 1 or ids[-1] not in stop_ids:
+                ids = [*ids, stop_ids[0]]
+            return ids[:1], ids[1:]
+        prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
+        return prompt_ids, ids
 
-    def to_item(row: dict, prompt_ids: list[int], completion_ids: list[int]) -> Demonstration:
-        return Demonstration(to_texts(args, row)[0], prompt_ids, completion_ids)
+    def encode_row(row: dict) -> list[list[int]]:
+        turns, reasons = [], []
+        for prompt, completion in to_texts(args, row):
+            try:
+                prompt_ids, ids = encode_turn(prompt, completion)
+                if turns and len(prompt_ids + ids) > args.max_length:
+                    raise UnusableRow("longer than --max-length")
+                turns.insert(0, (prompt_ids, ids))
+            except UnusableRow as reason:
+                reasons.append(str(reason))
+        if not turns:
+            raise UnusableRow(reasons[0])
+        lost.update(reasons)
+        return [[], *[x + y for x, y in turns], *[y for _, y in turns]]  # whole ones have no prompt
+
+    def to_item(_: dict, empty: list[int], *ids: list[int]) -> Sequences:
+        whole, completions = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        return [(x[: -len(y)], y) for x, y in zip(whole, completions, strict=True)]
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    turns = partial(learned_turns, args)
-    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, split_row=turns)
+    data = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
+    if lost := sum(all_gather([lost]), Counter()):
+        print(f"{split}: of these rows, turns dropped {dict(lost)}")
+    return data
 
 
-def learned_turns(args: Args, row: dict) -> list[dict]:
-    """A row for each assistant's turn of `messages` that is learned, with the turns before it as
-    its prompt; the row itself if there is none.
+def to_texts(args: Args, row: dict) -> list[tuple]:
+    """The prompt (None for a row of `text` alone) and the completion of each turn that is learned,
+    strings or chat messages.
     """
-    turns = row.get("messages") if args.completion_column not in row else None
-    places = []
-    for i, turn in enumerate(turns if isinstance(turns, list) else []):
-        # OpenAI's `weight`: a turn of weight 0 is read, not learned.
-        is_reply = i > 0 and isinstance(turn, dict) and turn.get("role") == "assistant"
-        if is_reply and turn.get("weight") != 0:
-            places.append(i)
-    if args.train_on_prompt:  # the last row has all turns, those of weight 0 too
-        places = places[-1:]
-    pairs = [{args.prompt_column: turns[:i], args.completion_column: [turns[i]]} for i in places]
-    return pairs or [row]
-
-
-def to_texts(args: Args, row: dict) -> tuple:
-    """The prompt (None for a row of `text` alone) and the completion, strings or chat messages."""
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"] or []
         if not isinstance(turns, list):
             raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
-        roles = dict.fromkeys(turn.get("role") for turn in turns)
-        raise UnusableRow(f"with no assistant's reply to learn, only {[*roles]}")
+        # OpenAI's `weight`: a turn of weight 0 is read, not learned.
+        is_learned = [t.get("role") == "assistant" and t.get("weight") != 0 for t in turns]
+        places = [i for i in range(1, len(turns)) if is_learned[i]]
+        if not places:
+            roles = dict.fromkeys(turn.get("role") for turn in turns)
+            raise UnusableRow(f"with no assistant's reply to learn, only {[*roles]}")
+        if args.train_on_prompt:  # the last one has all turns, those of weight 0 too
+            places = places[-1:]
+        return [(turns[:i], [turns[i]]) for i in places]
     if "text" in row and not {args.prompt_column, args.completion_column} & {*row}:
-        return None, row["text"]
+        return [(None, row["text"])]
     for column in (args.prompt_column, args.completion_column):
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
-    return (as_chat(prompt) if args.chat else prompt) or "", completion
+    return [((as_chat(prompt) if args.chat else prompt) or "", completion)]
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

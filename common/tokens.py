@@ -4,8 +4,7 @@ import json
 import re
 import warnings
 from contextlib import suppress
-from datetime import date
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from os.path import commonprefix
 from typing import Any
 
@@ -16,29 +15,23 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 from transformers.utils.peft_utils import find_adapter_config_file
 
 
-def load_tokenizer(
-    source: str, chat_template_kwargs: str = "{}", today: str | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object,
-    and takes a date YYYY-MM-DD for today. A ValueError if the model has adapters or is quantised.
+def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name, whose chat template gets the values of a JSON object.
+    A ValueError if the model has adapters or is quantised.
     """
     flags = "--model, --reference, --reward-model, --teacher"
     if find_adapter_config_file(source):  # transformers would go on with the model below it
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
-    with suppress(OSError):  # a tokenizer alone has no config
-        if PretrainedConfig.get_config_dict(source)[0].get("quantization_config"):
-            raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
+    config = PretrainedConfig.get_config_dict(source)[0]
+    if not config:
+        raise ValueError(f"{flags}: {source} has no config.json: is it an unfinished run?")
+    if config.get("quantization_config"):
+        raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
     words = re.findall(r"\w+", str(tokenizer.chat_template))
     if unknown := values.keys() - {*words}:
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
-    if today and "strftime_now(" in str(tokenizer.chat_template):  # else midnight changes prompts
-        values["chat_template"] = re.sub(  # each call, such as strftime_now("%d %b"), by its text
-            r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
-            lambda call: repr(date.fromisoformat(today).strftime(call[2])),
-            tokenizer.get_chat_template(),
-        )
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return tokenizer
 
@@ -52,23 +45,24 @@ def pad_rows(rows: list[list[int]], device: Any, side: str = "right") -> tuple[T
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Sorted ids that end a completion: the tokenizer's EOS, those of `source`'s generation config,
-    and the chat template's first special token after an answer. A ValueError if there is none.
+    """The ids that end a completion: the tokenizer's EOS, those of `source`'s generation config,
+    and the chat template's first special token after an answer. The first of them is the one that
+    completions are given. A ValueError if there is none.
     """
-    stop_ids = {tokenizer.eos_token_id}
+    stop_ids = [tokenizer.eos_token_id]
     with suppress(OSError):  # many checkpoints have no generation config
         config_ids = GenerationConfig.from_pretrained(source).eos_token_id
-        stop_ids.update(config_ids if isinstance(config_ids, list) else [config_ids])
+        stop_ids += config_ids if isinstance(config_ids, list) else [config_ids]
     if tokenizer.chat_template:
         turns = as_chat("?") + as_chat("ANSWER", "assistant")
         _, _, end = tokenizer.apply_chat_template(turns, tokenize=False).partition("ANSWER")
         ids = tokenizer(end, add_special_tokens=False).input_ids
         added = tokenizer.added_tokens_decoder
-        stop_ids.update([i for i in ids if i in added and added[i].special][:1])
-    stop_ids.discard(None)
+        stop_ids += [i for i in ids if i in added and added[i].special][:1]
+    stop_ids = [i for i in dict.fromkeys(stop_ids) if i is not None]  # each once
     if not stop_ids:  # sampling would never stop, and training would teach no end
         raise ValueError(f"{source}: neither tokenizer nor generation config has an EOS")
-    return sorted(stop_ids)
+    return stop_ids
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
@@ -126,9 +120,10 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        check_nothing_is_lost(tokenizer.name_or_path, messages, rendered)
-        turns = special_tokens(tokenizer).split(rendered) if can_split(tokenizer) else [rendered]
-        ids = [token for turn in turns for token in turn_ids(tokenizer, turn)]
+        check_nothing_is_lost(tokenizer, messages, rendered)
+        ids = tokenizer(rendered, add_special_tokens=False).input_ids
+    if not ids:
+        raise UnusableRow("with a text that has no tokens")
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
@@ -139,22 +134,6 @@ def special_tokens(tokenizer: Any) -> re.Pattern:
     """Matches the place before each special token, such as <|im_end|>, that a text spells out."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
-
-
-@cache
-def can_split(tokenizer: Any) -> bool:
-    """Whether a text that is split before each special token gives the tokens of the whole. Not
-    where such a token looks at what stands before it, or is found in normalised text.
-    """
-    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-    unsafe = (token.lstrip or token.single_word or token.normalized for token in special)
-    return tokenizer.is_fast and not any(unsafe)
-
-
-@lru_cache(1000)  # a system message, a prompt or an earlier turn begins several texts
-def turn_ids(tokenizer: Any, turn: str) -> list[int]:
-    """Token ids of a part of a rendered chat."""
-    return tokenizer(turn, add_special_tokens=False, return_attention_mask=False).input_ids
 
 
 def as_chat(text: Any, role: str = "user") -> Any:
@@ -169,14 +148,9 @@ def message_text(message: Any) -> str:
     parts = message.get("content") or ""
     if isinstance(parts, str):
         return parts
-    if any(part.get("type") != "text" for part in parts):
+    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
         raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
     return "".join(part["text"] for part in parts)
-
-
-def without_thoughts(text: str) -> str:
-    """What follows an assistant's thoughts, if there are any."""
-    return text.rpartition("</think>")[2].strip()
 
 
 def refuse_empty(text: Any) -> None:
@@ -192,31 +166,21 @@ def refuse_empty(text: Any) -> None:
         raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
 
 
-def check_nothing_is_lost(name: str, messages: list[dict], rendered: str) -> None:
-    """A ValueError if a template has left out a message, an `UnusableRow` if only the last answer.
-    Templates may drop earlier answers and thoughts, and write what a tool says as JSON.
+def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -> None:
+    """A ValueError if a template has left out a message, an `UnusableRow` if only the last answer,
+    a warning if it reads no such key of a message. Templates may drop earlier answers and thoughts,
+    and write what a tool says as JSON.
     """
+    name, template = tokenizer.name_or_path, str(tokenizer.chat_template)
     for message in messages:
         role, text = message["role"], message["content"]
         if role not in ("assistant", "tool") and text.strip() not in rendered:
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
-    if role == "assistant" and without_thoughts(text) not in rendered:  # of the last
-        raise UnusableRow("whose completion the chat template leaves out")
-
-
-def encode_text(tokenizer: Any, text: Any, stop_ids: list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of a text without a prompt: the first one, and the others with an EOS. Stop ids
-    within it, of several turns or documents, end nothing.
-    """
-    ids = encode(tokenizer, text)
-    if len(ids) == 1 or ids[-1] not in stop_ids:
-        ids = [*ids, end_id(tokenizer, stop_ids)]
-    return ids[:1], ids[1:]
-
-
-def end_id(tokenizer: Any, stop_ids: list[int]) -> int:
-    """The token id that is appended to a completion."""
-    return stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        for key in message.keys() - {"role", "content", "weight"}:  # such as `reasoning_content`
+            if message[key] and key not in template:
+                warnings.warn(f"--dataset: {name}'s chat template reads no {key!r}", stacklevel=2)
+    if role == "assistant" and text.rpartition("</think>")[2].strip() not in rendered:
+        raise UnusableRow("whose completion the chat template leaves out")  # of the last
 
 
 def encode_completions(
@@ -224,12 +188,17 @@ def encode_completions(
 ) -> tuple[list[int], list[list[int]]]:
     """Token ids of a prompt and of each of its completions, which end with their first stop id. A
     completion is tokenised as one text with the prompt and cut at the end of the sampling prompt.
-    If the template opens sampled and trained answers differently, the cut is where they part.
-    An `UnusableRow` if prompt and completion cannot be told apart, if one of them is empty or left
-    out, if a completion is several messages, or if a string goes on after a stop id.
+    If the template opens or closes a thought in sampled or in trained answers alone, the cut is
+    where they part; then a warning. An `UnusableRow` if prompt and completion cannot be told apart,
+    if one of them is empty or left out, if a completion is several messages, or if a string goes on
+    after a stop id. A warning if a string begins with the whole prompt.
     """
-    for completion in completions:
-        refuse_empty(completion)
+    for text in (prompt, *completions):
+        refuse_empty(text)
+    asked = message_text(as_chat(prompt)[-1])
+    if any(isinstance(text, str) and text.startswith(asked) for text in completions):
+        repeated = "a completion begins with its whole prompt, which the model reads twice"
+        warnings.warn(f"--dataset: {repeated}", stacklevel=2)
     if any(isinstance(completion, list) for completion in completions):
         prompt = as_chat(prompt)
     if isinstance(prompt, list):
@@ -242,8 +211,19 @@ def encode_completions(
         ids = encode(tokenizer, prompt + completion)
         if isinstance(completion, list) and completion[0]["role"] != "assistant":
             raise UnusableRow("whose completion is not an assistant's turn")
-        start = completion_start(tokenizer, prompt, completion, sampled_ids, ids)
-        ids = [*ids, end_id(tokenizer, stop_ids)]
+        start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
+        if start < len(sampled_ids):
+            turns = sampled_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
+            if start < len(commonprefix([sampled_ids, turns])):
+                raise UnusableRow("whose prompt's last token changes with the completion: a space?")
+            sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
+            answer = message_text(completion[0]).rpartition("</think>")[2].strip()
+            if not answer or answer not in trained:
+                raise UnusableRow("whose answer begins as the chat template's opening of a thought")
+            opening = trained.partition(answer)[0]
+            difference = f"an answer is sampled after {sampled!r}, trained after {opening!r}"
+            warnings.warn(f"--chat-template-kwargs: {difference}", stacklevel=2)
+        ids = [*ids, stop_ids[0]]
         end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
         if end == start and isinstance(completion, list):  # no token of what the message says
             raise UnusableRow("whose completion the chat template leaves out")
@@ -254,27 +234,3 @@ def encode_completions(
     # All completions share one prompt, which ends where the first of them begins.
     start = min(start for start, _ in sequences)
     return sampled_ids[:start], [ids[start:] for _, ids in sequences]
-
-
-def completion_start(
-    tokenizer: Any, prompt: Any, completion: Any, sampled_ids: list[int], ids: list[int]
-) -> int:
-    """Where a completion begins in the token ids of prompt and completion: at the end of the
-    sampling prompt, if they begin with it. Else where the two part, if there the template opens or
-    closes a thought in one of them; then a warning. An `UnusableRow` if they part earlier, or
-    within the answer.
-    """
-    start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
-    if start == len(sampled_ids):
-        return start
-    turns = sampled_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
-    if start < len(commonprefix([sampled_ids, turns])):
-        raise UnusableRow("whose prompt's last token changes with the completion: a space?")
-    sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
-    answer = without_thoughts(message_text(completion[0]))
-    if not answer or answer not in trained:
-        raise UnusableRow("whose answer begins as the chat template's opening of a thought")
-    opening = trained.partition(answer)[0]
-    difference = f"an answer is sampled after {sampled!r}, trained after {opening!r}"
-    warnings.warn(f"--chat-template-kwargs: {difference}, in other tokens", stacklevel=2)
-    return start

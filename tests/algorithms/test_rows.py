@@ -46,7 +46,7 @@ def as_messages(row):
 def sequences_of(name, row):
     """Prompt and completion of a loaded row, or both sides of a pair with the prompt."""
     if name == "sft":
-        return [row.prompt_ids + row.completion_ids]
+        return [prompt_ids + completion_ids for prompt_ids, completion_ids in row]
     if name == "kto":
         return [row.prompt.ids + row.completion_ids]
     if name == "dpo":
@@ -101,7 +101,8 @@ def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_pat
     report, *_ = capsys.readouterr().out.splitlines()
     count, _, rest = report.removeprefix("train: 2 rows, dropped ").rpartition("; longest ")
     assert ast.literal_eval(count) == dropped
-    assert rest == f"{len(ids('<bos> ' + over + tail + fits + ' <eos>'))} tokens"
+    longest = len(ids("<bos> " + over + tail + fits + " <eos>"))
+    assert rest == f"{longest} tokens; no text in {{'label': 'bool'}}"
 
 
 COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")

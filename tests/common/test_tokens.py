@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import warnings
 from collections import Counter
 from os.path import commonprefix
@@ -16,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from common.rows import encode_rows
-from common.tokens import UnusableRow, encode, encode_completions, encode_text
+from common.tokens import UnusableRow, encode, encode_completions
 from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row, token_texts
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
@@ -60,11 +59,11 @@ def test_pad_rows_masks_by_length_not_by_id(side, expected_ids, expected_mask):
 @pytest.mark.parametrize(
     ("eos", "of_config", "expected"),
     [
-        (7, [9, 3], [3, 7, 9]),
+        (7, [9, 3], [7, 9, 3]),  # the one that is appended comes first
         (7, 9, [7, 9]),
         (7, None, [7]),
         (7, "no file", [7]),
-        (None, [9, 3], [3, 9]),
+        (None, [9, 3], [9, 3]),
         (0, [2], [0, 2]),  # id 0 is an id
     ],
 )
@@ -82,8 +81,8 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        ("<bos><pad>", [1, 2]),  # the first special token after the assistant's turn
-        ("3<pad>", [0, 2]),  # a digit before it is none
+        ("<bos><pad>", [2, 1]),  # the first special token after the assistant's turn
+        ("3<pad>", [2, 0]),  # a digit before it is none
         ("", [2]),
     ],
 )
@@ -163,13 +162,6 @@ def test_a_prompt_that_goes_without_the_chat_template_is_warned_of(tokenizer):
         encode_pair(tokenizer, "5+6=", "11", [2])
 
 
-def test_a_template_is_told_the_runs_date(tmp_path, tokenizer):
-    tokenizer.chat_template = "{{ strftime_now('%d.%m.') | replace('.', '+') }}" + CHAT
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path), today="2031-02-03")
-    assert loaded.decode(encode(loaded, [message("user", "5")])) == "03+02+5="
-
-
 def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     config = dict(model_type="llama", quantization_config=dict(quant_method="fp8"))
@@ -196,19 +188,6 @@ def test_an_appended_eos_is_taken_off(appending, tokenizer):
     assert tokenizer.decode(prompt + completion) == "<bos>1+2=#3<eos>"
     # One that the text itself ends with stays.
     assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1+2=#3", "<bos>1+2=#3<eos>"),
-        ("1+2=#3<eos>", "<bos>1+2=#3<eos>"),
-        ("1+2=<eos>#3<eos>4", "<bos>1+2=<eos>#3<eos>4<eos>"),  # turns, or documents
-    ],
-)
-def test_of_a_text_alone_all_is_learned(text, expected, tokenizer):
-    first, rest = encode_text(tokenizer, text, [2])
-    assert len(first) == 1 and tokenizer.decode(first + rest) == expected
 
 
 # What a prompt ends in for sampling, and what stands before a rendered answer; `,` opens a thought,
@@ -243,7 +222,7 @@ def test_templates_that_open_a_thought_keep_every_row(form, tokenizer):
 
 def test_what_only_one_answer_is_opened_with_belongs_to_both_completions(tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt %},{% endif %}"
-    with pytest.warns(UserWarning, match="is sampled after ',', trained after '', in other tokens"):
+    with pytest.warns(UserWarning, match="is sampled after ',', trained after ''"):
         prompt_ids, both = encode_completions(tokenizer, QUESTION, [",1", "11"], [2])
     assert tokenizer.decode(prompt_ids) == "5+6="
     assert [tokenizer.decode(ids) for ids in both] == [",1<eos>", "11<eos>"]
@@ -262,6 +241,7 @@ def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokeni
 def test_values_for_the_chat_template(tmp_path, tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt and think %},{% endif %}"
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     turns = [message("user", "5+6")]
     expected = {"{}": "5+6=", '{"think": true}': "5+6=,", '{"think": false}': "5+6="}
     for values, text in expected.items():
@@ -271,11 +251,14 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
         load_tokenizer(str(tmp_path), '{"thin": true}')
 
 
-def test_a_completion_ends_with_the_eos_and_without_one_with_the_first_stop_id(tokenizer):
-    for eos, stop_ids, last in (("<eos>", [0, 2], 2), (None, [9, 13], 9)):  # none in the text
+def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, tokenizer):
+    for eos, expected in (("<eos>", [2, 9]), (None, [9, 2])):  # 2 by the template
         tokenizer.eos_token = eos
+        GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
+        stop_ids = find_stop_ids(str(tmp_path), tokenizer)
         _, completion = encode_pair(tokenizer, "1+2=", "#3", stop_ids)
-        assert completion == [*tokenizer("#3", add_special_tokens=False).input_ids, last]
+        ids = tokenizer("#3", add_special_tokens=False).input_ids
+        assert stop_ids == expected and completion == [*ids, stop_ids[0]]
 
 
 def test_what_a_tool_says_may_be_written_otherwise(tokenizer):
@@ -357,7 +340,7 @@ def load(tokenizer, rows):
     """The items of some texts, which are their ids."""
 
     def encode_row(row):
-        return [encode(tokenizer, row["text"])], row.get("label")
+        return [encode(tokenizer, row["text"])]
 
     rows = Dataset.from_list(rows, split="train")
     return encode_rows(rows, encode_row, lambda row, ids: (row["text"], ids), tokenizer, 9)
@@ -393,71 +376,41 @@ def test_a_checksum_sees_what_has_changed(tokenizer):
     assert sums[0] == sums[1] and len({*sums}) == len(changed)
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (3, 1), (1, 2)])
-def test_ranks_and_workers_give_what_each_row_gives(ranks, workers, tokenizer, monkeypatch, capfd):
-    """Rows of one item, of two and of none, with some between them that are dropped."""
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
+    """Also with rows between them that are dropped."""
     tokenizer.chat_template = OPENING
     user, replies = [message("user", "5+6")], ["11", "1,#</think>", "", "1<eos>", "12"]
     pairs = [(prompt, reply) for prompt in ("5+6=", user, "", user * 2) for reply in replies]
     pairs += [("5+6", "=11"), ("5+6=", "1<eos>1"), ("1+2=", "3")]
     rows = Dataset.from_list([dict(number=i) for i in range(len(pairs))], split="train")
 
-    def split_row(row):
-        return [row | dict(other=other) for other in ("4", "5")[: 1 + row["number"] % 2]]
-
     def encode_row(row):
         prompt, completion = pairs[row["number"]]
-        completions = [completion, row["other"]]
-        prompt_ids, both = encode_completions(tokenizer, prompt, completions, [2])
-        return [prompt_ids, *both], row["number"]
-
-    def to_item(row, *ids):
-        return row, [*ids]
-
-    expected, reasons = [], []
-    for row in rows:
-        for part in split_row(row):
-            try:
-                expected.append((part, encode_row(part)[0]))
-            except UnusableRow as reason:
-                reasons.append(str(reason))
-    assert len(expected) > 8 and len({*reasons}) == 4
-    whole = encode_rows(rows, encode_row, to_item, tokenizer, 99, split_row=split_row)
-    assert f"dropped {dict(Counter(reasons))}" in capfd.readouterr().out
+        prompt_ids, both = encode_completions(tokenizer, prompt, [completion, "4"], [2])
+        return [prompt_ids, *both]
 
     def encoded_by(rank):
         monkeypatch.setattr("common.rows.RANK", rank)
-        return encode_rows(rows, encode_row, to_item, tokenizer, 99, split_row=split_row)
+        return encode_rows(rows, encode_row, lambda row, *ids: (row, [*ids]), tokenizer, 99)
 
+    expected, reasons = [], []
+    for row in rows:
+        try:
+            expected.append((row, encode_row(row)))
+        except UnusableRow as reason:
+            reasons.append(str(reason))
+    assert len(expected) > 8 and len({*reasons}) == 4
+    whole = encoded_by(0)
+    assert f"dropped {dict(Counter(reasons))}" in capsys.readouterr().out
     monkeypatch.setattr("common.rows.WORLD_SIZE", ranks)
-    monkeypatch.setattr("os.cpu_count", lambda: workers)
-    monkeypatch.setattr("common.rows.ROWS_PER_WORKER", 3)
     gathered = []
     monkeypatch.setattr("common.rows.all_gather", lambda items: gathered.append(items) or items)
     parts = [encoded_by(rank) for rank in range(ranks)]
     assert [item for part in parts for item in part] == [*whole] == expected
-    assert (f"(num_proc={workers})" in capfd.readouterr().err) == (workers > 1)
-    monkeypatch.setattr(
-        "common.rows.all_gather", lambda items: [x for each in gathered for x in each]
-    )
-    assert encoded_by(0).checksum() == whole.checksum()
-
-
-def test_a_workers_error_names_the_row_and_only_the_first_one_warns(tokenizer, monkeypatch, capfd):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("common.rows.ROWS_PER_WORKER", 2)
-    show = lambda message, *rest: print(message, file=sys.stderr)  # noqa: E731
-    monkeypatch.setattr(warnings, "showwarning", show)
-
-    def encode_row(row):
-        warnings.warn(f"row {row['number']}", stacklevel=1)
-        return [[1 // (row["number"] - 3)]], None
-
-    rows = Dataset.from_list([dict(number=number) for number in range(4)], split="train")
-    with pytest.raises(ValueError, match="--dataset: row 3 of train: ZeroDivisionError"):
-        encode_rows(rows, encode_row, None, tokenizer, 9)
-    said = capfd.readouterr().err
-    assert [f"row {number}\n" in said for number in range(4)] == [True, True, False, False]
+    assert len(gathered) == 3 * ranks  # items, longest, reasons
+    sums = {part.checksum() for part in (whole, *parts)}
+    assert len(sums) == 1  # of all rows, on each rank
 
 
 # --- back to texts --------------------------------------------------------------------------------

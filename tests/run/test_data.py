@@ -7,8 +7,10 @@ import pytest
 import torch
 from datasets import Dataset
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import AutoTokenizer, BertConfig
+from transformers import AutoTokenizer, BertConfig, TokenizersBackend
 
 import dpo
 import grpo
@@ -16,8 +18,8 @@ import kto
 import ppo_rlhf
 import rm_bradley_terry
 import sft
-from common.rows import load_rows
-from common.tokens import UnusableRow
+from common.rows import encode_rows, load_rows
+from common.tokens import UnusableRow, encode, load_tokenizer
 
 EACH = pytest.mark.parametrize("name", SPECS)
 EACH_LOADER = pytest.mark.parametrize("name", ONE_PER_LOADER)
@@ -163,7 +165,7 @@ def test_prompts_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_pa
     assert re.match(r"train: 2 rows, dropped \{", printed)
     assert re.search(r"'longer than --max-[a-z-]+': 1[,}]", printed)
     assert sum(map(int, re.findall(r"empty[^']*': (\d)[,}]", printed))) == 2
-    assert printed.endswith("; longest 11 tokens")  # with BOS
+    assert "; longest 11 tokens; " in printed  # with BOS
 
 
 def test_desirable_completions_are_counted(tokenizer, tmp_path, capsys):
@@ -216,10 +218,15 @@ def test_the_files_that_are_named_and_no_others(files, dataset, tmp_path):
 
 
 def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
-    args = sft.Args(dataset=write_dataset(tmp_path / "data", [{"text": "1+2=#3"}]))
-    (row,) = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
-    ids = tokenizer("1+2=#3").input_ids  # with a BOS
-    assert (row.prompt_ids, row.completion_ids) == (ids[:1], [*ids[1:], tokenizer.eos_token_id])
+    """Stop ids within it are of its turns, or documents."""
+    expected = ["<bos>1+2=#3<eos>", "<bos>1+2=#3<eos>", "<bos>1+2=<eos>#3<eos>4<eos>"]
+    texts = ["1+2=#3", "1+2=#3<eos>", "1+2=<eos>#3<eos>4"]
+    rows = [{"text": text} for text in texts]
+    args = sft.Args(dataset=write_dataset(tmp_path / "data", rows))
+    rows = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
+    for [(prompt_ids, completion_ids)], text in zip(rows, expected, strict=True):
+        assert len(prompt_ids) == 1  # the BOS
+        assert tokenizer.decode(prompt_ids + completion_ids) == text
 
 
 TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
@@ -227,8 +234,7 @@ OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
 
 
 def pairs_of(row, **flags):
-    args = sft.Args(**flags)
-    return [sft.to_texts(args, part) for part in sft.learned_turns(args, row)]
+    return sft.to_texts(sft.Args(**flags), row)
 
 
 def test_pairs_of_dialogues_as_text():
@@ -317,6 +323,101 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
     (prompt,) = getattr(SPECS[name].module, SPECS[name].loader)(args, "train", tokenizer)
     assert prompt.text == TURNS[:1] and tokenizer.decode(prompt.ids) == "1+2=#"
     assert name == "distill" or prompt.columns["answer"] == "three"
+
+
+# --- what would be trained on otherwise than it stands in the file --------------------------------
+PART = [{"type": "text", "text": "1+2="}]
+DIALOGUE = "\n\nHuman: 1+2\n\nAssistant: "
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "flags", "error"),
+    [
+        # `datasets` decodes such a string: `"3"` would lose its quotes, and `3` be a number.
+        ("sft", [[turn("user", PART), turn("assistant", '"3"')]], {}, "in messages the content of"),
+        ("sft", [TURNS, [TURNS[0], turn("assistant", 3)]], {}, "in messages the content of some"),
+        (
+            "dpo",
+            [dict(chosen=f"{DIALOGUE}3", rejected=f"{DIALOGUE}4")],
+            dict(chat=True),
+            "--chat: ",
+        ),
+        ("dpo", [dict(prompt=None, chosen="3", rejected="4")], dict(chat=True), "no row is left"),
+    ],
+)
+def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
+    rows = [dict(messages=row) if isinstance(row, list) else row for row in rows]
+    script, data = SPECS[name].module, write_dataset(tmp_path / "data", rows)
+    with pytest.raises(ValueError, match=error):
+        loader = getattr(script, SPECS[name].loader)
+        loader(script.Args(dataset=data, **flags), "train", tokenizer, [2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row_of("1+2=", "1+2=#3")], "--dataset: a completion begins with its whole prompt"),
+        (
+            [dict(messages=[TURNS[0], turn("assistant", "3", thinking="1+2")])],
+            "reads no 'thinking'",
+        ),
+        ([row_of("1+2=", "#3"), dict(messages=[TURNS[0], turn("assistant", "3", name="")])], None),
+    ],
+)
+def test_rows_that_are_warned_of(rows, said, tokenizer, tmp_path):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}#{% endfor %}"
+    for row in rows:
+        data = write_dataset(tmp_path / "data", [row])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sft.load_demonstrations(sft.Args(dataset=data), "train", tokenizer, [2])
+        found = [str(warning.message) for warning in caught]
+        assert any(said in text for text in found) if said else not any("reads" in x for x in found)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "types"),
+    [
+        ("jsonl", '{"answer": "2024-01-02", "x": "1"}', {"answer": "timestamp[s]"}),
+        ("jsonl", '{"answer": 3}\n{"answer": "3"}\n{"answer": "a"}', {"answer": "extension<arr"}),
+        ("csv", "answer,x\n01234,TRUE\n,FALSE\n", {"answer": "double", "x": "bool"}),
+    ],
+)
+def test_columns_that_are_no_text_are_named(suffix, text, types, tokenizer, tmp_path, capsys):
+    (tmp_path / f"train.{suffix}").write_text(text)
+    rows = load_rows(str(tmp_path), None, "train", {"answer"})
+    encode_rows(rows, lambda row: [[4]], None, tokenizer, 9)
+    assert str(types)[:-2] in capsys.readouterr().out
+
+
+def test_of_two_files_of_a_split_none_is_taken(tmp_path):
+    for kind in ("jsonl", "csv"):
+        (tmp_path / f"train.{kind}").write_text("prompt\n1\n")
+    with pytest.raises(ValueError, match=r"--dataset: train is several .*/train.jsonl.*/train.csv"):
+        load_rows(str(tmp_path), None, "train[:1]", set())
+
+
+def test_rows_that_look_like_an_agents_log_are_rows(tmp_path):
+    row = dict(id="1", source="a", model="b", system_prompt="c", messages=TURNS)
+    data = write_dataset(tmp_path, [row])
+    assert load_rows(data, None, "train", set())[0] == row
+    assert load_rows(f"{data}/train.jsonl", None, "train", set())[0] == row
+
+
+def test_a_prompt_without_tokens_is_dropped():
+    """The tokenizer has neither a BOS nor a token for what it does not know."""
+    tokenizer = TokenizersBackend(tokenizer_object=Tokenizer(BPE({"1": 0}, [])))
+    assert encode(tokenizer, "1é", add_generation_prompt=True) == [0]
+    with pytest.raises(UnusableRow, match="with a text that has no tokens"):
+        encode(tokenizer, "é", add_generation_prompt=True)
+
+
+def test_an_unfinished_run_is_no_model(tmp_path):
+    (tmp_path / "args.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=f"--model, .*: {tmp_path} has no config.json: is it an un"
+    ):
+        load_tokenizer(str(tmp_path))
 
 
 def test_turns_without_roles_are_named(tokenizer, tmp_path):

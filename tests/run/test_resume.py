@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from functools import cache
 from pathlib import Path
@@ -97,33 +96,25 @@ def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
 
 
 @EACH
-def test_a_change_in_what_is_trained_on_is_seen_and_no_other(name, tmp_path, monkeypatch):
-    """A column of images or of other objects would be another text in each process."""
-    script, found = SPECS[name].module, {}
+def test_a_change_of_any_column_is_seen(name, tmp_path, monkeypatch):
+    script, found = SPECS[name].module, []
 
     def stop(args, training, state):
-        found[Path(args.dataset).name] = state["data"]
+        found.append(state["data"])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "load_checkpoint", stop)
     lines = Path(script.Args.dataset, "train.jsonl").read_text().splitlines()
-    first, *rows = [json.loads(line) | {"margin": 0.0, "other": 1} for line in lines[:4]]
-    columns = {key for key in ("prompt", "answer") if hasattr(script.Args, f"{key}_column")}
-    columns &= {*first}
-    if SPECS[name].kind == "rows":
-        columns = {*first} - {"other"} - ({"margin"} if name != "rm_bradley_terry" else set())
-    other = first | {"margin": 0.5, "label": not rows[-1].get("label"), "other": 2, "answer": "7"}
-    for column in [None, "other", *columns]:
-        folder = tmp_path / str(column)
+    rows = [json.loads(line) for line in lines[:4]]
+    for number, value in enumerate("aab"):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        changed = rows[-1] if column is None else rows[-1] | {column: other[column]}
-        text = "".join(json.dumps(row) + "\n" for row in [*rows, changed])
+        text = "".join(json.dumps(row | {"other": value}) + "\n" for row in rows)
         for split in ("train", "test"):
             (folder / f"{split}.jsonl").write_text(text)
         with pytest.raises(KeyboardInterrupt):
             script.main(script.Args(dataset=str(folder), resume="a run", output_dir=str(tmp_path)))
-    assert found.pop("other") == found["None"]
-    assert len({*found.values()}) == len(found) == len(columns) + 1 > 1
+    assert found[0] == found[1] != found[2]
 
 
 # --- what may go wrong: once, as these functions are the same in all scripts (test_source.py) -----
@@ -166,23 +157,6 @@ def test_a_checkpoint_of_another_model_is_refused(copied):
     torch.save(saved, copied / "checkpoint.pt")
     with pytest.raises(ValueError, match=f"--resume {copied}: its weights are not those of tiny/"):
         resume("grpo", copied)
-
-
-def test_a_run_keeps_its_date(tmp_path):
-    """A chat template that writes it would change the rows at midnight."""
-    model, flags = tmp_path / "model", SPECS["reinforce"].short_flags
-    shutil.copytree(SPECS["reinforce"].module.Args.model, model)
-    template = "{{ strftime_now('%d') }}={% for m in messages %}{{ m.content }}{% endfor %}"
-    (model / "chat_template.jinja").write_text(template)
-    flags = flags | dict(model=str(model), chat=True, date="2031-02-03", output_dir=str(tmp_path))
-    script = SPECS["reinforce"].module
-    with keep_earlier_checkpoints():
-        run_dir = script.main(script.Args(**flags))
-    assert '"prompt": "03=' in (run_dir / "rollouts.jsonl").read_text()
-    assert json.loads((run_dir / "args.json").read_text())["date"] == "2031-02-03"
-    copy = killed_earlier(run_dir, tmp_path / "copy")
-    resume("reinforce", copy)
-    assert_same_run(copy, run_dir)
 
 
 @pytest.mark.parametrize("warmup", some_wide([6, 7], fast=[7]))

@@ -41,7 +41,7 @@ SPECS = {
         loader="load_demonstrations",
         models=("policy",),
         short_flags=SHORT_ROWS,
-        row_tokens=lambda row: len(row.prompt_ids + row.completion_ids),
+        row_tokens=lambda turns: len(turns[0][0] + turns[0][1]),
     ),
     "reinforce": ScriptSpec(
         module=reinforce,
