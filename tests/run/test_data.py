@@ -3,6 +3,7 @@
 import json
 import re
 
+import warnings
 import pytest
 import torch
 from datasets import Dataset
