@@ -218,7 +218,7 @@ EXPERIMENTS = (
         HACKING,
         {
             "reward_hacking": Table(
-                {"learned": (REWARD, 2), "gold": (GOLD_REWARD, 2), "KL": (late("objective/kl"), 1)},
+                {"learned": (REWARD, 2), "gold": (GOLD_REWARD, 2)},
                 heading=("`--beta`",),
             )
         },
