@@ -1,7 +1,6 @@
 """rm_bradley_terry.py: loss, calibration, the scores of pairs, and the model it saves."""
 
 import math
-import re
 from functools import partial
 from pathlib import Path
 

@@ -64,8 +64,9 @@ def terminal(results: dict) -> dict:
     for sample in results["numbers"]["GRPO"]["completions"][0]:
         if sample["step"] in (0, 60):  # a default run is also evaluated between
             accuracy = accuracies[sample["step"]]
-            lines += [
-                f"step {sample['step']}: held-out reward {accuracy:.3f}, accuracy {accuracy:.3f}, ...",
+                        lines += [
+                f"step {sample['step']}: held-out reward {accuracy:.3f}, "
+                f"accuracy {accuracy:.3f}, ...",
                 f"    {{'prompt': '{PROMPT}', 'completion': '{sample['completion']}', "
                 f"'reward': {sample['reward']}, ...",
             ]
