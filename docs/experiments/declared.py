@@ -288,27 +288,12 @@ EXPERIMENTS = (
                 (REWARD, 2),
                 (GOLD_REWARD, 2),
             ),
-            "kl": (
-                f"{GRPO_REVIEWS} --beta 0.0001 --learning-rate 2e-3",
-                GRPO_REVIEWS_KL,
-                (late("objective/kl"), 1),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
-            ),
             "zero": (
                 "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
                 "grpo.py --beta 0 --total-rollouts 15",
                 (late("reward/zero_variance_groups"), 2),
                 (late("reward/group_std"), 2),
                 (ACCURACY, 2),
-            ),
-            "critic": (
-                "ppo_rlhf.py --critic-learning-rate 1e-6",
-                PPO,
-                (late("value/explained_variance"), 2),
-                (late("value/loss"), 2),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
             ),
             "chosen": (
                 LONG_DPO,

@@ -146,7 +146,6 @@ def tables(results: dict) -> dict:
         "PPO": ppo_table(measured),
         "PPO whitening": whitening(measured),
         "GRPO group": group_table(measured),
-        "GRPO": grpo_table(measured),
         "DPO": dpo_table(measured),
     }
     return {f"one_prompt {name}": table for name, table in made.items()}
@@ -233,17 +232,6 @@ def group_table(measured: dict) -> dict:
         numbers = [rewards[i], rewards[i] - rewards.mean(), advantages[i], weight]
         rows.append([name, *(fixed(float(number)) for number in numbers)])
     return {"columns": ["", "r", "r - mean", "A", "weight w of a token"], "rows": rows}
-
-
-def grpo_table(measured: dict) -> dict:
-    ref, old = padded(measured["ref"]), padded(measured["old"])
-    new = leaf(padded(measured["new"]))
-    rewards = torch.tensor(measured["reward"], dtype=torch.float64)
-    loss = grpo_loss(new, old, ref, rewards, mask_of(measured["tokens"]))
-    (slopes,) = torch.autograd.grad(loss, new)
-    ratio, inverse = (new.detach() - old).exp(), (ref - new.detach()).exp()
-    columns = {"ratio": ratio[BEST], "π_ref / π_new": inverse[BEST], "gradient": slopes[BEST]}
-    return by_token(measured, columns)
 
 
 def dpo_table(measured: dict) -> dict:
