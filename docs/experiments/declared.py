@@ -28,7 +28,7 @@ GRPO_REVIEWS_KL = f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward"
 GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py --eval-every 10"
 FROM_BASE = (
     f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
-    "--beta"
+    "--beta 0.5"
 )
 LONG_DPO = "dpo.py --beta 0.1 --learning-rate 2e-3 --epochs 2"
 # At 0 no reference is loaded and no KL measured; 1e-9 subtracts next to nothing.
@@ -218,7 +218,7 @@ EXPERIMENTS = (
         HACKING,
         {
             "reward_hacking": Table(
-                {"learned": (REWARD, 2), "gold": (GOLD_REWARD, 2), "KL": (late("objective/kl"), 1)},
+                {"learned": (REWARD, 2), "gold": (GOLD_REWARD, 2)},
                 heading=("`--beta`",),
             )
         },
@@ -267,12 +267,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "orpo",
-        {
-            "SFT on the chosen": f"{FROM_BASE} 1e-9",
-            "ORPO, beta 0.5": f"{FROM_BASE} 0.5",
-            "that SFT, then DPO": f"dpo.py --model {{{FROM_BASE} 1e-9}} {SUMS}",
-        },
-        {"orpo": Table({"accuracy": (ACCURACY, 3)}, heading=("trained by",))},
+        {"ORPO, beta 0.5": FROM_BASE},
+        metrics={"ORPO, beta 0.5": [ACCURACY]},
     ),
     Experiment(
         "kto",
