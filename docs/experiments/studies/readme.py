@@ -64,7 +64,7 @@ def terminal(results: dict) -> dict:
     for sample in results["numbers"]["GRPO"]["completions"][0]:
         if sample["step"] in (0, 60):  # a default run is also evaluated between
             accuracy = accuracies[sample["step"]]
-                        lines += [
+            lines += [
                 f"step {sample['step']}: held-out reward {accuracy:.3f}, "
                 f"accuracy {accuracy:.3f}, ...",
                 f"    {{'prompt': '{PROMPT}', 'completion': '{sample['completion']}', "
