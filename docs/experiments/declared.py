@@ -23,7 +23,6 @@ GRPO_REVIEWS = (
     "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30"
 )
-GRPO_REVIEWS_KL = f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward"
 # Default runs that several experiments read.
 GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py --eval-every 10"
 FROM_BASE = (
@@ -277,13 +276,6 @@ EXPERIMENTS = (
     ),
     pitfalls(
         {
-            "entropy": (
-                f"{GRPO_REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
-                GRPO_REVIEWS_KL,
-                (late("policy/entropy"), 2),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
-            ),
             "zero": (
                 "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
                 "grpo.py --beta 0 --total-rollouts 15",

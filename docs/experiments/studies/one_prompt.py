@@ -141,7 +141,6 @@ def tables(results: dict) -> dict:
     measured = results["numbers"]
     made = {
         "completions": completions_table(measured),
-        "tokens": tokens_table(measured),
         "REINFORCE": reinforce_table(measured),
         "PPO": ppo_table(measured),
         "PPO whitening": whitening(measured),
@@ -160,11 +159,6 @@ def completions_table(measured: dict) -> dict:
     log_probs = ["log π_ref", "log π_old", "log π_new"]
     columns = ["", "completion", "tokens", *log_probs, "gold reward", "learned reward"]
     return {"columns": columns, "rows": rows}
-
-
-def tokens_table(measured: dict) -> dict:
-    columns = {f"log π_{policy}": measured[policy][BEST] for policy in ("ref", "old", "new")}
-    return by_token(measured, columns)
 
 
 def reinforce_table(measured: dict) -> dict:
@@ -220,7 +214,8 @@ def ppo_table(measured: dict) -> dict:
     (columns["gradient"],) = torch.autograd.grad(loss, new)
     columns["ratio"] = (new.detach() - old).exp()
     order = ("k1", "r", "V", "δ", "A", "whitened A", "ratio", "gradient")
-    return by_token(measured, {name: columns[name][BEST] for name in order})
+    logprobs = {f"log π_{policy}": measured[policy][BEST] for policy in ("ref", "old", "new")}
+    return by_token(measured, logprobs | {name: columns[name][BEST] for name in order})
 
 
 def group_table(measured: dict) -> dict:
