@@ -23,7 +23,6 @@ GRPO_REVIEWS = (
     "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30"
 )
-GRPO_REVIEWS_KL = f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward"
 # Default runs that several experiments read.
 GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py --eval-every 10"
 FROM_BASE = (
@@ -277,34 +276,12 @@ EXPERIMENTS = (
     ),
     pitfalls(
         {
-            "entropy": (
-                f"{GRPO_REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
-                GRPO_REVIEWS_KL,
-                (late("policy/entropy"), 2),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
-            ),
-            "kl": (
-                f"{GRPO_REVIEWS} --beta 0.0001 --learning-rate 2e-3",
-                GRPO_REVIEWS_KL,
-                (late("objective/kl"), 1),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
-            ),
             "zero": (
                 "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
                 "grpo.py --beta 0 --total-rollouts 15",
                 (late("reward/zero_variance_groups"), 2),
                 (late("reward/group_std"), 2),
                 (ACCURACY, 2),
-            ),
-            "critic": (
-                "ppo_rlhf.py --critic-learning-rate 1e-6",
-                PPO,
-                (late("value/explained_variance"), 2),
-                (late("value/loss"), 2),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
             ),
             "chosen": (
                 LONG_DPO,
