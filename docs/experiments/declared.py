@@ -23,12 +23,11 @@ GRPO_REVIEWS = (
     "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30"
 )
-GRPO_REVIEWS_KL = f"{GRPO_REVIEWS} --beta 0.2 --kl-placement reward"
 # Default runs that several experiments read.
 GRPO, PPO, DPO = "grpo.py --eval-every 1", "ppo_rlhf.py --eval-every 2", "dpo.py --eval-every 10"
 FROM_BASE = (
     f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
-    "--beta"
+    "--beta 0.5"
 )
 LONG_DPO = "dpo.py --beta 0.1 --learning-rate 2e-3 --epochs 2"
 # At 0 no reference is loaded and no KL measured; 1e-9 subtracts next to nothing.
@@ -218,7 +217,7 @@ EXPERIMENTS = (
         HACKING,
         {
             "reward_hacking": Table(
-                {"learned": (REWARD, 2), "gold": (GOLD_REWARD, 2), "KL": (late("objective/kl"), 1)},
+                {"learned": (REWARD, 2), "gold": (GOLD_REWARD, 2)},
                 heading=("`--beta`",),
             )
         },
@@ -267,12 +266,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "orpo",
-        {
-            "SFT on the chosen": f"{FROM_BASE} 1e-9",
-            "ORPO, beta 0.5": f"{FROM_BASE} 0.5",
-            "that SFT, then DPO": f"dpo.py --model {{{FROM_BASE} 1e-9}} {SUMS}",
-        },
-        {"orpo": Table({"accuracy": (GOLD_REWARD, 3)}, heading=("trained by",))},
+        {"ORPO, beta 0.5": FROM_BASE},
+        metrics={"ORPO, beta 0.5": [GOLD_REWARD]},
     ),
     Experiment(
         "kto",
@@ -281,34 +276,12 @@ EXPERIMENTS = (
     ),
     pitfalls(
         {
-            "entropy": (
-                f"{GRPO_REVIEWS} --beta 0 --learning-rate 2e-3 --lr-schedule constant_with_warmup",
-                GRPO_REVIEWS_KL,
-                (late("policy/entropy"), 2),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
-            ),
-            "kl": (
-                f"{GRPO_REVIEWS} --beta 0.0001 --learning-rate 2e-3",
-                GRPO_REVIEWS_KL,
-                (late("objective/kl"), 1),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
-            ),
             "zero": (
                 "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
                 "grpo.py --beta 0 --total-rollouts 15",
                 (late("reward/frac_reward_zero_std"), 2),
                 (late("reward/group_std"), 2),
                 (ACCURACY, 2),
-            ),
-            "critic": (
-                "ppo_rlhf.py --critic-learning-rate 1e-6",
-                PPO,
-                (late("value/explained_variance"), 2),
-                (late("value/loss"), 2),
-                (REWARD, 2),
-                (GOLD_REWARD, 2),
             ),
             "chosen": (
                 LONG_DPO,

@@ -1,9 +1,7 @@
-"""Best of n and rejection sampling: formulas by enumeration, a round by its files; and the code on
-docs/evaluation.md."""
+"""Best of n and rejection sampling: formulas by enumeration, a round by its files."""
 
 import json
 import math
-import re
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from statistics import mean
@@ -62,19 +60,3 @@ def test_a_round_trains_on_correct_samples_alone(tmp_path, monkeypatch):
     first, second = sorted(tmp_path.glob("sft__*"))
     start = json.loads((second / "args.json").read_text())["model"]
     assert Path(start) == first
-
-
-# --- evaluation.md ------------------------------------------------------------------------------
-def test_the_win_rate_on_the_page(tmp_path):
-    names = {}
-    (code,) = re.findall(r"```python\n(.*?)```", Path("docs/evaluation.md").read_text(), re.DOTALL)
-    exec(code, names)
-    for run, rewards in {"ours": [1, 0, 3, 2], "theirs": [0, 0, 1, 4]}.items():
-        (tmp_path / run).mkdir()
-        rows = [{"step": 0, "reward": 9}, *({"step": 5, "reward": r} for r in rewards)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / run / "samples.jsonl").write_text(lines)
-    rate, error = names["win_rate"](tmp_path / "ours", tmp_path / "theirs")
-    assert rate == (1 + 0.5 + 1 + 0) / 4
-    squares = [(win - rate) ** 2 for win in (1, 0.5, 1, 0)]
-    assert error == pytest.approx(math.sqrt(sum(squares) / 3 / 4))

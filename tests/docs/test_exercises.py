@@ -118,10 +118,10 @@ def test_differences_of_two_runs(tmp_path):
 
 # --- the page -----------------------------------------------------------------------------------
 @pytest.mark.docs
-def test_the_page_has_a_section_for_each_bug_and_shows_no_number_before_the_last_one():
+def test_the_page_has_a_row_for_each_bug_and_shows_no_number_before_the_last_one():
     page, _, numbers = Path("docs/exercises.md").read_text().partition("## What the runs show\n")
     for number in EXERCISES:
-        assert f"\n## {number}. " in page
+        assert f"\n| {number} | " in page
         assert f"\n| {number} | " in numbers
         assert f"figures/exercises_{number}.svg" in numbers
     assert "<!-- table" not in page and ".svg" not in page

@@ -87,13 +87,16 @@ def test_every_table_is_on_a_page(made_tables):
 def test_what_is_generated_on_a_page(tmp_path):
     (tmp_path / "loss.py").write_text(
         'A = 1\n\n\ndef loss(x):\n    """Twice.\n\n    Of x.\n    """\n    return 2 * x\n\n\n'
-        "def long(x):\n    a = 1\n    b = (\n        a\n    )\n    # Why.\n    c = d = b\n"
+        "def long(x):\n    a = 1\n    if x:\n        b = (\n            a\n        )\n"
+        "    c = d = a\n    d = 2\n    return d\n"
     )
+    (tmp_path / "more.py").write_text("B = 2\n" * 25)
     page = tmp_path / "page.md"
     page.write_text(
         "[`loss`](loss.py#L1) and [`A`](loss.py#L7)\n<!-- table t -->\nold\n<!-- end table -->\n"
         f"<!-- code {tmp_path}/loss.py loss -->\n<!-- end code -->\n"
-        f"<!-- code {tmp_path}/loss.py long b-d -->\nold\n<!-- end code -->\n"
+        f"<!-- code {tmp_path}/loss.py long d b return -->\nold\n<!-- end code -->\n"
+        f"About <!-- lines {tmp_path} -->7<!-- end lines --> lines.\n"
     )
     table = {"columns": ["a", "b"], "rows": [["1", "2"]]}
     assert tables.generated(page, {"t": table}) == (
@@ -101,14 +104,16 @@ def test_what_is_generated_on_a_page(tmp_path):
         "<!-- table t -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end table -->\n"
         f"<!-- code {tmp_path}/loss.py loss -->\n"
         "```python\ndef loss(x):\n    return 2 * x\n```\n<!-- end code -->\n"
-        f"<!-- code {tmp_path}/loss.py long b-d -->\n"
-        "```python\nb = (\n    a\n)\n# Why.\nc = d = b\n```\n<!-- end code -->\n"
+        f"<!-- code {tmp_path}/loss.py long d b return -->\n"
+        "```python\nc = d = a\nb = (\n    a\n)\nreturn d\n```\n<!-- end code -->\n"
+        f"About <!-- lines {tmp_path} -->50<!-- end lines --> lines.\n"
     )
+    assert tables.markdown({"lines": ["a", "b"]}) == "```text\na\nb\n```\n"
     assert "\nold\n" in tables.generated(page, {})  # what was not made stays
     with pytest.raises(ValueError, match="does not define profit"):
         tables.definition(tmp_path / "loss.py", "profit")
     with pytest.raises(ValueError, match="long does not assign e"):
-        tables.part_of(tmp_path / "loss.py", "long", "b", "e")
+        tables.parts_of(tmp_path / "loss.py", "long", ["b", "e"])
 
 
 def test_what_one_loop_has_and_another_has_not(tmp_path):

@@ -1,4 +1,4 @@
-"""The tables of docs/kl.md by enumeration of four tokens, with the scripts' estimators."""
+"""The tables of docs/kl_details.md by enumeration of four tokens, with the scripts' estimators."""
 
 import math
 
@@ -9,7 +9,7 @@ from by_hand import close, rows_of
 import grpo
 from ppo_rlhf import k2_kl
 
-PAGE = "docs/kl.md"
+PAGE = "docs/kl_details.md"
 
 
 def tensor(*numbers):

@@ -41,18 +41,20 @@ IDENTIFIERS = {name for source in SOURCES.values() for name in identifiers(sourc
 IDENTIFIERS |= {part for path in SOURCES for part in (path.stem, *path.parts)}
 PROGRAM = "".join(text for path, text in SOURCES.items() if path.parts[0] != "tests")
 TORCHRUN = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id"}
+LM_EVAL = {"--model_args", "--tasks", "--apply_chat_template"}
+OTHERS = TORCHRUN | LM_EVAL | {"--exclude", "--help"}  # of `hf upload`; of all
 # Metrics whose names a script puts together.
 BUILT = {"reward_model", "mean", "variance", "return_mean", "return_variance"}
 
 
 def all_flags():
-    """Those of the scripts, of the programs for the pages, and of torchrun."""
+    """Those of the scripts, of the programs for the pages, and of other programs."""
     names = {name for script in SCRIPTS.values() for name in vars(script.Args())}
     programs = [import_module(f"docs.experiments.cost.{name}") for name in experiments.PROGRAMS]
     for program in (add_bug, pairs, experiments, *programs):
         names |= inspect.signature(program.main).parameters.keys()
     flags = {f"--{name.replace('_', '-')}" for name in names}
-    return flags | {flag.replace("--", "--no-", 1) for flag in flags} | TORCHRUN | {"--help"}
+    return flags | {flag.replace("--", "--no-", 1) for flag in flags} | OTHERS
 
 
 FLAGS = all_flags()

@@ -1,4 +1,4 @@
-"""The tables of docs/policy_gradient.md, gae.md, ratio_and_clip.md and sampler.md by enumeration,
+"""The tables of docs/reinforce.md, ratio_and_clip.md, ppo_rlhf.md and sampler.md by enumeration,
 and the scripts' functions behind them."""
 
 import itertools
@@ -10,8 +10,8 @@ from by_hand import close, rows_of
 
 import grpo
 
-GRADIENT, CLIP = "docs/policy_gradient.md", "docs/ratio_and_clip.md"
-GAE, SAMPLER = "docs/gae.md", "docs/sampler.md"
+GRADIENT, CLIP = "docs/reinforce.md", "docs/ratio_and_clip.md"
+PPO, SAMPLER = "docs/ppo_rlhf.md", "docs/sampler.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 EPS = 0.2
@@ -44,7 +44,7 @@ def test_the_baselines_table():
 
 def test_the_two_views():
     start = sum(p * right for p, right in TREE.values())
-    table, sums = rows_of(GRADIENT, "| completion | probability |"), {"a": 0.0, "b": 0.0}
+    table, sums = rows_of(PPO, "| completion | probability |"), {"a": 0.0, "b": 0.0}
     for first, (p, right) in TREE.items():
         for second, chance, reward in (("correct", right, 1), ("wrong", 1 - right, 0)):
             bandit, of_first, of_second = reward - start, right - start, reward - right
@@ -58,7 +58,7 @@ def test_the_two_views():
 
 def test_the_lambda_table():
     """Of token b, whose true advantage is 0.25 - 0.4."""
-    table = rows_of(GAE, "| $\\lambda$ |")
+    table = rows_of(PPO, "| $\\lambda$ |")
     assert [*table] == ["0", "0.5", "0.95", "1"]
     for name, cells in table.items():
         lam = float(name)

@@ -1,4 +1,4 @@
-"""What README says of copying a script into another project."""
+"""What docs/contributing.md says of copying a script into another project."""
 
 import re
 import shutil
@@ -31,7 +31,9 @@ def test_a_script_in_a_package_beside_a_package_common_of_the_project(tmp_path):
     package = tmp_path / "rlhf"
     shutil.copytree(ROOT / "common", package / "common")
     shutil.copy(ROOT / "grpo.py", package)
-    (command,) = re.findall(r"^    (sed -i .*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (command,) = re.findall(
+        r"^    (sed -i .*)", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE
+    )
     command = command.replace("your_package", "rlhf")
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     (tmp_path / "common").mkdir()  # the project's own

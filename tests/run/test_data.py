@@ -2,8 +2,8 @@
 
 import json
 import re
-
 import warnings
+
 import pytest
 import torch
 from datasets import Dataset

@@ -2,7 +2,7 @@
 has not, and the lines of links.
 
 A table is a dictionary of `columns`, a list of strings, and `rows`, lists of as many strings; a
-list has `rows` of one string each.
+list has `rows` of one string each. What a terminal shows is a dictionary of `lines`.
 """
 
 import ast
@@ -14,8 +14,9 @@ from statistics import mean
 from textwrap import dedent
 
 TABLE = re.compile(r"(<!-- table ([\w ]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
-CODE = re.compile(r"(<!-- code (\S+) (\w+)(?: (\w+)-(\w+))? -->\n).*?(<!-- end code -->)", re.S)
+CODE = re.compile(r"(<!-- code (\S+) (\w+)((?: \w+)*) -->\n).*?(<!-- end code -->)", re.DOTALL)
 DIFF = re.compile(r"(<!-- diff (\S+) (\S+) -->\n)(.*?)(<!-- end diff -->)", re.DOTALL)
+LINES = re.compile(r"(<!-- lines (\S+) -->)[\d,]*(<!-- end lines -->)")
 LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 
@@ -52,7 +53,9 @@ def pages() -> list[Path]:
 
 
 def markdown(table: dict) -> str:
-    """The lines of a table, or without columns of a list."""
+    """The lines of a table, without columns of a list, or of what a terminal shows."""
+    if "lines" in table:
+        return "```text\n" + "\n".join(table["lines"]) + "\n```\n"
     if "columns" not in table:
         return "".join(f"* {line}\n" for (line,) in table["rows"])
     columns = table["columns"]
@@ -85,20 +88,30 @@ def code(path: Path, name: str) -> str:
     return "\n".join(source)
 
 
-def part_of(path: Path, name: str, first: str, last: str) -> str:
-    """Of a function, from the statement that assigns the first variable to the last one that
-    assigns the last: what a page shows of a long one follows the code."""
-    starts, ends = {}, {}
-    for statement in definition(path, name).body:
-        for part in ast.walk(statement):  # of an `if` too
-            for target in getattr(part, "targets", ()):
-                starts.setdefault(ast.unparse(target), statement.lineno)
-                ends[ast.unparse(target)] = statement.end_lineno
-    for variable in (first, last):
-        if variable not in starts:
+def parts_of(path: Path, name: str, variables: list[str]) -> str:
+    """Of a function the first assignment of each variable, or for `return` its last return: what a
+    page shows of a long one follows the code. Branches around them are left out."""
+    found = {}
+    kinds = (ast.Assign, ast.Return)
+    statements = [part for part in ast.walk(definition(path, name)) if isinstance(part, kinds)]
+    for statement in sorted(statements, key=lambda statement: statement.lineno):
+        for target in getattr(statement, "targets", ()):
+            found.setdefault(ast.unparse(target), statement)
+        if isinstance(statement, ast.Return):
+            found["return"] = statement
+    lines, source = path.read_text().splitlines(), []
+    for variable in variables:
+        if variable not in found:
             raise ValueError(f"{path}: {name} does not assign {variable}")
-    lines = path.read_text().splitlines()[starts[first] - 1 : ends[last]]
-    return dedent("\n".join(lines))
+        statement = found[variable]
+        source.append(dedent("\n".join(lines[statement.lineno - 1 : statement.end_lineno])))
+    return "\n".join(source)
+
+
+def num_lines(folder: Path) -> int:
+    """Of the Python files of a folder, to the nearest 50."""
+    count = sum(len(file.read_text().splitlines()) for file in folder.glob("*.py"))
+    return round(count / 50) * 50
 
 
 def loop(path: Path) -> list[str]:
@@ -131,15 +144,16 @@ def generated(page: Path, tables: dict[str, dict]) -> str:
         return f"{block[1]}{made}{block[4]}"
 
     def with_code(block: re.Match) -> str:
-        path, name, first, last = Path(block[2]), block[3], block[4], block[5]
-        source = part_of(path, name, first, last) if first else code(path, name)
-        return f"{block[1]}```python\n{source}\n```\n{block[6]}"
+        path, name, variables = Path(block[2]), block[3], block[4].split()
+        source = parts_of(path, name, variables) if variables else code(path, name)
+        return f"{block[1]}```python\n{source}\n```\n{block[5]}"
 
     def with_line(link: re.Match) -> str:
         return f"{link[1]}{definition(page.parent / link[3], link[2]).lineno})"
 
     text = TABLE.sub(with_table, page.read_text())
     text = CODE.sub(with_code, text)
+    text = LINES.sub(lambda found: f"{found[1]}{num_lines(Path(found[2])):,}{found[3]}", text)
     text = DIFF.sub(
         lambda block: f"{block[1]}{added(Path(block[2]), Path(block[3]))}{block[5]}", text
     )

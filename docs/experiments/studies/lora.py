@@ -1,6 +1,5 @@
-"""docs/lora.md: adapters beside all weights in each script, ranks and rates, frozen embeddings."""
+"""docs/lora.md: adapters beside all weights in each script, and frozen embeddings."""
 
-from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -47,10 +46,6 @@ COMMANDS = {
     name: f"{method.script}.py --lora-rank 8 {method.rates}" for name, method in METHODS.items()
 }
 METRICS = {name: [last(method.metric)] for name, method in METHODS.items()}
-RANKS, RATES = (1, 8, 32), ("2e-3", "5e-3", "1e-2")
-for rank, rate in product(RANKS, RATES):
-    COMMANDS[f"rank {rank}, rate {rate}"] = f"grpo.py --lora-rank {rank} --learning-rate {rate}"
-    METRICS[f"rank {rank}, rate {rate}"] = [last("eval/accuracy")]
 
 
 def without_embeddings(script: Any, seed: int, metric: str) -> dict[str, float]:
@@ -81,15 +76,8 @@ def tables(results: dict) -> dict:
         if f"{name}, frozen embeddings" in numbers:
             frozen = spread(numbers[f"{name}, frozen embeddings"][metric], 2)
         rows.append([name, spread(all_weights, 2), frozen, spread(numbers[name][metric], 2)])
-    sweep = []
-    for rank in RANKS:
-        accuracies = [numbers[f"rank {rank}, rate {rate}"]["eval/accuracy"] for rate in RATES]
-        sweep.append([str(rank), *(spread(accuracy, 2) for accuracy in accuracies)])
     columns = ["", "all weights", "all but the embeddings", "adapters, rank 8"]
-    return {
-        "lora": {"columns": columns, "rows": rows},
-        "lora sweep": {"columns": ["rank", *RATES], "rows": sweep},
-    }
+    return {"lora": {"columns": columns, "rows": rows}}
 
 
 EXPERIMENTS = (

@@ -39,7 +39,6 @@ METHODS = {  # by their column: with all weights, and with adapters
     "GRPO": ("grpo_no_kl", "grpo"),
     "PPO": ("ppo", "ppo"),
 }
-VARIANTS = ("ppo_rule", "ppo_shared", "grpo_rm", "simpo")  # not in the tables
 
 
 def size_of(name: str) -> str:
@@ -71,27 +70,8 @@ def fits_table() -> dict:
     return {"columns": ["one card", *METHODS], "rows": rows}
 
 
-def peaks_table() -> dict:
-    """Peaks in GB on one GPU, with all weights / with adapters; who needs the same shares a row."""
-
-    def gigabytes(name: str, algorithm: dict, lora_rank: int) -> str:
-        work = WORK | {"gpus": 1, "lora_rank": lora_rank}
-        size = peak(MODELS[name], algorithm, BFLOAT16, **work) / GB
-        return f"{size:,.0f}" if size >= 10 else f"{size:.1f}"
-
-    names_by_cells = {}
-    for key, algorithm in ALGORITHMS.items():
-        if key not in VARIANTS:
-            cells = tuple(
-                " / ".join(gigabytes(name, algorithm, rank) for rank in (0, RANK)) for name in NAMES
-            )
-            names_by_cells.setdefault(cells, []).append(algorithm["name"])
-    rows = [["; ".join(same), *cells] for cells, same in names_by_cells.items()]
-    return {"columns": ["algorithm", *map(size_of, NAMES)], "rows": rows}
-
-
 def tables(_: dict) -> dict:
-    return {"model_sizes fits": fits_table(), "model_sizes one": peaks_table()}
+    return {"model_sizes fits": fits_table()}
 
 
 # --- real_size ---------------------------------------------------------------------------------

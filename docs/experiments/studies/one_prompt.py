@@ -141,12 +141,10 @@ def tables(results: dict) -> dict:
     measured = results["numbers"]
     made = {
         "completions": completions_table(measured),
-        "tokens": tokens_table(measured),
         "REINFORCE": reinforce_table(measured),
         "PPO": ppo_table(measured),
         "PPO whitening": whitening(measured),
         "GRPO group": group_table(measured),
-        "GRPO": grpo_table(measured),
         "DPO": dpo_table(measured),
     }
     return {f"one_prompt {name}": table for name, table in made.items()}
@@ -161,11 +159,6 @@ def completions_table(measured: dict) -> dict:
     log_probs = ["log π_ref", "log π_old", "log π_new"]
     columns = ["", "completion", "tokens", *log_probs, "gold reward", "learned reward"]
     return {"columns": columns, "rows": rows}
-
-
-def tokens_table(measured: dict) -> dict:
-    columns = {f"log π_{policy}": measured[policy][BEST] for policy in ("ref", "old", "new")}
-    return by_token(measured, columns)
 
 
 def reinforce_table(measured: dict) -> dict:
@@ -221,7 +214,8 @@ def ppo_table(measured: dict) -> dict:
     (columns["gradient"],) = torch.autograd.grad(loss, new)
     columns["ratio"] = (new.detach() - old).exp()
     order = ("k1", "r", "V", "δ", "A", "whitened A", "ratio", "gradient")
-    return by_token(measured, {name: columns[name][BEST] for name in order})
+    logprobs = {f"log π_{policy}": measured[policy][BEST] for policy in ("ref", "old", "new")}
+    return by_token(measured, logprobs | {name: columns[name][BEST] for name in order})
 
 
 def group_table(measured: dict) -> dict:
@@ -233,17 +227,6 @@ def group_table(measured: dict) -> dict:
         numbers = [rewards[i], rewards[i] - rewards.mean(), advantages[i], weight]
         rows.append([name, *(fixed(float(number)) for number in numbers)])
     return {"columns": ["", "r", "r - mean", "A", "weight w of a token"], "rows": rows}
-
-
-def grpo_table(measured: dict) -> dict:
-    ref, old = padded(measured["ref"]), padded(measured["old"])
-    new = leaf(padded(measured["new"]))
-    rewards = torch.tensor(measured["reward"], dtype=torch.float64)
-    loss = grpo_loss(new, old, ref, rewards, mask_of(measured["tokens"]))
-    (slopes,) = torch.autograd.grad(loss, new)
-    ratio, inverse = (new.detach() - old).exp(), (ref - new.detach()).exp()
-    columns = {"ratio": ratio[BEST], "π_ref / π_new": inverse[BEST], "gradient": slopes[BEST]}
-    return by_token(measured, columns)
 
 
 def dpo_table(measured: dict) -> dict:

@@ -3,7 +3,7 @@
 from statistics import mean, stdev
 
 from docs.experiments.lib.experiment import Experiment, Table, saved_numbers
-from docs.experiments.lib.metrics import at, average, last, late
+from docs.experiments.lib.metrics import at, average, last
 from docs.experiments.lib.tables import spread
 
 RECIPES = {
@@ -32,12 +32,6 @@ RARELY_SHOWN = (
 )
 ROUNDS = {"1": RARELY_SHOWN, "10": f"{RARELY_SHOWN} --max-sampling-rounds 10"}
 COMMANDS = {name: f"grpo.py {flags}" for name, flags in RECIPES.items()} | {"pass@k": PASS_AT_K}
-GDPO = {
-    f"two rewards, {way}": "grpo.py --reward-weights 1 1 --eval-every 5 --reward-fn "
-    f"tiny/arithmetic/reward.py:last_number docs/rewards/formats.py:shown {flags}"
-    for way, flags in (("summed", ""), ("GDPO", RECIPES["GDPO"]))
-}
-COMMANDS |= GDPO
 COMMANDS |= {f"rounds {rounds}": command for rounds, command in ROUNDS.items()}
 
 
@@ -86,23 +80,13 @@ DYNAMIC_SAMPLING = Table(
     {f"rounds {rounds}": (rounds,) for rounds in ROUNDS},
     heading=("rounds",),
 )
-TWO_REWARDS = Table(
-    {
-        "right after 20 rollouts": (at("rewards/last_number", 20), 2),
-        "after 60": (late("rewards/last_number"), 2),
-        "working shown after 20": (at("rewards/shown", 20), 2),
-        "shown after 60": (late("rewards/shown"), 2),
-    },
-    {name: (name.partition(", ")[2],) for name in GDPO},
-    heading=("rewards",),
-)
 METRICS = {name: [last("eval/accuracy"), average("prompts/sampled")] for name in RECIPES}
 METRICS["pass@k"] = [at(f"eval/{metric}", step) for step in STEPS for metric in PASSES.values()]
 EXPERIMENTS = (
     Experiment(
         "recipes",
         COMMANDS,
-        {"dynamic sampling": DYNAMIC_SAMPLING, "gdpo": TWO_REWARDS},
+        {"dynamic sampling": DYNAMIC_SAMPLING},
         metrics=METRICS,
         more_tables=tables,
     ),
