@@ -50,10 +50,9 @@ from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
-from common.model import forward_method, replaced, save_weights, shard
-from common.ranks import RANK, WORLD_SIZE, all_gather, clip_grad_norm, join_processes
-from common.ranks import leave_processes
+from common.model import CHECKPOINT_OPTIONS, RANK, WORLD_SIZE, adapters_off, add_adapters
+from common.model import all_gather, checkpoint_activations, clip_grad_norm, forward_method
+from common.model import join_processes, leave_processes, replaced, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row

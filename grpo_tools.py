@@ -47,10 +47,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
-from common.model import replaced, save_weights, shard
-from common.ranks import RANK, all_gather, clip_grad_norm, join_processes, leave_processes
-from common.ranks import sums_over_ranks
+from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
+from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
+from common.model import replaced, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row, special_tokens

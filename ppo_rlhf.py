@@ -70,10 +70,9 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
-from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
-from common.model import replaced, save_weights, shard
-from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
-from common.ranks import leave_processes, sums_over_ranks
+from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
+from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
+from common.model import leave_processes, replaced, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row

@@ -49,10 +49,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import CHECKPOINT_OPTIONS, adapters_off, add_adapters, checkpoint_activations
-from common.model import replaced, save_weights, shard
-from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
-from common.ranks import leave_processes
+from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
+from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
+from common.model import leave_processes, replaced, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row

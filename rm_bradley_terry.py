@@ -45,10 +45,9 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from common.logprobs import last_states, micro_batches
-from common.model import CHECKPOINT_OPTIONS, add_adapters, checkpoint_activations, replaced
-from common.model import save_weights, shard, transformer_layers
-from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
-from common.ranks import leave_processes
+from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all_reduce_sum
+from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
+from common.model import replaced, save_weights, shard, transformer_layers
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import UnusableRow, as_chat, encode_completions
 from common.tokens import find_stop_ids, load_tokenizer

@@ -44,10 +44,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.model import CHECKPOINT_OPTIONS, add_adapters, checkpoint_activations, replaced
-from common.model import save_weights, shard
-from common.ranks import RANK, all_gather, all_reduce_sum, clip_grad_norm, join_processes
-from common.ranks import leave_processes
+from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all_reduce_sum
+from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
+from common.model import replaced, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import UnusableRow, as_chat, encode, encode_completions
 from common.tokens import find_stop_ids, load_tokenizer

@@ -14,9 +14,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from common.logprobs import head_logits, output_head
-from common.model import autocast, backbone, failure_of, has_float32_weights, trial_autocast
-from common.model import trial_tokens, unsharded
-from common.ranks import RANK, WORLD_SIZE, all_gather, all_reduce_sum
+from common.model import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, backbone
+from common.model import failure_of, trial_tokens, unsharded
 from common.tokens import pad_rows
 
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
@@ -194,9 +193,7 @@ def check_cache(model: Any) -> None:
         decoder.next_logits(fourth.expand(2))
         return decoder.next_logits(fifth.expand(2))[:1].softmax(dim=1)
 
-    with trial_autocast(model):
-        floor = 1e-4 if has_float32_weights(model) else 0.1
-        failure = failure_of(cached, plain([tokens]), plain([tokens, longer]), floor)
+    failure = failure_of(model, cached, lambda: plain([tokens]), lambda: plain([tokens, longer]))
     if failure:
         raise ValueError(f"generate: {type(model).__name__} fails with its cache: {failure}")
     model.cache_is_known = True

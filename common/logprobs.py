@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.model import autocast, backbone, failure_of, forward_method, has_float32_weights
-from common.model import trial_autocast, use_bfloat16
-from common.ranks import RANK, WORLD_SIZE, all_reduce_sum
+from common.model import RANK, WORLD_SIZE, all_reduce_sum, autocast, backbone, failure_of
+from common.model import forward_method, use_bfloat16
 from common.tree import PrefixTree, padded_states, reads_trees, tree_states
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
@@ -231,23 +230,17 @@ def output_head(model: Any) -> OutputHead:
         cast_weight = cast_weight.bfloat16()
     head = OutputHead(module.weight, cast_weight, module.bias, scale, cap)
     if not hasattr(model, "head_is_known"):
-        check_head(head, model)
+        inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
+        uncast = head._replace(cast_weight=head.weight)
+
+        # Not model(...): sharded, it would begin a forward pass within the one that is running.
+        def of_model() -> Tensor:
+            return model.forward(**inputs).logits[0].float()
+
+        def of_head() -> Tensor:
+            return head_logits(backbone(model).forward(**inputs).last_hidden_state[0], uncast)
+
+        if failure := failure_of(model, of_head, of_model, of_model):
+            raise ValueError(f"the output head of {type(model).__name__} is not known: {failure}")
         model.head_is_known = True
     return head
-
-
-@torch.no_grad()
-def check_head(head: OutputHead, model: Any) -> None:
-    """A ValueError if a head's logits of two tokens are not those of the model's own forward pass.
-    Both are one product of the same states, so depth adds nothing to their rounding.
-    """
-    # Not model(...): sharded, it would begin a forward pass within the one that is running.
-    inputs = {"input_ids": torch.tensor([[1, 2]], device=model.device), "use_cache": False}
-    with trial_autocast(model):
-        expected = model.forward(**inputs).logits[0].float()
-        hidden = backbone(model).forward(**inputs).last_hidden_state[0]
-        floor = 1e-5 if has_float32_weights(model) else 1e-2
-        uncast = head._replace(cast_weight=head.weight)
-        failure = failure_of(lambda: head_logits(hidden, uncast), expected, expected, floor)
-    if failure:
-        raise ValueError(f"the output head of {type(model).__name__} is not known: {failure}")

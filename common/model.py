@@ -1,17 +1,21 @@
-"""A model on its device: sharding, types, adapters, activation checkpointing, whole weights."""
+"""A model on its device: types, sharding, adapters, activation checkpointing, whole weights; and
+the processes that share it.
+"""
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -20,8 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
-from common.ranks import RANK, WORLD_SIZE
+RANK = int(os.environ.get("RANK", 0))  # number of this process, set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 
 
 def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -87,40 +93,29 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(device))
 
 
-def has_float32_weights(model: torch.nn.Module) -> bool:
-    """Whether no weight is bfloat16, as frozen ones are on a GPU."""
-    return all(weight.dtype.itemsize >= 4 for weight in model.parameters())
-
-
-def trial_autocast(model: Any) -> torch.autocast:
-    """For trials of a model: float32 where the weights are, since in bfloat16 rounding alone takes
-    the hidden states of deep models far.
+@torch.no_grad()
+def failure_of(model: Any, attempt: Callable, exact: Callable, rounded: Callable) -> str | None:
+    """What is wrong with an attempt to compute the `exact` numbers of a model in another way, if
+    anything. It may be as far from them as rounding takes a deep model: a few times as far as
+    `rounded`, the same numbers in a way that is right. Computed in float32 where all weights are.
     """
-    mixed = not has_float32_weights(model)
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=mixed)
+    in_float32 = all(weight.dtype.itemsize >= 4 for weight in model.parameters())  # none is frozen
+    try:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=not in_float32):
+            expected = exact()
+            noise, distance = (rounded() - expected).norm(), (attempt() - expected).norm()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a model that cannot do it fails in its own way
+        return repr(error)
+    limit = max(3 * noise, (1e-5 if in_float32 else 5e-2) * expected.norm())
+    return None if distance <= limit else f"it changes numbers by {distance / expected.norm():.1%}"
 
 
 def trial_tokens(model: Any) -> list[int]:
     """Five tokens for trials. Not the first of the vocabulary: special ones round further."""
     vocab = model.get_input_embeddings().num_embeddings
     return [vocab * i // 8 for i in range(1, 6)]
-
-
-def failure_of(
-    attempt: Callable[[], Tensor], exact: Tensor, rounded: Tensor, floor: float
-) -> str | None:
-    """What is wrong with another way to compute a model's `exact` numbers, if anything. It may be a
-    few times as far from them as `rounded` is, the same numbers by a way that is right: how far
-    that is depends on the model's depth and weights. Or up to `floor`, relative to their norm.
-    """
-    try:
-        distance = (attempt() - exact).norm()
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # a model that cannot do it fails in its own way
-        return repr(error)
-    limit = max(3 * (rounded - exact).norm(), floor * exact.norm())
-    return None if distance <= limit else f"it changes numbers by {distance / exact.norm():.1%}"
 
 
 def backbone(model: Any) -> torch.nn.Module:
@@ -253,3 +248,58 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
     if RANK == 0 and hasattr(model, "peft_config"):
         model.peft_config["default"].save_pretrained(folder / "adapter")
         save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+
+
+# --- processes of torchrun -----------------------------------------------------------------------
+def join_processes() -> torch.device:
+    """Connect the processes that torchrun has started, if it has; returns this one's device."""
+    logging.disable_progress_bar()  # of loading weights, on every rank
+    with suppress(AttributeError):  # a notebook's stdout takes every character
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if torch.cuda.is_available():  # CUDA-only
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # cuDNN attention, an H100's default, recompiles for every length (pytorch PR 155958).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group()
+    if RANK > 0:  # rank 0 alone prints and writes
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        warnings.simplefilter("ignore")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def leave_processes() -> None:
+    """The end of a script under torchrun."""
+    if WORLD_SIZE > 1:
+        torch.distributed.barrier()  # nobody leaves before rank 0 has saved
+        os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
+
+
+def all_gather(items: list) -> list:
+    """The lists of all ranks, concatenated in the order of the ranks."""
+    lists = [items] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        torch.distributed.all_gather_object(lists, items)
+    return [item for one_list in lists for item in one_list]
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum over all ranks, in place."""
+    if WORLD_SIZE > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def sums_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Scalars by name, each summed over all ranks, in one message and one copy from the GPU."""
+    totals = all_reduce_sum(torch.stack([*sums.values()])).tolist()
+    return dict(zip(sums, totals, strict=True))
+
+
+def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to max_norm; returns its norm before that, which must be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = norm.full_tensor() if WORLD_SIZE > 1 else norm
+    if not norm.isfinite():
+        raise FloatingPointError(f"gradient norm {norm}: is --learning-rate too high?")
+    return norm.item()

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
-from common.ranks import RANK, WORLD_SIZE, all_gather
+from common.model import RANK, WORLD_SIZE, all_gather
 from common.tokens import UnusableRow
 
 TEXT_TYPES = re.compile("(large_)?(string|list)|struct")  # the last two: chat messages

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.model import backbone, failure_of, has_float32_weights, trial_autocast, trial_tokens
+from common.model import backbone, failure_of, trial_tokens
 from common.tokens import pad_rows
 
 
@@ -27,43 +26,30 @@ class PrefixTree:
         xy    4 5
 
     have 6 nodes, which a model reads as one row. Only attention reads each row whole and causally,
-    as a branch; a row that another one begins with, such as ab, needs none of its own.
+    as a branch; a row that adds no node, such as ab after abc, needs none of its own.
     """
 
     def __init__(self, rows: list[list[int]], device: torch.device):
-        nodes, paths = {}, []
+        nodes, paths, branches = {}, [], []
+        longest = max(map(len, rows))
+        places = []  # of each node in the branches, padded and joined
         for row in rows:
-            node, path = -1, []
-            for token in row:
+            node, path, num_before = -1, [], len(nodes)
+            for t, token in enumerate(row):
                 node = nodes.setdefault((node, token), len(nodes))
                 path.append(node)
+                if node == len(places):
+                    places.append(len(branches) * longest + t)
             paths.append(path)
-        parents = {parent for parent, _ in nodes}
-        branches = {path[-1]: path for path in paths if path[-1] not in parents}  # equal rows: one
-        longest = max(map(len, paths))
-        places = {}  # of each node in the branches, padded and joined
-        for i, path in enumerate(branches.values()):
-            for t, node in enumerate(path):
-                places.setdefault(node, i * longest + t)
-        places = torch.tensor([places[node] for node in range(len(nodes))])
-        ids = torch.tensor([token for _, token in nodes])
+            if len(nodes) > num_before:
+                branches.append(path)
+        ids, places = torch.tensor([token for _, token in nodes]), torch.tensor(places)
         self.ids = ids.to(device, non_blocking=True)  # (N,)
         self.places = places.to(device, non_blocking=True)  # (N,)
         self.positions = (places % longest).to(device, non_blocking=True)  # (N,)
         self.paths, _ = pad_rows(paths, device)  # (b, L): the nodes of each row
-        self.branches, _ = pad_rows([*branches.values()], device)  # (R, L)
-        self.masks = {}  # of the sliding windows that layers have asked for
-
-    def mask(self, window: int | None) -> Tensor | None:
-        """(1, 1, L, L): true where a token sees another, if only the last `window` tokens are seen;
-        None if all before it are, which is plain causal attention.
-        """
-        if window not in self.masks:  # made once for all layers
-            length = self.branches.shape[1]
-            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.ids.device).tril()
-            slides = window is not None and window < length
-            self.masks[window] = mask.triu(1 - window) if slides else None
-        return self.masks[window]
+        self.branches, _ = pad_rows(branches, device)  # (R, L')
+        self.windows = set()  # those that layers have asked for
 
 
 def tree_attention(
@@ -88,7 +74,11 @@ def tree_attention(
     q, k, v = (
         take(states, tree.branches).transpose(1, 2) for states in by_node
     )  # (R, heads, L, d)
-    mask = tree.mask(sliding_window)
+    tree.windows.add(sliding_window)
+    mask, length = None, q.shape[2]  # causal
+    if sliding_window and sliding_window < length:  # the last tokens alone
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device)
+        mask = mask.tril().triu(1 - sliding_window)
     attended, _ = sdpa_attention_forward(module, q, k, v, mask, is_causal=True, **options)
     return take(attended.flatten(0, 1), tree.places)[None], None
 
@@ -125,7 +115,6 @@ def padded_states(model: Any, rows: list[list[int]]) -> Tensor:
     return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
 
 
-@torch.no_grad()
 def reads_trees(model: Any) -> bool:
     """Whether the model's hidden states are the same with a `PrefixTree`, tried once on short rows;
     a warning says why not. If they are, `tree_attention` is its attention for good: activation
@@ -140,22 +129,20 @@ def reads_trees(model: Any) -> bool:
     rows = [[a, b, c, d, e], [a, b, c, e], [a, b, d, d, c, a], [a, b, c], [d, a]]
     is_token = pad_rows(rows, model.device)[1]
 
-    def states_of_tree() -> Tensor:
+    def alone() -> Tensor:
+        return torch.cat([padded_states(model, [row])[0] for row in rows])
+
+    def in_tree() -> Tensor:
         if unknown := layer_types - {"full_attention", "sliding_attention"}:
             raise ValueError(f"it has layers of the type {unknown}")
         model.set_attn_implementation("prefix_tree")
         tree = PrefixTree(rows, model.device)
         states = tree_states(model, tree)[is_token]
-        if window and window not in tree.masks:  # too long for these rows to show it
+        if window and window not in tree.windows:  # too long for these rows to show it
             raise ValueError("its sliding window is not known")
         return states
 
-    with trial_autocast(model):
-        with sdpa_kernel(SDPBackend.MATH):  # another kernel rounds in another way too
-            alone = torch.cat([padded_states(model, [row])[0] for row in rows])
-        padded = padded_states(model, rows)[is_token]
-        floor = 1e-5 if has_float32_weights(model) else 5e-2
-        failure = failure_of(states_of_tree, alone, padded, floor)
+    failure = failure_of(model, in_tree, alone, lambda: padded_states(model, rows)[is_token])
     if failure:
         model.set_attn_implementation(before)
         name = type(model).__name__

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 import common.model
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from common.model import checkpoint_activations, shard, transformer_layers
-from common.ranks import clip_grad_norm, join_processes
+from common.model import checkpoint_activations, clip_grad_norm, join_processes, shard
+from common.model import transformer_layers
 
 CPU = torch.device("cpu")
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 8]), ([9, 3], [4, 4])]

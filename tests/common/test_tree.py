@@ -8,10 +8,10 @@ import pytest
 import torch
 from gpu_types import take_gpu_types
 from models import VOCAB, family_model, some_wide, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from common.logprobs import completion_logprobs, completion_states, last_states
-from common.tree import PrefixTree, reads_trees
+from common.tree import PrefixTree, reads_trees, tree_attention
 
 # Of each family whether it reads trees. The others have recurrent layers, soft caps, sinks, or
 # positions or attention of their own.
@@ -177,14 +177,8 @@ def unbranched(tree):
     tree.branches = tree.branches[:1].expand_as(tree.branches)
 
 
-def later(tree):
-    """A token sees the one after it."""
-    length = tree.branches.shape[1]
-    tree.masks[None] = torch.ones(1, 1, length, length, dtype=torch.bool).tril(1)
-
-
 @pytest.mark.parametrize("in_bfloat16", [False, True])
-@pytest.mark.parametrize("plant", [shifted, unbranched, later])
+@pytest.mark.parametrize("plant", [shifted, unbranched])
 @both_models
 @pytest.mark.filterwarnings("ignore:slower")
 def test_the_trial_finds_a_tree_that_is_wrong(make_model, plant, in_bfloat16, monkeypatch):
@@ -209,8 +203,11 @@ def test_layers_of_another_type_are_refused(layer_types):
 
 def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
     model = tiny_model("mistral", sliding_window=32)
-    mask = PrefixTree.mask
-    monkeypatch.setattr(PrefixTree, "mask", lambda tree, window: mask(tree, None))
+
+    def without_window(*arguments, sliding_window, **options):
+        return tree_attention(*arguments, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "prefix_tree", without_window)
     with pytest.warns(UserWarning, match="sliding window"):
         assert not reads_trees(model)
 
@@ -248,16 +245,11 @@ def test_nodes_are_the_prefixes_of_the_rows():
         assert tree.positions[path].tolist() == [*range(len(row))]
 
 
-def test_rows_that_others_continue_have_no_branch_and_a_mask_is_made_once():
-    rows = [[1, 2, 3], [1, 2, 3, 4, 7], [1, 2, 5], [1, 2, 5], [6]]
+def test_rows_that_add_no_node_have_no_branch():
+    rows = [[1, 2, 3, 4, 7], [1, 2, 3], [1, 2, 5], [1, 2, 5], [6]]
     tree = PrefixTree(rows, torch.device("cpu"))
     assert tree.branches.tolist() == [[0, 1, 2, 3, 4], [0, 1, 5, 0, 0], [6, 0, 0, 0, 0]]
     assert tree.places.tolist() == [0, 1, 2, 3, 4, 7, 10]
-    assert tree.mask(None) is None and tree.mask(5) is None
-    mask = tree.mask(2)
-    for query, row in enumerate(mask[0, 0].tolist()):
-        assert row == [query - 2 < key <= query for key in range(5)]
-    assert tree.mask(2) is mask
 
 
 def test_saved_models_and_samples_do_not_know_the_tree(tmp_path):

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 import common.generation
 import common.model
-import common.ranks
 
 
 def watch():
@@ -27,7 +26,7 @@ def watch():
         # A weight that cannot be divided evenly leaves the first processes one row more.
         most = sum(weight.shape[1:].numel() for weight in weights)
         own = sum(weight.to_local().numel() for weight in weights)
-        assert abs(own - whole / common.ranks.WORLD_SIZE) <= most
+        assert abs(own - whole / common.model.WORLD_SIZE) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
         heads = {name for name, _ in model.named_children()} & {"score", "value_head"}
         roots = {"model", *heads} if heads else {""}
@@ -46,9 +45,9 @@ def watch():
 
 def run_in_turn(commands):
     """The processes join before the first run and part after the last."""
-    device, leave = common.ranks.join_processes(), common.ranks.leave_processes
-    common.ranks.join_processes = lambda: device
-    common.ranks.leave_processes = lambda: None
+    device, leave = common.model.join_processes(), common.model.leave_processes
+    common.model.join_processes = lambda: device
+    common.model.leave_processes = lambda: None
     for command in commands:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
