@@ -360,8 +360,13 @@ DIALOGUE = "\n\nHuman: 1+2\n\nAssistant: "
     ("name", "rows", "flags", "error"),
     [
         # `datasets` decodes such a string: `"3"` would lose its quotes, and `3` be a number.
-        ("sft", [[turn("user", PART), turn("assistant", '"3"')]], {}, "in messages the content of"),
-        ("sft", [TURNS, [TURNS[0], turn("assistant", 3)]], {}, "in messages the content of some"),
+        (
+            "sft",
+            [[turn("user", PART), turn("assistant", '"3"')]],
+            {},
+            "in .'messages'. the content of",
+        ),
+        ("sft", [TURNS, [TURNS[0], turn("assistant", 3)]], {}, "in .'messages'. the content"),
         (
             "dpo",
             [dict(chosen=f"{DIALOGUE}3", rejected=f"{DIALOGUE}4")],
