@@ -41,12 +41,9 @@ def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -
         rows = load_dataset(dataset, config, split=split)
     if missing := columns - {*rows.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    for column, feature in rows.features.items():
-        if "'content': Json" in str(feature):  # then `datasets` reads a string "5" as the number 5
-            raise ValueError(
-                f"--dataset: in {column} the content of some messages is a string, of others it "
-                "is not: write all as strings, or all as parts"
-            )
+    mixed = [name for name in rows.features if "'content': Json" in str(rows.features[name])]
+    if mixed:  # there `datasets` reads a string "5" as the number 5
+        raise ValueError(f"--dataset: in {mixed} the content of some messages is no string")
     return rows
 
 

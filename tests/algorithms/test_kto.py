@@ -228,3 +228,11 @@ def test_rows_met_before_any_update_have_a_log_ratio_of_exactly_zero(tmp_path, f
         assert step["objective/loss"] == loss
     assert before["eval/margin"] == before["eval/kl"] == 0
     assert len(steps) == 4
+
+
+def test_a_row_is_never_alone_in_a_step(tmp_path, monkeypatch):
+    """It would be its own mismatched pair."""
+    calls = spies.spy_on(kto, monkeypatch, "mismatch")
+    run(tmp_path, train_split="train[:7]", eval_split="test[:9]", epochs=1, batch_size=3)
+    sizes = [len(sequences) for (sequences, _), _ in calls]
+    assert [size for size in sizes if size < 9] == [3, 4]

@@ -325,8 +325,8 @@ class StretchedLlama(LlamaForCausalLM):
         (torch.float32, 0.7e-5, True),  # the tolerance is 1e-5
         (torch.float32, 1.5e-5, False),
         (torch.float32, 0.7e-2, False),
-        (torch.bfloat16, 0.7e-2, True),  # here 1e-2: a number of 8 bits is off by 4e-3 at most
-        (torch.bfloat16, 1.5e-2, False),
+        (torch.bfloat16, 4e-2, True),  # here 5e-2: a number of 8 bits is off by 4e-3 at most
+        (torch.bfloat16, 7e-2, False),
     ],
 )
 def test_tolerance_of_the_heads_trial_under_autocast(weights, part, is_known, monkeypatch):

@@ -1,5 +1,6 @@
 """What no library would notice: weights, tokenizers and rows that are not what was asked for."""
 
+import copy
 import json
 import re
 import warnings
@@ -11,7 +12,8 @@ from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import AutoTokenizer, BertConfig, TokenizersBackend
+from transformers import AutoTokenizer, BertConfig, LlamaConfig
+from transformers import TokenizersBackend
 
 import dpo
 import grpo
@@ -133,6 +135,23 @@ def test_more_tokens_than_positions(name, tmp_path):
     for flags in each:
         if short_flags(name, **flags):
             fails(name, tmp_path, ValueError, "has fewer positions than", **flags)
+
+
+def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch):
+    """Such as Gemma 3's: they stand in the configuration of its text."""
+
+    def get_text_config(config, **options):
+        of_text = copy.copy(config)
+        of_text.max_position_embeddings = 8
+        return of_text
+
+    monkeypatch.setattr(LlamaConfig, "get_text_config", get_text_config)
+    grpo.load_model(AutoModelForCausalLM, POLICY, tokenizer, 8)
+    with pytest.raises(ValueError, match="has fewer positions than the 9 of the --max flags"):
+        grpo.load_model(AutoModelForCausalLM, POLICY, tokenizer, 9)
+    args = rm_bradley_terry.Args(model=POLICY, max_length=9)
+    with pytest.raises(ValueError, match="has fewer positions than --max-length 9"):
+        rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -335,8 +354,13 @@ DIALOGUE = "\n\nHuman: 1+2\n\nAssistant: "
     ("name", "rows", "flags", "error"),
     [
         # `datasets` decodes such a string: `"3"` would lose its quotes, and `3` be a number.
-        ("sft", [[turn("user", PART), turn("assistant", '"3"')]], {}, "in messages the content of"),
-        ("sft", [TURNS, [TURNS[0], turn("assistant", 3)]], {}, "in messages the content of some"),
+        (
+            "sft",
+            [[turn("user", PART), turn("assistant", '"3"')]],
+            {},
+            "in .'messages'. the content of",
+        ),
+        ("sft", [TURNS, [TURNS[0], turn("assistant", 3)]], {}, "in .'messages'. the content"),
         (
             "dpo",
             [dict(chosen=f"{DIALOGUE}3", rejected=f"{DIALOGUE}4")],

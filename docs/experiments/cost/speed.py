@@ -39,6 +39,14 @@ from docs.experiments.lib.runs import read_jsonl, write_jsonl
 from docs.experiments.lib.tables import spread
 
 ADAPTERS = dict(lora_rank=16)
+# ChatML, which tells TRL what is an assistant's.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 class Work(NamedTuple):
@@ -72,9 +80,11 @@ def works_in(folder: str) -> dict[str, Work]:
         micro_batch_size=4,
     )
     rows = pairs | dict(dataset=f"{folder}/sft")
+    chats = rows | dict(dataset=f"{folder}/chats", max_length=4096, batch_size=8)
     rm, lora = "rm_bradley_terry", "the same with adapters of rank 16"
     return {
         "sft": Work("SFT, 16 rows in micro-batches of 4", "sft", 16, "SFT", rows),
+        "chats": Work("SFT, 8 chats of six turns in micro-batches of 4", "sft", 8, "SFT", chats),
         "rm": Work("reward model, 16 pairs in micro-batches of 4", rm, 16, "Reward", pairs),
         "dpo": Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, "DPO", pairs),
         "grpo": Work("GRPO, 4 prompts x 8 samples, 64 new tokens", "grpo", 4, "GRPO", grpo),
@@ -157,6 +167,9 @@ def train_trl(work: Work, num_rows: int, folder: str) -> None:
         )
     else:
         settings["max_length"] = args.max_length
+    if "messages" in data.column_names:
+        settings["assistant_only_loss"] = True
+        inputs["processing_class"].chat_template = CHAT_TEMPLATE
     if work.script == "dpo":
         settings["beta"] = args.beta
         if args.lora_rank == 0:  # with adapters the reference is the policy without them
@@ -177,6 +190,7 @@ def make_inputs(folder: str, source: str, data: Path) -> None:
     """Write a model with the tokenizer of `source`, and data, to the folder."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     model = random_llama(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -192,14 +206,19 @@ def make_inputs(folder: str, source: str, data: Path) -> None:
     )
     model.save_pretrained(f"{folder}/policy")
     tokenizer.save_pretrained(f"{folder}/policy")
-    prompts, completions, preferences = [], [], []
+    prompts, completions, preferences, chats = [], [], [], []
     for row in read_jsonl(data / "gsm8k/train.jsonl"):
         prompts.append({"prompt": row["question"], "answer": row["answer"]})
         completions.append({"prompt": row["question"], "completion": f" {row['answer']}"})
+        if not chats or len(chats[-1]["messages"]) == 12:
+            chats.append({"messages": []})
+        for role, text in (("user", row["question"]), ("assistant", row["answer"])):
+            chats[-1]["messages"].append({"role": role, "content": text})
     for row in read_jsonl(data / "gsm8k_solutions/train.jsonl"):
         both = {"chosen": f" {row['chosen']}", "rejected": f" {row['rejected']}"}
         preferences.append({"prompt": row["prompt"]} | both)
-    for name, rows in (("prompts", prompts), ("sft", completions), ("preferences", preferences)):
+    tables = {"prompts": prompts, "sft": completions, "preferences": preferences, "chats": chats}
+    for name, rows in tables.items():
         Path(folder, name).mkdir()
         write_jsonl(Path(folder, name, "train.jsonl"), rows[:-8])
         write_jsonl(Path(folder, name, "test.jsonl"), rows[-8:])
@@ -227,7 +246,7 @@ def measure(side: str, work: Work, skipped: int, steps: int) -> tuple[float, flo
 
 def main(
     works: tyro.conf.Positional[
-        tuple[Literal["sft", "sft_lora", "rm", "dpo", "dpo_lora", "grpo"], ...]
+        tuple[Literal["sft", "sft_lora", "chats", "rm", "dpo", "dpo_lora", "grpo"], ...]
     ],
     data: Path,
     tokenizer: str = "openai-community/gpt2",
