@@ -37,6 +37,17 @@ SUMS = {
 RATES = ["2e-5", "5e-5", "1e-4"]
 RATES += [f"{rate} --lora-rank 16" for rate in ("2e-4", "5e-4", "1e-3")]
 SFTS = {f"`--learning-rate {rate}`": f"{SFT} {rate}" for rate in RATES}
+# --- the digit of nano-rl ----------------------------------------------------------------------
+DIGIT = "--chat --dataset docs/real/digit --learning-rate 1e-5"
+DIGIT_SFT = f"sft.py {MODEL} --dataset docs/real/digit --epochs 4 --batch-size 10"
+DIGIT += f" --model {{{DIGIT_SFT} --eval-rows 10 --learning-rate 2e-5}} --max-new-tokens 4"
+DIGIT += " --reward-fn docs/real/digit.py:near_five --micro-batch-size 30"
+DIGITS = {
+    "GRPO to 5": f"grpo.py {DIGIT} --total-rollouts 6 --prompts-per-rollout 1 --group-size 20 "
+    "--beta 0 --num-minibatches 1 --update-epochs 4",
+    "REINFORCE to 5": f"reinforce.py {DIGIT} --total-rollouts 10 --prompts-per-rollout 30 "
+    "--group-size 1 --baseline none",
+}
 # --- preferences -------------------------------------------------------------------------------
 REWARD_MODEL = (
     f"rm_bradley_terry.py {MODEL} --dataset docs/real/pairs --epochs 2 --batch-size 16 "
