@@ -19,7 +19,7 @@ STUDIES = {  # by file the names of its experiments
     "model_sizes": ["model_sizes", "real_size"],
     "one_prompt": ["one_prompt"],
     "readme": ["readme"],
-    "real": ["real", "real_seeds"],
+    "real": ["real_digit", "real", "real_seeds"],
     "recipes": ["recipes"],
     "results": ["frontier", "overview"],
     "sampler": ["sampler"],

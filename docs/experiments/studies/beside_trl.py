@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ SEEDS = (1, 2, 3)
 KL = Metric("KL of samples", lambda run: kl_of_samples(run, "tiny/reviews/policy"))
 REVIEWS = {"gold reward": (GOLD_REWARD, 2), "KL": (KL, 1)}
 PAIRS = {"pair accuracy": (last("eval/pair_accuracy"), 3)}
+POINTS = {"accuracy": (Metric("points", points), 3)}  # of a run's curve
 DEFAULT, RLOO = "(default)", "`--baseline leave_one_out`"
 WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics with their digits
     "sft": ("SFT", "sft", DEFAULT, {"held-out loss": (last("eval/loss"), 3)}),
@@ -41,10 +41,7 @@ WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics wit
     "kto": ("KTO", "kto", DEFAULT, REVIEWS),
     "grpo": ("GRPO", "grpo", DEFAULT, {"accuracy": (ACCURACY, 3)}),
     "reinforce": ("RLOO", "reinforce", RLOO, {"accuracy": (GOLD_REWARD, 3)}),
-    "distill": (
-        *("Distillation", "distill_divergence", "reverse"),
-        {"accuracy": (Metric("points", points), 3)},
-    ),
+    "distill": ("Distillation", "distill_divergence", "reverse", POINTS),
 }
 
 
@@ -85,10 +82,6 @@ def trl_runs(scripts: Iterable[str]) -> dict[str, list[Run]]:
     return runs
 
 
-def costs_of(run: Run) -> list[list[float]]:
-    return json.loads((run.folder.parent / "costs.json").read_text())
-
-
 def curve(run: Run) -> list[list[float]]:
     """Of GRPO, with four optimiser steps in a rollout: rollouts and accuracy."""
     found, seed = [], json.loads((run.folder / "args.json").read_text())["seed"]
@@ -109,10 +102,13 @@ def tables(results: dict) -> dict[str, dict]:
             sides = [saved_numbers(experiment, label, metric.name), numbers[metric.name]]
             if metric.name == "points":  # the accuracy at the last one
                 sides = [[points[-1][2] for points in side] for side in sides]
-            error = sum(stdev(side) ** 2 / len(side) for side in sides) ** 0.5
-            gap = f"{(mean(sides[1]) - mean(sides[0])) / error:+.1f}"
-            spreads = [spread(side, digits) for side in sides]
-            rows.append([f"`{kind}Trainer`: {heading}", *spreads, gap, *costs])
+            sizes = [len(side) for side in sides]
+            variance = np.dot([np.var(side) for side in sides], sizes) / (sum(sizes) - 2)  # pooled
+            gap = (np.mean(sides[1]) - np.mean(sides[0])) / (
+                variance * sum(1 / n for n in sizes)
+            ) ** 0.5
+            cells = [f"`{kind}Trainer`: {heading}", *(spread(side, digits) for side in sides)]
+            rows.append([*cells, f"{gap:+.1f}", *costs])
             costs = ["", ""]
     columns = ["", "ours", "TRL", "standard errors", "CPU seconds", "peak MB"]
     return {"beside_trl": {"columns": columns, "rows": rows}}
@@ -127,9 +123,8 @@ def draw(results: dict) -> dict[str, Any]:
     return {"beside_trl": axis}
 
 
-KEPT = {script: [Metric("costs", costs_of)] for script in WORKS}
-for script, (*_, metrics) in WORKS.items():
-    KEPT[script] += [metric for metric, _ in metrics.values()]
+COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
+KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
 KEPT["grpo"].append(Metric("curve", curve))
 EXPERIMENTS = (
     Experiment("beside_trl", metrics=KEPT, find_runs=trl_runs, more_tables=tables, draw=draw),
