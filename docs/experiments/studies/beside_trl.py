@@ -26,6 +26,7 @@ from docs.experiments.lib.metrics import Metric, kl_of_samples, last
 from docs.experiments.lib.runs import RUNS, Run, train
 from docs.experiments.lib.tables import spread
 from docs.experiments.studies.distill import points
+from docs.experiments.studies.recipes import difference
 from tiny.arithmetic.reward import last_number
 
 SEEDS = (1, 2, 3)
@@ -102,15 +103,10 @@ def tables(results: dict) -> dict[str, dict]:
             sides = [saved_numbers(experiment, label, metric.name), numbers[metric.name]]
             if metric.name == "points":  # the accuracy at the last one
                 sides = [[points[-1][2] for points in side] for side in sides]
-            sizes = [len(side) for side in sides]
-            variance = np.dot([np.var(side) for side in sides], sizes) / (sum(sizes) - 2)  # pooled
-            gap = (np.mean(sides[1]) - np.mean(sides[0])) / (
-                variance * sum(1 / n for n in sizes)
-            ) ** 0.5
             cells = [f"`{kind}Trainer`: {heading}", *(spread(side, digits) for side in sides)]
-            rows.append([*cells, f"{gap:+.1f}", *costs])
+            rows.append([*cells, difference(*reversed(sides)), *costs])
             costs = ["", ""]
-    columns = ["", "ours", "TRL", "standard errors", "CPU seconds", "peak MB"]
+    columns = ["", "ours", "TRL", "TRL's minus ours", "CPU seconds", "peak MB"]
     return {"beside_trl": {"columns": columns, "rows": rows}}
 
 

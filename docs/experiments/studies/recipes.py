@@ -1,6 +1,8 @@
 """docs/recipes.md: recipes, dynamic sampling where most groups fail; docs/grpo.md: pass@k."""
 
-from statistics import mean, stdev
+from statistics import mean
+
+import numpy as np
 
 from docs.experiments.lib.experiment import Experiment, Table, saved_numbers
 from docs.experiments.lib.metrics import at, average, last
@@ -39,8 +41,10 @@ COMMANDS |= {f"rounds {rounds}": command for rounds, command in ROUNDS.items()}
 
 
 def difference(values: list[float], others: list[float]) -> str:
-    """The difference of two means and its standard error."""
-    error = (stdev(values) ** 2 / len(values) + stdev(others) ** 2 / len(others)) ** 0.5
+    """The difference of two means and its standard error, with one variance for both."""
+    sizes = np.array([len(values), len(others)])
+    variance = np.dot([np.var(values), np.var(others)], sizes) / (sizes.sum() - 2)
+    error = (variance * (1 / sizes).sum()) ** 0.5
     return f"{mean(values) - mean(others):+.3f} ± {error:.3f}"
 
 
