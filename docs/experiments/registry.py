@@ -8,6 +8,7 @@ from docs.experiments.lib.experiment import Experiment
 
 DECLARED = {experiment.name: experiment for experiment in declared.EXPERIMENTS}
 STUDIES = {  # by file the names of its experiments
+    "beside_trl": ["beside_trl"],
     "best_of_n": ["best_of_n"],
     "distill": ["distill_divergence", "distill_noise", "distill"],
     "exercises": ["exercises"],
@@ -18,7 +19,7 @@ STUDIES = {  # by file the names of its experiments
     "model_sizes": ["model_sizes", "real_size"],
     "one_prompt": ["one_prompt"],
     "readme": ["readme"],
-    "real": ["real", "real_seeds"],
+    "real": ["real_digit", "real", "real_seeds"],
     "recipes": ["recipes"],
     "results": ["frontier", "overview"],
     "sampler": ["sampler"],

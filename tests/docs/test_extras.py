@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from docs.experiments.cost.speed import train_trl
+from docs.experiments.cost.speed import trl_trainer
 from docs.rewards import tone
 
 pytestmark = pytest.mark.docs
@@ -24,4 +24,4 @@ def test_what_needs_an_extra_names_it(monkeypatch):
     with pytest.raises(ImportError, match=r"\.\[real\]"):
         tone.tone(["Review Jaws."], ["It is good."])
     with pytest.raises(ImportError, match=r"\.\[bench\]"):
-        train_trl(None, 1, "runs")
+        trl_trainer("SFT", None, "train", None)

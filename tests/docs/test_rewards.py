@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -17,7 +18,8 @@ from scripts import SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from docs.rewards import formats, judge, programs, trl_style
+from docs.real import digit
+from docs.rewards import countdown, formats, judge, programs, spell_backward, trl_style
 
 POLICY = "tiny/arithmetic/policy"
 TESTS = json.dumps([[[2, 3], 5], [[-1, 1], 0]])
@@ -50,6 +52,61 @@ def test_thoughts_then_an_answer():
 def test_shown_working():
     texts = ["6,6,0,8,5#5", "6,6,0,8#5", "6,6,0,8,5#5#", " 6,6,0,8,5#5", "٦,6,0,8,5#5"]
     assert formats.shown([""] * 5, texts) == [1, 0, 0, 0, 0]
+
+
+# --- small tasks of others ----------------------------------------------------------------------
+def test_countdown():
+    texts = {
+        "(8 - 3) * 6": 1,
+        "<answer>1</answer> no, <answer> 6*8-3*6 </answer>": 0,  # 6 twice
+        "so <answer>-3*6 + 8*6</answer>": 0,
+        "<answer>(8-3)*6</answer> I think": 1,
+        "(8 - 3) * 6 = 30": 0,
+        "30": 0,
+        "8 / (3 - 3) * 6": 0,
+        "__import__('os').getcwd()": 0,
+        "(8 - 3) * 6 * True": 0,
+        "8 ** 3 * 6": 0,
+        "-(3 - 8) * 6": 1,
+        "(" * 9999: 0,
+        "-" * 99999 + "8": 0,
+    }
+    columns = dict(numbers=[[3, 6, 8]] * len(texts), target=[30] * len(texts))
+    assert countdown.solves([], [*texts], **columns) == [*texts.values()]
+    assert countdown.solves([], ["6 / (8 - 3) * 10"], [[10, 3, 8, 6]], [12]) == [1]  # no rounding
+    row = countdown.make_row(random.Random(1))
+    assert 10 <= row["target"] <= 100 and str(row["numbers"]) in row["prompt"]
+
+
+def test_spell_backward():
+    texts = {"nus": 1, " NUS\n": 1, "nu": 2 / 3, "sun": 1 / 3, "nuss": 0.8, "nun": 2 / 3, "": 0}
+    row = spell_backward.make_row("sun")
+    found = spell_backward.letters([], [*texts], [row["answer"]] * len(texts))
+    assert found == pytest.approx([*texts.values()])
+
+
+def test_the_digit_of_nano_rl():
+    assert digit.near_five([], ["5", "9", "0", "15", "5.", "", "\u0665"]) == pytest.approx(
+        [1, 5 / 9, 4 / 9, 0, 0, 0, 0]
+    )
+
+
+def test_the_same_rewards_as_reasoning_gym():
+    """On a hundred rows of each task: the answer, another row's answer, and a part of it."""
+    gym = pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    for name in ("countdown", "spell_backward"):
+        data = gym.create_dataset(name, seed=1, size=100)
+        rows = [*data]
+        for i, row in enumerate(rows):
+            for text in (row["answer"], rows[i - 1]["answer"], row["answer"][:-1]):
+                theirs = data.score_answer(text, row)
+                if name == "countdown":
+                    numbers, target = row["metadata"]["numbers"], row["metadata"]["target"]
+                    (ours,) = countdown.solves([], [text], [numbers], [target])
+                    theirs = float(theirs == 1)  # it pays 0.01 or 0.05 for what is wrong
+                else:
+                    (ours,) = spell_backward.letters([], [text], [row["answer"]])
+                assert ours == pytest.approx(theirs), text
 
 
 # --- code ---------------------------------------------------------------------------------------

@@ -20,7 +20,12 @@ from docs.exercises.add_bug import Edit, apply
 BLOCK = re.compile(r"<!-- variant (\w+) (\w+)\.py (\w+) -->\n```diff\n(.*?)```", re.DOTALL)
 PAGE = Path("docs/variants.md").read_text()
 VARIANTS = {name: (script, function, diff) for name, script, function, diff in BLOCK.findall(PAGE)}
-FLAGS = {"icepop": dict(importance_cap=5.0), "high_entropy": dict(beta=0.0)}
+FLAGS = {
+    "apo_down": dict(loss="apo_zero"),
+    "icepop": dict(importance_cap=5.0),
+    "high_entropy": dict(beta=0.0),
+    "vespo": dict(beta=0.0, loss_norm="token"),
+}
 
 
 @pytest.fixture
@@ -46,8 +51,8 @@ def of(name):
 
 
 def test_a_diff_is_short_and_the_page_has_no_other():
-    assert PAGE.count("```diff") == len(VARIANTS) == 6
-    assert all(len(diff.splitlines()) <= 12 for _, _, diff in VARIANTS.values())
+    assert PAGE.count("```diff") == len(VARIANTS) == 9
+    assert all(len(diff.splitlines()) <= 14 for _, _, diff in VARIANTS.values())
 
 
 @pytest.mark.parametrize(
@@ -60,8 +65,9 @@ def test_two_steps_take_their_gradient_from_the_changed_function(
     original, calls = getattr(variant, function), []
 
     def zero_from_the_second_call_on(*args, **options):
-        calls.append(original(*args, **options))
-        return calls[-1] * (len(calls) == 1)
+        found = original(*args, **options)
+        calls.extend([1] * torch.is_grad_enabled())  # not an evaluation
+        return found * (len(calls) == 1)
 
     monkeypatch.setattr(variant, function, zero_from_the_second_call_on)
     two_steps = algorithms.ONE_STEP | dict(total_rollouts=2, epochs=0.5, micro_batch_size=16)
@@ -127,6 +133,41 @@ def test_squared_log_ratio(variant):
             value, slope = clipped(math.exp(log_ratio), a)
             expected.append((value - 0.001 * log_ratio**2, slope - 0.002 * log_ratio))
     assert_tokens(losses, logprobs, expected)
+
+
+@of("vespo")
+def test_vespo(variant):
+    logprobs, old, advantages = some_tokens()
+    losses = variant.grpo_loss(logprobs, old, None, advantages, MASK, **CLIPS)
+    expected = []
+    rows = zip(logprobs.tolist(), old.tolist(), advantages.tolist(), strict=True)
+    for now, before, a in rows:
+        w = math.exp(sum(now) - sum(before))
+        k, c = (3, 2) if a < 0 else (2, 3)
+        weight = w**k * math.exp(c * (1 - w)) * a
+        expected += [(weight * x, weight) for x in now]
+    assert_tokens(losses, logprobs, expected)
+
+
+@of("apo_down")
+def test_apo_down(variant):
+    logratios = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
+    expected = []
+    for chosen, rejected in logratios.tolist():
+        worse = 1 / (1 + math.exp(-0.3 * chosen))
+        expected.append(worse + 1 / (1 + math.exp(0.3 * (chosen - rejected))))
+    assert variant.apo_zero_loss(logratios, 0.3).tolist() == pytest.approx(expected)
+
+
+@of("echo")
+def test_echo(variant):
+    """A completion with three tokens of the environment, one of them certain; and one without."""
+    logprobs = torch.tensor([[-1.0, -2.0, 0.0, -4.0, -6.0], [-1.0, -2.0, 0.0, 0.0, 0.0]])
+    theirs = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0]]).bool()
+    loss = variant.with_environment(torch.tensor(7.0), logprobs.requires_grad_(), theirs, 4)
+    loss.backward()
+    assert loss.item() == pytest.approx(7 + 0.05 * (2 + 0 + 6) / 3 / 4)
+    torch.testing.assert_close(logprobs.grad, -0.05 / 3 / 4 * theirs)
 
 
 @of("dual_clip")

@@ -1,12 +1,11 @@
 """Seconds an optimiser step takes, and the memory, in these scripts and in TRL, on the same work.
 
     pip install -e ".[bench]"
-    python -m docs.experiments speed grpo dpo rm sft --data FOLDER
+    python -m docs.experiments speed grpo dpo rm sft --data FOLDER --model MODEL
 
-The model is a Llama of 20M parameters with random weights. FOLDER holds gsm8k/train.jsonl
-(`question`, `answer`) and gsm8k_solutions/train.jsonl (`prompt`, a right solution as `chosen`, a
-wrong one as `rejected`), both from github.com/openai/grade-school-math. With --model it is a real
-model; with --data docs/real on docs/real/sums and docs/real/pairs.
+FOLDER holds gsm8k/train.jsonl (`question`, `answer`) and gsm8k_solutions/train.jsonl (`prompt`, a
+right solution as `chosen`, a wrong one as `rejected`), both from
+github.com/openai/grade-school-math; or it is docs/real, with its sums and pairs.
 
 Both sides train the same checkpoint on the same rows with the same batch, micro-batch, lengths,
 optimiser and number of optimiser steps, in processes that take turns, on a CPU in float32. The
@@ -15,30 +14,26 @@ evaluations lie outside. Memory is the highest of the whole process, libraries a
 included. Output: rows of a table in Markdown.
 """
 
-import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 import tyro
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from docs.experiments.lib.measuring import (
     in_own_process,
     noted_steps,
     peak,
-    quietly,
-    random_llama,
 )
 from docs.experiments.lib.runs import read_jsonl, write_jsonl
 from docs.experiments.lib.tables import spread
 
-ADAPTERS = dict(lora_rank=16)
+
 # ChatML, which tells TRL what is an assistant's.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -81,15 +76,13 @@ def works_in(folder: str) -> dict[str, Work]:
     )
     rows = pairs | dict(dataset=f"{folder}/sft")
     chats = rows | dict(dataset=f"{folder}/chats", max_length=4096, batch_size=8)
-    rm, lora = "rm_bradley_terry", "the same with adapters of rank 16"
+    rm = "rm_bradley_terry"
     return {
         "sft": Work("SFT, 16 rows in micro-batches of 4", "sft", 16, "SFT", rows),
         "chats": Work("SFT, 8 chats of six turns in micro-batches of 4", "sft", 8, "SFT", chats),
         "rm": Work("reward model, 16 pairs in micro-batches of 4", rm, 16, "Reward", pairs),
         "dpo": Work("DPO, 16 pairs in micro-batches of 4", "dpo", 16, "DPO", pairs),
         "grpo": Work("GRPO, 4 prompts x 8 samples, 64 new tokens", "grpo", 4, "GRPO", grpo),
-        "sft_lora": Work(f"SFT, {lora}", "sft", 16, "SFT", rows | ADAPTERS),
-        "dpo_lora": Work(f"DPO, {lora}", "dpo", 16, "DPO", pairs | ADAPTERS),
     }
 
 
@@ -117,95 +110,68 @@ def train_ours(work: Work, num_rows: int, folder: str) -> None:
 
 
 # --- TRL's side, in float32 and without checkpointing ------------------------------------------
+NAMES_IN_TRL = {  # of our flags that have another one there
+    "clip_coef": "epsilon",
+    "epochs": "num_train_epochs",
+    "generation_batch_size": "",  # there all completions of a rollout
+    "group_size": "num_generations",
+    "max_new_tokens": "max_completion_length",
+    "warmup_ratio": "warmup_steps",  # below 1 a fraction of the steps
+}
+
+
 def train_trl(work: Work, num_rows: int, folder: str) -> None:
     """Train with TRL on the first rows, once."""
+    settings = dict(output_dir=folder, max_steps=num_rows // work.rows_per_step)
+    args = import_module(work.script).Args(**work.flags)
+    trl_trainer(work.trl_trainer, args, f"train[:{num_rows}]", count_letters, **settings).train()
+
+
+def trl_trainer(kind: str, args: Any, split: str, reward: Callable, **settings: Any) -> Any:
+    """A trainer of TRL with the values of our script's flags, where both have them, and its own
+    defaults elsewhere; settings come before both."""
     try:
         import trl
     except ModuleNotFoundError as error:
         raise ImportError('TRL comes with an extra: pip install -e ".[bench]"') from error
     from datasets import load_dataset
 
-    args = import_module(work.script).Args(**work.flags)
-    settings = dict(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        seed=1,
-        learning_rate=args.learning_rate,
-        per_device_train_batch_size=args.micro_batch_size,
-    )
-    data = load_dataset(args.dataset, split=f"train[:{num_rows}]")
-    settings["max_steps"] = num_rows // work.rows_per_step
-    sequences_per_step = work.rows_per_step * getattr(args, "group_size", 1)
-    settings["gradient_accumulation_steps"] = sequences_per_step // args.micro_batch_size
-    inputs = dict(
-        model=load_model(work, args.model),
-        train_dataset=data,
-        processing_class=AutoTokenizer.from_pretrained(args.model),
-    )
-    if args.lora_rank > 0:
-        inputs["peft_config"] = LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=2 * args.lora_rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-    if work.script == "grpo":
-        inputs["reward_funcs"] = count_letters
-        settings |= dict(
-            num_generations=args.group_size,
-            max_completion_length=args.max_new_tokens,
-            temperature=1.0,
-            beta=args.beta,
-            epsilon=args.clip_coef,
-            loss_type="grpo",
-        )
-    else:
-        settings["max_length"] = args.max_length
+    flags = vars(args)
+    config = getattr(trl, f"{kind}Config")
+    shared = {NAMES_IN_TRL.get(flag, flag): value for flag, value in flags.items()}
+    shared = {name: shared[name] for name in shared if name in config.__dataclass_fields__}
+    shared |= dict(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no")
+    shared |= dict(report_to="none", model_init_kwargs={"dtype": "float32"})
+    shared.setdefault("max_grad_norm", 0.0)  # reinforce.py does not clip gradients
+    data = load_dataset(args.dataset, split=split).shuffle(seed=args.seed)
+    inputs = dict(model=args.model, train_dataset=data)
     if "messages" in data.column_names:
-        settings["assistant_only_loss"] = True
+        shared["assistant_only_loss"] = True
+        inputs["processing_class"] = AutoTokenizer.from_pretrained(args.model)
         inputs["processing_class"].chat_template = CHAT_TEMPLATE
-    if work.script == "dpo":
-        settings["beta"] = args.beta
-        if args.lora_rank == 0:  # with adapters the reference is the policy without them
-            inputs["ref_model"] = load_model(work, args.model)
-    config = getattr(trl, f"{work.trl_trainer}Config")(**settings)
-    getattr(trl, f"{work.trl_trainer}Trainer")(**inputs, args=config).train()
-
-
-def load_model(work: Work, source: str) -> torch.nn.Module:
-    if work.script == "rm_bradley_terry":
-        kind = AutoModelForSequenceClassification
-        return kind.from_pretrained(source, dtype="float32", num_labels=1)
-    return AutoModelForCausalLM.from_pretrained(source, dtype="float32")
+    sequences_per_step = flags.get("batch_size")
+    if sequences_per_step is None:
+        sequences_per_rollout = args.prompts_per_rollout * flags.get("group_size", 1)
+        sequences_per_step = sequences_per_rollout // flags.get("num_minibatches", 1)
+        shared["max_steps"] = args.total_rollouts * flags.get("num_minibatches", 1)
+    if "group_size" in flags:
+        inputs["reward_funcs"] = reward
+        shared |= dict(generation_batch_size=sequences_per_rollout)
+    if kind == "GRPO":
+        shared["loss_type"] = "grpo"
+    if kind == "Distillation":
+        inputs["teacher_model"] = args.teacher
+        shared["teacher_model_init_kwargs"] = {"dtype": "float32"}
+    size = min(args.micro_batch_size, sequences_per_step)
+    shared["per_device_train_batch_size"] = size
+    shared["gradient_accumulation_steps"] = sequences_per_step // size
+    trainer = getattr(trl, f"{kind}Trainer")
+    return trainer(**inputs, args=config(**shared | settings))
 
 
 # --- models and data ---------------------------------------------------------------------------
-def make_inputs(folder: str, source: str, data: Path) -> None:
-    """Write a model with the tokenizer of `source`, and data, to the folder."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
-    model = random_llama(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        num_labels=1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model.save_pretrained(f"{folder}/policy")
-    tokenizer.save_pretrained(f"{folder}/policy")
+def make_inputs(folder: str, data: Path) -> None:
+    """Write GSM8K to the folder, as the scripts read it."""
     prompts, completions, preferences, chats = [], [], [], []
     for row in read_jsonl(data / "gsm8k/train.jsonl"):
         prompts.append({"prompt": row["question"], "answer": row["answer"]})
@@ -224,13 +190,6 @@ def make_inputs(folder: str, source: str, data: Path) -> None:
         write_jsonl(Path(folder, name, "test.jsonl"), rows[-8:])
 
 
-def link_inputs(folder: str, model: Path, data: Path) -> None:
-    """The same names for a model and data that are there."""
-    names = {"policy": model, "prompts": data / "sums", "sft": data / "sums"}
-    for name, path in (names | {"preferences": data / "pairs"}).items():
-        Path(folder, name).symlink_to(path.resolve())
-
-
 # --- the table ---------------------------------------------------------------------------------
 SIDES = {"ours": train_ours, "TRL": train_trl}
 
@@ -245,12 +204,9 @@ def measure(side: str, work: Work, skipped: int, steps: int) -> tuple[float, flo
 
 
 def main(
-    works: tyro.conf.Positional[
-        tuple[Literal["sft", "sft_lora", "chats", "rm", "dpo", "dpo_lora", "grpo"], ...]
-    ],
+    works: tyro.conf.Positional[tuple[Literal["sft", "chats", "rm", "dpo", "grpo"], ...]],
     data: Path,
-    tokenizer: str = "openai-community/gpt2",
-    model: Path | None = None,
+    model: Path,
     repeats: int = 5,
     skipped: int = 4,
     steps: int = 4,
@@ -260,8 +216,7 @@ def main(
     Args:
         works: which
         data: folder with the texts
-        tokenizer: folder or hub name
-        model: folder of a real one
+        model: its folder
         repeats: turns of each work and side
         skipped: optimiser steps before the clock starts, at least 1
         steps: optimiser steps measured
@@ -271,13 +226,13 @@ def main(
         columns += [*(f"{side}, {quantity}" for side in SIDES), "ratio"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        links = {"policy": model}
         if (data / "gsm8k").exists():
-            quietly(make_inputs, folder, str(model or tokenizer), data)
-            if model:
-                shutil.rmtree(f"{folder}/policy")
-                Path(folder, "policy").symlink_to(model.resolve())
+            make_inputs(folder, data)
         else:
-            link_inputs(folder, model, data)
+            links |= {"prompts": data / "sums", "sft": data / "sums", "preferences": data / "pairs"}
+        for name, path in links.items():
+            Path(folder, name).symlink_to(path.resolve())
         all_works = works_in(folder)
         runs = {(work, side): [] for work in works for side in SIDES}
         for _ in range(repeats):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Generator
 
 from docs.experiments.lib import sampling
-from docs.experiments.lib.experiment import Experiment, saved_results
+from docs.experiments.lib.experiment import Experiment, Table, saved_results
 from docs.experiments.lib.metrics import Metric, at, last
 from docs.experiments.lib.runs import Run, read_jsonl, run_of
 from docs.experiments.lib.tables import spread
@@ -37,6 +37,16 @@ SUMS = {
 RATES = ["2e-5", "5e-5", "1e-4"]
 RATES += [f"{rate} --lora-rank 16" for rate in ("2e-4", "5e-4", "1e-3")]
 SFTS = {f"`--learning-rate {rate}`": f"{SFT} {rate}" for rate in RATES}
+# --- the digit of nano-rl ----------------------------------------------------------------------
+DIGIT_SFT = "--dataset docs/real/digit --epochs 4 --batch-size 10 --learning-rate 2e-5"
+DIGIT = f"--model {{sft.py {MODEL} {DIGIT_SFT} --eval-rows 10}} --chat --dataset docs/real/digit "
+DIGIT += "--reward-fn docs/real/digit.py:near_five --max-new-tokens 4 --learning-rate 1e-5"
+DIGITS = {
+    "GRPO": f"grpo.py {DIGIT} --total-rollouts 6 --prompts-per-rollout 1 --group-size 20 --beta 0 "
+    "--num-minibatches 1 --update-epochs 4",
+    "REINFORCE": f"reinforce.py {DIGIT} --total-rollouts 10 --prompts-per-rollout 30 "
+    "--group-size 1 --baseline none",
+}
 # --- preferences -------------------------------------------------------------------------------
 REWARD_MODEL = (
     f"rm_bradley_terry.py {MODEL} --dataset docs/real/pairs --epochs 2 --batch-size 16 "
@@ -217,7 +227,13 @@ def experiment(name: str, labels: Iterable[str], **more: Any) -> Experiment:
     return Experiment(name, commands, metrics={label: METRICS[label] for label in labels}, **more)
 
 
+def fives(name: str, step: int | None) -> tuple[Metric, int]:
+    return Metric(name, lambda run: mean(s["completion"] == "5" for s in run.samples(step))), 2
+
+
+FIVES = Table({"before": fives("first", 0), "after": fives("last", None)}, heading=("",))
 EXPERIMENTS = (
+    Experiment("real_digit", DIGITS, {"real digit": FIVES}, seeds=(1, 2, 3)),
     experiment("real", ONE_SEED, seeds=(1,), more_tables=tables),
     experiment("real_seeds", THREE_SEEDS, seeds=(1, 2, 3)),
 )

@@ -1,6 +1,8 @@
 """docs/recipes.md: recipes, dynamic sampling where most groups fail; docs/grpo.md: pass@k."""
 
-from statistics import mean, stdev
+from statistics import mean
+
+import numpy as np
 
 from docs.experiments.lib.experiment import Experiment, Table, saved_numbers
 from docs.experiments.lib.metrics import at, average, last
@@ -13,12 +15,15 @@ RECIPES = {
     "DAPO": "--beta 0 --clip-coef-high 0.28 --loss-norm token --overlong-buffer 5 "
     "--max-sampling-rounds 10",
     "GSPO": "--beta 0 --importance-sampling-level sequence --clip-coef 3e-4 --clip-coef-high 4e-4",
+    "LUSPO": "--beta 0 --importance-sampling-level sequence --loss-norm constant --clip-coef 3e-4 "
+    "--clip-coef-high 4e-4",
     "GDPO": "--multi-objective-aggregation normalize_then_sum",
     "CISPO": "--beta 0 --loss cispo --clip-coef 1 --clip-coef-high 4 --loss-norm token",
     "ScaleRL": "--beta 0 --loss cispo --clip-coef 1 --clip-coef-high 4 --loss-norm token "
     "--scale-rewards batch --max-sampling-rounds 2",
     "SAPO": "--beta 0 --loss sapo",
     "DPPO": "--beta 0 --loss dppo --clip-coef 0.15",
+    "prime-rl": "--beta 0 --loss dppo --clip-coef 0.2 --scale-rewards none --loss-norm token",
     "MaxRL": "--beta 0 --scale-rewards mean",
     "REINFORCE++-baseline": "--scale-rewards batch",
     "unbiased KL": "--kl-placement unbiased",
@@ -36,8 +41,10 @@ COMMANDS |= {f"rounds {rounds}": command for rounds, command in ROUNDS.items()}
 
 
 def difference(values: list[float], others: list[float]) -> str:
-    """The difference of two means and its standard error."""
-    error = (stdev(values) ** 2 / len(values) + stdev(others) ** 2 / len(others)) ** 0.5
+    """The difference of two means and its standard error, with one variance for both."""
+    sizes = np.array([len(values), len(others)])
+    variance = np.dot([np.var(values), np.var(others)], sizes) / (sizes.sum() - 2)
+    error = (variance * (1 / sizes).sum()) ** 0.5
     return f"{mean(values) - mean(others):+.3f} ± {error:.3f}"
 
 

@@ -1,0 +1,127 @@
+"""docs/results.md: the tiny tasks in TRL, beside the default runs of our scripts.
+
+    pip install -e ".[bench]"
+    python -m docs.experiments beside_trl
+
+Our scripts evaluate the models that TRL has saved. Our own results are those in docs/results. The
+cost of a run is measured for both, in processes of their own, with evaluations of eight rows.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from docs.experiments.cost.speed import trl_trainer
+from docs.experiments.declared import ACCURACY, GOLD_REWARD
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, HEALTHY, draw_curves, panel
+from docs.experiments.lib.experiment import Experiment, saved_numbers, saved_results
+from docs.experiments.lib.measuring import in_own_process, peak
+from docs.experiments.lib.metrics import Metric, kl_of_samples, last
+from docs.experiments.lib.runs import RUNS, Run, train
+from docs.experiments.lib.tables import spread
+from docs.experiments.studies.distill import points
+from docs.experiments.studies.recipes import difference
+from tiny.arithmetic.reward import last_number
+
+SEEDS = (1, 2, 3)
+KL = Metric("KL of samples", lambda run: kl_of_samples(run, "tiny/reviews/policy"))
+REVIEWS = {"gold reward": (GOLD_REWARD, 2), "KL": (KL, 1)}
+PAIRS = {"pair accuracy": (last("eval/pair_accuracy"), 3)}
+POINTS = {"accuracy": (Metric("points", points), 3)}  # of a run's curve
+DEFAULT, RLOO = "(default)", "`--baseline leave_one_out`"
+WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics with their digits
+    "sft": ("SFT", "sft", DEFAULT, {"held-out loss": (last("eval/loss"), 3)}),
+    "rm_bradley_terry": ("Reward", "rm_bradley_terry", DEFAULT, PAIRS),
+    "dpo": ("DPO", "dpo", DEFAULT, REVIEWS),
+    "kto": ("KTO", "kto", DEFAULT, REVIEWS),
+    "grpo": ("GRPO", "grpo", DEFAULT, {"accuracy": (ACCURACY, 3)}),
+    "reinforce": ("RLOO", "reinforce", RLOO, {"accuracy": (GOLD_REWARD, 3)}),
+    "distill": ("Distillation", "distill_divergence", "reverse", POINTS),
+}
+
+
+# --- runs ----------------------------------------------------------------------------------------
+def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
+    """Train; seconds of the processor, and the peak of this process in MB."""
+    module, start = import_module(script), time.process_time()
+    args = module.Args(seed=seed, output_dir=folder, eval_split="test[:8]", eval_every=10**9)
+    if side == "ours":
+        module.main(args)
+    else:
+        saved = dict(save_strategy="steps", save_steps=40) if script == "grpo" else {}
+        trainer = trl_trainer(WORKS[script][0], args, "train", last_number, **saved)
+        trainer.train()
+        trainer.save_model(folder)
+    return time.process_time() - start, peak() / 1e6
+
+
+def evaluated(script: str, seed: int, model: Path) -> Run:
+    """A run of our script that evaluates a model: its step is too small to change a weight."""
+    module = import_module(script)
+    is_online = hasattr(module.Args, "total_rollouts")
+    short = dict(total_rollouts=1, prompts_per_rollout=4) if is_online else dict(epochs=1e-3)
+    flags = dict(model=str(model), seed=seed, output_dir=str(model), learning_rate=1e-30)
+    return train(module, **flags, **short)
+
+
+def trl_runs(scripts: Iterable[str]) -> dict[str, list[Run]]:
+    """By script its evaluations of TRL's models, which are trained if there are none yet."""
+    runs = {}
+    for script, seed in product(scripts or WORKS, SEEDS):
+        folder = RUNS / f"trl_{script}_{seed}"
+        if not (folder / "costs.json").exists():
+            sides = ("ours", "TRL")
+            costs = [in_own_process(cost, side, script, seed, str(folder)) for side in sides]
+            (folder / "costs.json").write_text(json.dumps(costs))
+        runs.setdefault(script, []).append(evaluated(script, seed, folder))
+    return runs
+
+
+def curve(run: Run) -> list[list[float]]:
+    """Of GRPO, with four optimiser steps in a rollout: rollouts and accuracy."""
+    found, seed = [], json.loads((run.folder / "args.json").read_text())["seed"]
+    for step in range(40, 241, 40):
+        model = run.folder.parent / f"checkpoint-{step}"
+        found.append([step // 4, ACCURACY.of_run(evaluated("grpo", seed, model))])
+    return found
+
+
+# --- the table and the figure --------------------------------------------------------------------
+def tables(results: dict) -> dict[str, dict]:
+    rows = []
+    for script, (kind, experiment, label, metrics) in WORKS.items():
+        numbers = results["numbers"][script]
+        means = np.mean(numbers["costs"], axis=0)  # over seeds, of (side, seconds and MB)
+        costs = [f"{ours:,.0f} / {trl:,.0f}" for ours, trl in means.T]
+        for heading, (metric, digits) in metrics.items():
+            sides = [saved_numbers(experiment, label, metric.name), numbers[metric.name]]
+            if metric.name == "points":  # the accuracy at the last one
+                sides = [[points[-1][2] for points in side] for side in sides]
+            cells = [f"`{kind}Trainer`: {heading}", *(spread(side, digits) for side in sides)]
+            rows.append([*cells, difference(*reversed(sides)), *costs])
+            costs = ["", ""]
+    columns = ["", "ours", "TRL", "TRL's minus ours", "CPU seconds", "peak MB"]
+    return {"beside_trl": {"columns": columns, "rows": rows}}
+
+
+def draw(results: dict) -> dict[str, Any]:
+    axis = panel("The same curve in TRL", "rollout", "held-out accuracy", ylim=(0, 1))
+    ours = saved_results("grpo")["curves"][DEFAULT]["eval/accuracy"]
+    draw_curves(axis, ours, "grpo.py", ALGORITHM_STYLES["GRPO"])
+    draw_curves(axis, results["numbers"]["grpo"]["curve"], "TRL", HEALTHY)
+    axis.legend()
+    return {"beside_trl": axis}
+
+
+COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
+KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
+KEPT["grpo"].append(Metric("curve", curve))
+EXPERIMENTS = (
+    Experiment("beside_trl", metrics=KEPT, find_runs=trl_runs, more_tables=tables, draw=draw),
+)
