@@ -86,7 +86,7 @@ def sampler(request, tmp_path_factory):
     file.write_text(text.replace("runs/served", folder))
     environment = os.environ | {"PYTHONPATH": ".", "VLLM_SERVER_DEV_MODE": "1"}
     environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     subprocess.run([sys.executable, file, grpo.Args.model], env=environment, check=True)
     spec = spec_from_file_location("vllm_beside", file)
     module = module_from_spec(spec)
@@ -168,7 +168,7 @@ def test_errors_name_what_is_wrong(sampler, monkeypatch):
 
 @pytest.mark.parametrize("sampler", [VLLM], indirect=True)
 def test_a_model_length_that_is_too_short(sampler):
-    with pytest.raises(RuntimeError, match="maximum context length is 96"):
+    with pytest.raises(RuntimeError, match="max_model_len=96"):
         sample(sampler, changed(), max_new_tokens=100)
 
 
@@ -184,5 +184,4 @@ def test_a_run(ranks, sampler, tmp_path):
     flags |= dict(learning_rate=5e-3, output_dir=tmp_path)
     assert torchrun(ranks, [script, *words(flags)], tmp_path / "printed") == [0] * ranks
     (run_dir,) = tmp_path.glob("grpo__*")
-    _, first, second = metrics_of(run_dir)
-    assert first["policy/sampling_kl"] < 1e-8 and second["policy/sampling_kl"] < 1e-8
+    assert all(row["policy/sampling_kl"] < 1e-8 for row in metrics_of(run_dir)[1:])
