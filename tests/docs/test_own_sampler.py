@@ -98,7 +98,8 @@ def sampler(request, tmp_path_factory):
         yield module
         server.shutdown()
         return
-    flags = "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 96 --enforce-eager"
+    flags = "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 96 --enforce-eager "
+    flags += "--no-enable-chunked-prefill"
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     with open(file.with_suffix(".log"), "w") as log:
         command += [*flags.split(), "--port", str(port)]

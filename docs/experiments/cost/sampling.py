@@ -6,6 +6,7 @@ clock, and one of the processor: that does not change much where other programs 
 
 import os
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from subprocess import DEVNULL
@@ -19,8 +20,11 @@ from transformers import AutoModelForCausalLM
 from common.generation import generate
 from docs.samplers import vllm
 
-SERVER = "runs/vllm/bin/python -m vllm.entrypoints.openai.api_server --model runs/served "
-SERVER += "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 512 --enforce-eager"
+SERVER = (
+    "runs/vllm/bin/python -m vllm.entrypoints.openai.api_server --model runs/served --dtype float32 "
+    "--logprobs-mode processed_logprobs --max-model-len 512 --enforce-eager "
+    "--no-enable-chunked-prefill"
+)
 ENVIRONMENT = dict(VLLM_TARGET_DEVICE="cpu", VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="4")
 
 
@@ -28,13 +32,11 @@ def start_server(threads: int) -> psutil.Process:
     environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     server = psutil.Popen(SERVER.split(), env=environment, stdout=DEVNULL, stderr=DEVNULL)
-    while server.poll() is None:
-        try:
+    while True:
+        time.sleep(1)
+        with suppress(OSError):
             urlopen(f"{vllm.SERVER}/health")
             return server
-        except OSError:
-            time.sleep(1)
-    raise RuntimeError(f"it ended: {SERVER}")
 
 
 def seconds(process: psutil.Process) -> tuple[float, float]:
