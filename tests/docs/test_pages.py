@@ -88,7 +88,7 @@ def anchors(page):
 @pytest.mark.parametrize("page", pages(), ids=str)
 def test_flags_functions_tests_and_files_on_a_page_exist(page):
     text = page.read_text()
-    outside_pip = re.sub(r"python -m (pip|pytest|http).*", "", text)
+    outside_pip = re.sub(r"(python -m (pip|pytest|http)|vllm serve)(.*\\\n)*.*", "", text)
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", outside_pip):
         assert flag in FLAGS, f"there is no flag {flag}"
     for quoted in re.findall(r"`([^`\n]+)`", text):

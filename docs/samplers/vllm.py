@@ -1,0 +1,100 @@
+"""`generate` of common/generation.py by a vLLM server that reads the same disk: docs/sampler.md."""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby, repeat
+from pathlib import Path
+from urllib.request import HTTPError, Request, urlopen
+
+import torch
+from torch.distributed.checkpoint import state_dict as dcp
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from common.logprobs import completion_logprobs
+from common.model import RANK, all_gather
+
+SERVER, FOLDER = "http://localhost:8000", Path("runs/served")
+
+
+@torch.no_grad()
+def generate(model, prompts, *, max_new_tokens, temperature, stop_ids, rng, batch_size=None):
+    """As in common/generation.py, but the server chooses how many it samples at a time."""
+    body = dict(max_tokens=max_new_tokens, temperature=temperature)
+    body |= dict(top_p=1, top_k=0, min_p=0, repetition_penalty=1)  # the whole distribution
+    body |= dict(stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, return_token_ids=True)
+    requests, sampled = [], []
+    for prompt, equal in groupby(prompts):
+        seed = torch.randint(2**62, [], generator=rng).item()  # the server adds 0, 1, ... to it
+        requests.append(body | dict(prompt=prompt, n=len([*equal]), seed=seed))
+    weights = whole_weights(model)  # gathered by all ranks
+    if RANK == 0:
+        send(model, weights)
+        with ThreadPoolExecutor(len(requests)) as pool:
+            for answer in pool.map(ask, repeat("v1/completions"), requests):
+                sampled += sorted(answer["choices"], key=lambda choice: choice["index"])
+    sampled = all_gather(sampled)
+    completions = [choice["token_ids"] for choice in sampled]
+    rows = [torch.tensor(choice["logprobs"]["token_logprobs"]) for choice in sampled]
+    logprobs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+    if temperature > 0:  # has the server these weights? k3 of one completion, nats per token
+        first = [(prompts[0], completions[0])]
+        ours = completion_logprobs(model, first, torch.tensor([0]), temperature)[0]
+        log_ratio = (ours - logprobs[0, : len(ours)]).double()
+        kl = (log_ratio.expm1() - log_ratio).mean().item()
+        if RANK == 0 and not kl < model.largest_kl:
+            raise RuntimeError(f"{SERVER}: other weights or another --logprobs-mode, k3 {kl:.2g}")
+    return completions, logprobs
+
+
+def send(model, weights):
+    """Through the folder, if they have changed since the last call."""
+    hashes = [torch.hash_tensor(weight).item() for weight in weights.values()]
+    if hashes == getattr(model, "hashes_sent", None):
+        return
+    server = ask("server_info?config_format=json")["vllm_config"]["model_config"]
+    if Path(server["model"]).resolve() != FOLDER.resolve():
+        raise ValueError(f"{SERVER} serves {server['model']}, not {FOLDER}")
+    ours, theirs = model.config.get_text_config(), AutoConfig.from_pretrained(FOLDER)
+    for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+        if getattr(ours, name) != getattr(theirs.get_text_config(), name):
+            raise ValueError(f"{FOLDER} is of another model: its {name} differs")
+    write(model, weights)
+    ask("collective_rpc", {"method": "reload_weights"})
+    ask("reset_prefix_cache", {})
+    is_exact = server["dtype"] == "torch.float32" and model.device.type == "cpu"
+    model.hashes_sent, model.largest_kl = hashes, 1e-6 if is_exact else 0.03
+
+
+def whole_weights(model):
+    """On rank 0, by their names in a checkpoint: adapters are merged, a tied head is a copy."""
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=options)
+    for name in [name for name in weights if ".lora_A." in name]:
+        base = name.partition("lora_A.")[0] + "base_layer.weight"
+        a, b = weights.pop(name), weights.pop(name.replace("lora_A", "lora_B"))
+        weights[base] = weights[base] + 2 * b @ a
+    return {name.replace(".base_layer", ""): weights.pop(name).clone() for name in [*weights]}
+
+
+def write(model, weights):
+    model.generation_config = GenerationConfig()  # transformers may refuse to save the model's own
+    model.save_pretrained(FOLDER, state_dict=weights)
+    # vLLM packs a tied head on a CPU when it starts, but not when it reloads.
+    AutoConfig.from_pretrained(FOLDER, tie_word_embeddings=False).save_pretrained(FOLDER)
+
+
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(f"{SERVER}/{path}", data, {"Content-Type": "application/json"})
+    try:
+        return json.loads(urlopen(request).read() or "null")
+    except OSError as error:
+        said = error.read().decode() if isinstance(error, HTTPError) else "does vLLM run?"
+        raise RuntimeError(f"{request.full_url}: {error}, {said}") from error
+
+
+if __name__ == "__main__":  # python -m docs.samplers.vllm MODEL
+    policy = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    write(policy, whole_weights(policy))
+    AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(FOLDER)
