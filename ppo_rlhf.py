@@ -695,8 +695,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    config = model.config.get_text_config()  # an image model has another for its text
-    if positions > getattr(config, "max_position_embeddings", positions):
+    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
         raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
