@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tokenizers.decoders import DecodeStream
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -65,25 +66,16 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return stop_ids
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The pieces of text of token ids, special tokens shown. They join to the whole text (broken
-    UTF-8 aside); of a character that takes several tokens the last one has it.
-    """
-    pieces = []
-    for end in range(len(ids)):
-        start = max(0, end - 8)  # a token's text depends on the one before it: its space
-        before, text = tokenizer.decode(ids[start:end]), tokenizer.decode(ids[start : end + 1])
-        pieces.append(text.rstrip("\ufffd")[len(before.rstrip("\ufffd")) :])
-    return pieces
-
-
 def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> dict[str, list]:
     """A line of rollouts.jsonl: of each pair (prompt, completion) of ids the texts, its number in
-    each column (B,), and its numbers per token in columns (B, T), to three decimals.
+    each column (B,), and its numbers per token in columns (B, T), to three decimals. The text of a
+    character that takes several tokens stands at the last of them.
     """
     rows = []
     for i, (prompt_ids, ids) in enumerate(sequences):
-        row = {"prompt": tokenizer.decode(prompt_ids), "tokens": token_texts(tokenizer, ids)}
+        stream = DecodeStream(skip_special_tokens=False)
+        tokens = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+        row = {"prompt": tokenizer.decode(prompt_ids), "tokens": tokens}
         for name, values in columns.items():
             numbers = values[i, : len(ids)] if values.dim() == 2 else values[i]
             row[name] = numbers.double().round(decimals=3).tolist()
