@@ -90,7 +90,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 def parse_args(words):  # as tyro reads them
-    flags = dict(a="0", seed="1", output_dir="runs", model="", reward_fn=""
+    flags = dict(a="0", seed="1", output_dir="runs", model="", reward_fn="")
     for word in " ".join(words).replace("--", "\\n").split("\\n")[1:]:
         name, value = word.replace("=", " ").split()
         flags[name.replace("-", "_")] = value
