@@ -1,10 +1,8 @@
 """The mathematics of distill.py against enumerations, a step against plain transformers."""
 
-import gc
 import json
 import math
 import shutil
-import weakref
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from plain import plain_logprobs
 from reviews import plain_model
 from runs import metrics_of, read
 from spies import watch_steps
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, GenerationConfig
 
 import common.logprobs
@@ -342,38 +339,6 @@ def test_a_rank_without_rows_has_gradients_of_zero(pairs):
     loss.backward()
     assert loss.item() == 0
     assert not any(parameter.grad.any() for parameter in policy.parameters())
-
-
-def test_no_more_than_a_chunk_of_logits_exists(pairs, monkeypatch):
-    """In both passes, of both models: after a chunk nothing as wide as the vocabulary is kept."""
-    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 3 * VOCAB + 1)
-    policy, teacher = tiny_model("llama"), tiny_model("llama").requires_grad_(False)
-    inds, rows, alive, most = [0, 1, 2, 3], [], [], 0
-    chunked_divergence(policy, teacher, pairs, inds, "jsd", 0.5)  # the checks of the heads
-    weights = {p.data_ptr() for model in (policy, teacher) for p in model.parameters()}
-    hidden_size = policy.config.hidden_size
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal most
-            outputs = function(*args, **(kwargs or {}))
-            for out in outputs if isinstance(outputs, tuple) else [outputs]:
-                is_wide = torch.is_tensor(out) and out.dim() == 2 and out.shape[1] == VOCAB
-                # Not W transposed, nor its gradient (d, V).
-                if is_wide and out.data_ptr() not in weights and len(out) != hidden_size:
-                    rows.append(len(out))
-                    alive.append(weakref.ref(out.untyped_storage()))
-            live = [storage() for storage in alive]
-            most = max(most, len({s.data_ptr() for s in live if s is not None}))
-            return outputs
-
-    with Watch():
-        loss = chunked_divergence(policy, teacher, pairs, inds, "jsd", 0.5)
-        gc.collect()
-        assert not any(storage() is not None for storage in alive)
-        loss.backward()
-    assert rows.count(3) > 4 and max(rows) == 3  # 13 tokens are five chunks
-    assert most < 20  # of one chunk: logits, log-probs and their gradients
 
 
 def test_on_a_gpu_products_are_rounded_and_gradients_of_chunks_are_summed_in_float32(

@@ -302,17 +302,3 @@ def test_rewards_that_are_equal_are_told_once(name, tmp_path):
         flags["beta"] = 0.0
     with pytest.warns(UserWarning, match="a rollout teaches nothing"):
         run(name, tmp_path / "runs", total_rollouts=1, **flags)
-
-
-@pytest.mark.parametrize("name", WITH_ROLLOUTS)
-def test_a_line_of_rollouts_shows_the_first_group(name, tmp_path, monkeypatch):
-    sampled = spy_on(SPECS[name].module, monkeypatch, "generate")
-    one_turn = short_flags(name, max_turns=1)
-    run_dir = run(name, tmp_path, max_new_tokens=9, prompts_per_rollout=8, **one_turn)
-    (_, prompts, *_), (completions, _) = sampled[1]  # after the first evaluation
-    (line,) = read(run_dir / "rollouts.jsonl")
-    tokenizer = AutoTokenizer.from_pretrained(run_dir)
-    shown = [(row["prompt"], "".join(row["tokens"])) for row in line["completions"]]
-    texts = [tokenizer.batch_decode(rows[:4]) for rows in (prompts, completions)]
-    assert shown == [*zip(*texts, strict=True)]
-    assert completions[:4] != completions[4:8]

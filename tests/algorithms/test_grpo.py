@@ -13,7 +13,6 @@ import spies
 import torch
 from algorithms import assert_same_gradient, set_weights
 from plain import plain_logprobs
-from models import tiny_classifier
 from reviews import EOS, plain_model
 from scripts import REVIEWS
 from spies import watch_steps
@@ -423,17 +422,6 @@ def two_rewards(tmp_path):
     (tmp_path / "brevity.py").write_text(BREVITY)
     rewards = [LAST_NUMBER, f"{tmp_path}/brevity.py:brevity"]
     return dict(reward_fn=rewards, reward_weights=[2.0, 0.5])
-
-
-def test_a_model_rewards_a_run(tmp_path):
-    model = tiny_classifier("llama", max_position_embeddings=128)
-    model.save_pretrained(tmp_path / "rm")
-    AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "rm")
-    run_dir = run(tmp_path, reward_model=str(tmp_path / "rm"), eval_reward_fn=LAST_NUMBER)
-    first, last = metrics_of(run_dir)
-    assert last["rewards/reward_model"] == last["reward/mean"]
-    assert "rewards/last_number" not in last
-    assert {"eval/reward", "eval/accuracy"} <= set(first)
 
 
 # --- the loop -----------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Sampling: the distribution, the ends, and that a row knows nothing of the others."""
 
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
@@ -310,47 +308,3 @@ def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
     assert [ids.shape for (ids, *_), _ in calls] == [(4, 7), (4, 1), (4, 1)]
     # Logits of the last token only, of prompts too.
     assert [logits.shape for _, logits in heads] == 3 * [(4, VOCAB)]
-
-
-@pytest.mark.parametrize("cache_kind", ["static"], indirect=True)
-def test_each_number_of_rows_is_captured_once_from_its_second_step_on(counting, monkeypatch):
-    """A graph reads the memory that it was captured with, so no other rows may replay it."""
-    captured = []
-
-    def capture(step):
-        reader, replayed = step.__self__, []
-        memory = [reader.tokens, reader.positions, reader.mask]
-        captured.append((len(reader.tokens), replayed))
-
-        def replay():
-            replayed.append(reader)
-            now = [reader.tokens, reader.positions, reader.mask]
-            assert all(x is y for x, y in zip(memory, now, strict=True))
-            return step()
-
-        return replay
-
-    monkeypatch.setattr(common.generation, "capture", capture)
-    # Four rows make three steps, until half of them have drawn the stop id; two rows make four.
-    made = sample(counting, [[10], [7], [20], [30]], 8, 0, stop_ids=[11])
-    assert [len(tokens) for tokens in made] == [1, 4, 8, 8]
-    assert [(rows, len(replayed)) for rows, replayed in captured] == [(4, 2), (2, 3)]
-
-
-# --- errors -------------------------------------------------------------------------------------
-def test_the_cache_is_freed_without_the_garbage_collector(monkeypatch):
-    made, keep = [], common.generation.Decoder.select
-
-    def spy(self, rows):
-        made.append(weakref.ref(self.cache))
-        return keep(self, rows)
-
-    monkeypatch.setattr(common.generation.Decoder, "select", spy)
-    model = tiny_model("llama")
-    gc.collect()
-    gc.disable()
-    try:
-        sample(model, [[1, 2], [3]], 4)
-        assert made and not any(reference() for reference in made)
-    finally:
-        gc.enable()

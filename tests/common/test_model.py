@@ -2,9 +2,6 @@
 tests/run/test_processes.py, what a GPU does in test_gpu_path.py.
 """
 
-import io
-import sys
-
 import pytest
 import torch
 from gpu_types import take_gpu_types
@@ -14,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import common.model
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from common.model import checkpoint_activations, clip_grad_norm, join_processes, shard
+from common.model import checkpoint_activations, clip_grad_norm, shard
 from common.model import transformer_layers
 
 CPU = torch.device("cpu")
@@ -142,32 +139,3 @@ def test_layers_run_again_in_the_backward_pass_and_only_there():
     assert len(calls) == 2 * num_layers
     logprobs.sum().backward()
     assert len(calls) == 3 * num_layers
-
-
-def test_a_model_whose_layers_are_not_known_is_refused():
-    with pytest.raises(ValueError, match="the layers of Linear are not known"):
-        checkpoint_activations(torch.nn.Linear(2, 2))
-
-
-def test_fsdp_is_handed_no_arguments(monkeypatch):
-    """It walks through them at each call: all token ids of a rollout."""
-    handed = []
-
-    def register(model, name):
-        method = getattr(model, name)
-        setattr(model, name, lambda *args, **options: handed.append((args, options)) or method())
-
-    monkeypatch.setattr(common.model, "FSDPModule", torch.nn.Module)
-    monkeypatch.setattr(common.model, "register_fsdp_forward_method", register)
-    layer = torch.nn.Linear(2, 1)
-    called = common.model.forward_method(lambda *args, **options: (args, options))
-    assert called(layer, [1, 2], size=3) == ((layer, [1, 2]), {"size": 3})
-    assert handed == [((), {})]
-
-
-def test_a_console_that_lacks_a_character_gets_its_number(monkeypatch):
-    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", console)
-    join_processes()
-    print("\u2212" + "5", flush=True)
-    assert console.buffer.getvalue() == b"\\u22125\n"

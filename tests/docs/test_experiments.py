@@ -10,8 +10,7 @@ import pytest
 from scripts import SCRIPTS
 
 from docs.experiments.lib import metrics, runs, tables
-from docs.experiments.lib.drawing import HEALTHY, Lines, Series
-from docs.experiments.lib.experiment import Experiment, Table, saved_results
+from docs.experiments.lib.experiment import saved_results
 from docs.experiments.lib.metrics import last, late
 from docs.experiments.lib.runs import Run, key_of, run_of, runs_of
 from docs.experiments.registry import NAMES, STUDIES, load, tables_of
@@ -84,49 +83,6 @@ def test_every_table_is_on_a_page(made_tables):
     assert {name for _, name, *_ in tables.TABLE.findall(text)} == {*made_tables}
 
 
-def test_what_is_generated_on_a_page(tmp_path):
-    (tmp_path / "loss.py").write_text(
-        'A = 1\n\n\ndef loss(x):\n    """Twice.\n\n    Of x.\n    """\n    return 2 * x\n\n\n'
-        "def long(x):\n    a = 1\n    if x:\n        b = (\n            a\n        )\n"
-        "    c = d = a\n    d = 2\n    return d\n"
-    )
-    (tmp_path / "more.py").write_text("B = 2\n" * 25)
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[`loss`](loss.py#L1) and [`A`](loss.py#L7)\n<!-- table t -->\nold\n<!-- end table -->\n"
-        f"<!-- code {tmp_path}/loss.py loss -->\n<!-- end code -->\n"
-        f"<!-- code {tmp_path}/loss.py long d b return -->\nold\n<!-- end code -->\n"
-        f"About <!-- lines {tmp_path} -->7<!-- end lines --> lines.\n"
-    )
-    table = {"columns": ["a", "b"], "rows": [["1", "2"]]}
-    assert tables.generated(page, {"t": table}) == (
-        "[`loss`](loss.py#L4) and [`A`](loss.py#L1)\n"
-        "<!-- table t -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end table -->\n"
-        f"<!-- code {tmp_path}/loss.py loss -->\n"
-        "```python\ndef loss(x):\n    return 2 * x\n```\n<!-- end code -->\n"
-        f"<!-- code {tmp_path}/loss.py long d b return -->\n"
-        "```python\nc = d = a\nb = (\n    a\n)\nreturn d\n```\n<!-- end code -->\n"
-        f"About <!-- lines {tmp_path} -->50<!-- end lines --> lines.\n"
-    )
-    assert tables.markdown({"lines": ["a", "b"]}) == "```text\na\nb\n```\n"
-    assert "\nold\n" in tables.generated(page, {})  # what was not made stays
-    with pytest.raises(ValueError, match="does not define profit"):
-        tables.definition(tmp_path / "loss.py", "profit")
-    with pytest.raises(ValueError, match="long does not assign e"):
-        tables.parts_of(tmp_path / "loss.py", "long", ["b", "e"])
-
-
-def test_what_one_loop_has_and_another_has_not(tmp_path):
-    start, end = (
-        "    for step in progress:\n        # 1. Sample.\n",
-        "        # 5. Log.\n        log()\n",
-    )
-    (tmp_path / "old.py").write_text(f"{start}        a()\n        if x:\n            b()\n{end}")
-    (tmp_path / "new.py").write_text(f"{start}        # Not a.\n        b()\n        c()\n{end}")
-    added = tables.added(tmp_path / "old.py", tmp_path / "new.py")
-    assert added == "```diff\n # 1. Sample.\n+c()\n```\n"
-
-
 # --- runs --------------------------------------------------------------------------------------
 SCRIPT = """
 import json, sys
@@ -134,7 +90,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 def parse_args(words):  # as tyro reads them
-    flags = dict(a="0", seed="1", output_dir="runs", model="", reward_fn="", error="")
+    flags = dict(a="0", seed="1", output_dir="runs", model="", reward_fn="")
     for word in " ".join(words).replace("--", "\\n").split("\\n")[1:]:
         name, value = word.replace("=", " ").split()
         flags[name.replace("-", "_")] = value
@@ -147,8 +103,6 @@ if __name__ == "__main__":
     rows = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "x/loss": 2.0}, {"step": 2, "x/loss": 4.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
     (folder / "args.json").write_text(json.dumps(vars(args)))
-    if args.error:
-        sys.exit(args.error.replace("_", " "))
     (folder / "model.safetensors").touch()
 """
 
@@ -224,22 +178,11 @@ def test_an_interrupted_run_is_made_again(root):
     assert (again.folder / "model.safetensors").exists() and not (again.folder / "left").exists()
 
 
-def test_a_run_may_stop_with_a_gradient_norm_and_nothing_else(root):
-    run = run_of("quick.py --error gradient_norm_nan", 1, root)
-    assert (run.folder / "error.txt").read_text() == "gradient norm nan"
-    with pytest.raises(RuntimeError, match="out of paper"):
-        run_of("quick.py --error out_of_paper", 1, root)
-
-
-def run_with(folder, metrics_rows, samples=()):
-    runs.write_jsonl(folder / "metrics.jsonl", metrics_rows)
-    runs.write_jsonl(folder / "samples.jsonl", samples)
-    return Run(folder)
-
-
 def test_metrics_of_a_run(tmp_path):
     rows = [{"step": 0, "eval/x": 9.0}, *({"step": i, "a/x": float(i)} for i in range(1, 8))]
-    run = run_with(tmp_path, [*rows, {"step": 8, "a/x": 0.0, "eval/x": 2.0}])
+    rows.append({"step": 8, "a/x": 0.0, "eval/x": 2.0})
+    runs.write_jsonl(tmp_path / "metrics.jsonl", rows)
+    run = Run(tmp_path)
     for metric, name, expected in (
         (late("a/x"), "a/x", (4 + 5 + 6 + 7 + 0) / 5),
         (last("eval/x"), "eval/x", 2),
@@ -251,37 +194,6 @@ def test_metrics_of_a_run(tmp_path):
     ):
         assert (metric.name, metric.of_run(run)) == (name, expected)
     assert [*run.values("eval/x").items()] == [(0, 9.0), (8, 2.0)]
-
-
-def test_samples_and_the_typical_one(tmp_path):
-    rows = [{"step": 0, "completion": "z", "reward": 4}]
-    rows += [
-        {"step": 5, "completion": text, "reward": reward}
-        for text, reward in zip("abc", (0, 2, 9), strict=True)
-    ]
-    run = run_with(tmp_path, [], rows)
-    assert run.samples(0) == rows[:1] and run.samples() == rows[1:]
-    assert metrics.typical_sample(run) == {"completion": "b", "reward": 2}
-
-
-def test_an_experiment_keeps_what_its_tables_and_figures_declare(root, monkeypatch):
-    monkeypatch.chdir(root)
-    experiment = Experiment(
-        "quick",
-        {"a": "quick.py"},
-        {"quick": Table({"loss": (late("x/loss"), 1), "r": (last("eval/reward"), 2)})},
-        {"quick": Lines("title", "y", {("a", "x/loss"): Series("loss", HEALTHY)})},
-    )
-    results = experiment.measure()
-    curve = [[1, 2.0], [2, 4.0]]
-    assert json.loads(json.dumps(results)) == {
-        "numbers": {"a": {"x/loss": [3.0, 3.0], "eval/reward": [0.5, 0.5]}},
-        "curves": {"a": {"x/loss": [curve, curve]}},
-    }
-    assert experiment.tables["quick"].make(results["numbers"], ["a"]) == {
-        "columns": ["flags", "loss", "r"],
-        "rows": [["a", "3.0", "0.50"]],
-    }
 
 
 # --- samples -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ against autograd. The tests of docs/explorer.html compare the page with the form
 """
 
 import gc
+from types import SimpleNamespace
 
 import algorithms
 import pytest
@@ -13,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from common.logprobs import ChunkedLogprobs
+import common.logprobs
+from common.logprobs import OutputHead, completion_logprobs
 from common.model import add_adapters, checkpoint_activations, transformer_layers
 from common.tree import PrefixTree, reads_trees, tree_states
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
@@ -200,15 +202,22 @@ def test_nothing_is_kept_below_the_first_trained_layer(kind):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("hidden", "vocab", "lora_rank"), [(8, 2**15, 1), (1024, 2**15, 0)])
-def test_the_head_needs_a_chunk_of_logits_twice_or_once_with_its_gradient(hidden, vocab, lora_rank):
-    """Frozen under adapters, the forward pass takes more; trained, the backward pass."""
+def test_the_head_needs_the_logits_of_a_chunk(hidden, vocab, lora_rank, monkeypatch):
+    """Frozen under adapters, and trained, where its gradient is as large."""
     states = torch.randn(512, hidden, requires_grad=True)
     weight = torch.randn(vocab, hidden, requires_grad=lora_rank == 0)
+    head = OutputHead(weight, weight.detach(), None, scale=1.0, cap=None)
+    monkeypatch.setattr(common.logprobs, "output_head", lambda model: head)
+
+    def first_states(model, batch):
+        return states[: len(batch)], torch.arange(len(batch)), torch.zeros(len(batch)).long()
+
+    monkeypatch.setattr(common.logprobs, "completion_states", first_states)
 
     def forward_and_backward(number):
-        y = torch.zeros(number, 1, dtype=torch.long)
-        logprobs, _ = ChunkedLogprobs.apply(states[:number], y, 1.0, True, weight, None, 1.0, None)
-        logprobs.sum().backward()
+        model, sequences = SimpleNamespace(device="cpu"), [([1], [0])] * number
+        both = completion_logprobs(model, sequences, range(number), entropy=True)
+        both[0].sum().backward()
 
     forward_and_backward(8)  # what is made once
     weight.grad = None

@@ -5,20 +5,11 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from IPython.core.inputtransformer2 import TransformerManager
 
 
 @pytest.fixture
 def notebook():
     return nbformat.read("docs/grpo.ipynb", as_version=4)
-
-
-def test_outside_of_a_clone_the_first_cell_asks_for_the_address(notebook, tmp_path, monkeypatch):
-    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    program = TransformerManager().transform_cell(first.source)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="set REPOSITORY"):
-        exec(program, {})
 
 
 @pytest.mark.slow

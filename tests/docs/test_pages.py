@@ -139,31 +139,3 @@ def test_module_docstring_names_only_flags_that_exist(name):
     own |= {f"--no-{flag[2:]}" for flag in own}
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", doc))
     assert found <= own | {"--nproc_per_node"}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_flag_has_help(name, capsys):
-    """Behind the field, or on the line above, where a section's heading is none."""
-    lines = SOURCES[Path(f"{name}.py")].splitlines()
-    (args,) = [n for n in ast.parse("\n".join(lines)).body if getattr(n, "name", "") == "Args"]
-    fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
-    with pytest.raises(SystemExit):
-        SCRIPTS[name].parse_args(["--help"])
-    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for field in fields:
-        line, above = lines[field.lineno - 1], lines[field.lineno - 2]
-        own = "  # " in line
-        help_text = (line if own else above).rpartition("# ")[2]
-        has_help = own or (above.strip().startswith("# ") and not help_text.startswith("---"))
-        assert has_help, f"{field.target.id} has no help"
-        assert " ".join(help_text.split()[:3]) in shown, f"{field.target.id}: not what --help says"
-
-
-@pytest.mark.parametrize("page", pages(), ids=str)
-def test_markdown_leaves_the_formulas_alone(page):
-    """GitHub reads Markdown first: it eats backslashes, and takes `}_` for emphasis."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    text = re.sub(r"\$`[^`\n]*`\$|`[^`\n]*`|(?m:^    .*\$seed.*$)", "", text)
-    assert "$$" not in text
-    for formula in re.findall(r"\$([^$\n]+)\$", text):
-        assert not re.search(r"\\[|,;{}!]|[})\]]_|\w\*", formula), formula

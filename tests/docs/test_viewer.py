@@ -48,11 +48,10 @@ def write_run(folder, completions=GRPO, rows=ROWS):
     return folder
 
 
-def open_page(browser, *folders, **look):
-    browser.open(page=PAGE.absolute().as_uri(), **look)
-    for folder in folders:
-        browser.drop(folder)
-        browser.until("#rollouts > :last-child .key", folder.name)
+def open_page(browser, folder):
+    browser.open(PAGE)
+    browser.drop(folder)
+    browser.until("#rollouts > :last-child .key", folder.name)
 
 
 # What each chart tells at its last steps, and the heights of its first line and first dots.
@@ -143,41 +142,3 @@ def test_a_run_of_a_script(browser, tmp_path):
         assert facts[:2] == [f"reward {row['reward']:g}", f"rewards/last_number {row['reward']:g}"]
         assert [text for text, *_ in tokens] == row["tokens"]
         assert facts[2] == f"advantage {row['advantage']:g}"
-
-
-@needs_browser
-def test_tokens_of_an_environment_have_no_colour_and_no_numbers(browser, tmp_path):
-    open_page(browser, write_run(tmp_path / "a", [x | dict(sampled=[1, 0, 1, 0]) for x in GRPO]))
-    for one, (*_, tokens) in zip(GRPO, browser.run(COMPLETIONS), strict=True):
-        own = expected(one, "advantage")[2]
-        theirs = [[TOKENS[i], "from the environment", 0, False] for i in (1, 3)]
-        assert tokens == [own[0], theirs[0], own[2], theirs[1]]
-
-
-@needs_browser
-def test_two_runs_side_by_side(browser, tmp_path):
-    a, b = (write_run(tmp_path / f"run-{name * 60}") for name in "ab")
-    open_page(browser, a, b, width=390)
-    assert browser.run("return document.documentElement.scrollWidth") == 390
-    assert browser.run(CURVES)[1][1]["2"] == "-7 -7"
-    assert f'exp_name "{b.name}"' in browser.text("#runs") and "beta" not in browser.text("#runs")
-    samples = "return [...document.querySelectorAll('#samples article')].map((x) => x.innerText)"
-    for text, prompt in zip(browser.run(samples), ("1+1=", SHOWN_CHAT), strict=True):
-        both = rf"{re.escape(prompt)}\n.*\n{a.name} <b>\n.*\n{b.name} <b>\n?"
-        assert re.fullmatch(both, text, re.S)
-
-
-@needs_browser
-def test_a_run_that_goes_on_and_a_folder_that_is_no_run(browser, tmp_path):
-    folder = write_run(tmp_path / "run")
-    open_page(browser, folder)
-    with (folder / "rollouts.jsonl").open("a") as file:
-        file.write("]}\n")
-    browser.click(".run button")
-    browser.until("#step", "4")
-    open_page(browser)
-    browser.element("#folder").send_keys(str(folder))
-    browser.until("#step", "4")
-    (tmp_path / "none").mkdir()
-    browser.drop(tmp_path / "none")
-    browser.until("#note", "none is not the folder of a run")

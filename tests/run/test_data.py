@@ -22,7 +22,7 @@ import ppo_rlhf
 import rm_bradley_terry
 import sft
 from common.rows import encode_rows, load_rows
-from common.tokens import UnusableRow, encode, load_tokenizer
+from common.tokens import UnusableRow, encode
 
 EACH = pytest.mark.parametrize("name", SPECS)
 EACH_LOADER = pytest.mark.parametrize("name", ONE_PER_LOADER)
@@ -435,20 +435,3 @@ def test_a_prompt_without_tokens_is_dropped():
     assert encode(tokenizer, "1é", add_generation_prompt=True) == [0]
     with pytest.raises(UnusableRow, match="with a text that has no tokens"):
         encode(tokenizer, "é", add_generation_prompt=True)
-
-
-def test_an_unfinished_run_is_no_model(tmp_path):
-    (tmp_path / "args.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=f"--model, .*: {tmp_path} has no config.json: is it an un"
-    ):
-        load_tokenizer(str(tmp_path))
-
-
-def test_turns_without_roles_are_named(tokenizer, tmp_path):
-    """As in ShareGPT's rows."""
-    turns = [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "#3"}]
-    row = dict(chosen=turns, rejected=[turns[0], {"from": "gpt", "value": "#4"}])
-    args = dpo.Args(dataset=write_dataset(tmp_path / "data", [row]))
-    with pytest.raises(ValueError, match="every chat message needs a role and a content"):
-        dpo.load_preference_pairs(args, "train", tokenizer, [2])

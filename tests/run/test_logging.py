@@ -138,28 +138,6 @@ def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
         assert bool(by_name) == hasattr(script.Args, "reward_model")
 
 
-def test_wandb_offline(tmp_path, monkeypatch):
-    """With the library itself: two runs in one process are two runs there."""
-    for key, value in dict(MODE="offline", DIR=str(tmp_path), SILENT="true").items():
-        monkeypatch.setenv(f"WANDB_{key}", value)
-    logged, log = {}, wandb.Run.log
-
-    def spy(self, data, *values, **options):
-        logged.setdefault(self.id, []).append(data)
-        return log(self, data, *values, **options)
-
-    monkeypatch.setattr(wandb.Run, "log", spy)
-    run_dirs = []
-    for exp_name in ("a", "b"):
-        flags = SPECS["grpo"].short_flags | dict(total_rollouts=1, track=True, exp_name=exp_name)
-        flags |= dict(log_rollouts_every=0)
-        run_dirs.append(grpo.main(grpo.Args(output_dir=str(tmp_path / "runs"), **flags)))
-    assert not [*tmp_path.glob("runs/*/rollouts.jsonl")]
-    assert {*logged} == {run_dir.name for run_dir in run_dirs}
-    assert [len(rows) for rows in logged.values()] == [2, 2]
-    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 2
-
-
 def test_a_folder_is_never_written_over(tmp_path, monkeypatch):
     args = grpo.Args(output_dir=str(tmp_path))
     assert grpo.open_run(args) != grpo.open_run(args)  # in the same second

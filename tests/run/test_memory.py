@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from scripts import SPECS, short_flags
 
 import common.model
-from common import logprobs
 
 
 def run(name, output_dir, **flags):
@@ -66,27 +65,3 @@ def test_activation_checkpointing_trains_the_same_weights(plain, tmp_path, monke
     expected, found = (load_file(x / "model.safetensors") for x in (plain_dir, run_dir))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-@pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_nothing_runs_between_a_forward_pass_that_is_trained_and_its_backward_pass(
-    name, tmp_path, monkeypatch
-):
-    """The reference in between would add its memory to that of the policy's activations."""
-    events = []
-    hidden_states, backward = logprobs.hidden_states, torch.Tensor.backward
-
-    def spy(model, *arguments):
-        events.append(torch.is_grad_enabled())
-        return hidden_states(model, *arguments)
-
-    def spy_on_backward(loss, *arguments):
-        events.append("backward")
-        backward(loss, *arguments)
-
-    monkeypatch.setattr(logprobs, "hidden_states", spy)
-    monkeypatch.setattr(torch.Tensor, "backward", spy_on_backward)
-    run(name, tmp_path, epochs=0.25, micro_batch_size=4)
-    trained = [i for i, event in enumerate(events) if event is True]
-    assert len(trained) == 2
-    assert all(events[i + 1] == "backward" for i in trained)

@@ -1,12 +1,9 @@
 """Reward functions: how they are loaded, and what they may not return."""
 
 import sys
-import traceback
 
 import pytest
 import torch
-from runs import metrics_of
-from scripts import SPECS, with_flag
 from transformers import AutoTokenizer
 
 import grpo
@@ -166,15 +163,6 @@ def test_a_spec_that_is_none(spec):
         grpo.load_reward_fn(spec, None)
 
 
-def test_functions_without_a_name_of_their_own(tmp_path):
-    """The metrics have those of the specs."""
-    rules = "from functools import partial\none = lambda prompts, **c: [1.0] * len(prompts)\n"
-    path = reward_file(tmp_path, rules + "two = partial(one, times=2)\n")
-    flags = SPECS["grpo"].short_flags | dict(total_rollouts=1, output_dir=str(tmp_path / "runs"))
-    run_dir = grpo.main(grpo.Args(reward_fn=[f"{path}:one", f"{path}:two"], **flags))
-    assert {"rewards/one", "rewards/two"} <= {*metrics_of(run_dir)[1]}
-
-
 def test_two_functions_in_files_of_one_name(tmp_path, call):
     """Python's import would give the first file's functions for the second."""
     for folder in ("a", "b"):
@@ -211,26 +199,3 @@ def test_an_edited_file_is_read_again(tmp_path, call):
         rule = f"def rule(prompts, **columns): return [{reward}] * len(prompts)\n"
         path = reward_file(tmp_path, rule)
         assert call(f"{path}:rule").tolist() == [reward, reward]
-
-
-BROKEN = """\
-def rule(prompts, completions, **columns):
-    return [len(completion) for completion in completons]
-"""
-
-
-@pytest.mark.parametrize("name", sorted({*with_flag("reward_fn"), *with_flag("eval_reward_fn")}))
-def test_an_error_in_a_reward_file_shows_its_own_line(name, tmp_path):
-    """And no folder is made."""
-    script, flags = SPECS[name].module, SPECS[name].short_flags
-    flag = "eval_reward_fn" if hasattr(script.Args, "eval_reward_fn") else "reward_fn"
-    path = reward_file(tmp_path, BROKEN)
-    flags = flags | {flag: f"{path}:rule", "output_dir": str(tmp_path / "runs")}
-    with pytest.raises(NameError, match="completons") as error:
-        script.main(script.Args(**flags))
-    *_, last = traceback.extract_tb(error.value.__traceback__)
-    assert (last.filename, last.lineno) == (path, 2)
-    assert [*tmp_path.glob("runs/*")] == []
-    flags |= {flag: f"{path}:missing"}
-    with pytest.raises(ValueError, match=f"reward-fn {path}:missing: expected path/to/file"):
-        script.main(script.Args(**flags))

@@ -34,15 +34,6 @@ def test_steps_are_counted(name, tmp_path, monkeypatch):
         assert step["time/tokens_per_second"] == read / 2
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf"])
-def test_the_seconds_of_a_rollout(name, tmp_path, monkeypatch):
-    """The clock reads 0, 1, 3."""
-    clock = SimpleNamespace(perf_counter=itertools.accumulate(itertools.count()).__next__)
-    monkeypatch.setattr(SPECS[name].module, "time", clock)
-    _, row = metrics_of(algorithms.run(name, tmp_path))
-    assert [row[f"time/{part}_seconds"] for part in ("rollout", "update")] == [1, 2]
-
-
 @EACH
 def test_a_step_is_that_of_adamw_with_the_flags(name, tmp_path, monkeypatch):
     steps = watch_steps(monkeypatch)
