@@ -77,8 +77,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "grpo.py",
-                "policy, sequences, inds, args.temperature, entropy=True",
-                "policy, sequences, inds, entropy=True",
+                "args.temperature,\n                        entropy=True",
+                "entropy=True",
             ),
         ),
         test="test_grpo.py::"

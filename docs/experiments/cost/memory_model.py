@@ -101,6 +101,8 @@ CONSTANTS = {
     "layer_input": dict(float32=4, autocast=4, bfloat16=2),
     "prefill": dict(hidden=6, ffn=3),  # numbers that are in use at one time for a token of a prompt
     "logits_chunk": MAX_LOGITS,
+    # Copies of a chunk at one time: with the entropy, without it, and in the backward pass.
+    "chunks": dict(entropy=5, plain=3, backward=3),
     "logit": 4,  # bytes; and of the head's gradient, per weight, before it is added to the others
     "sampled_logit": 16,  # bytes: the logit, its softmax, and the cumulative sum in float64
     "cards": [12, 16, 24, 32, 40, 48, 80],  # GB
@@ -227,15 +229,14 @@ def memory(
         update["copies"] = compute_bytes * (gathered_ends + two_layers)
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head. Rows
-    # that share a prompt read it once: tokens are the nodes of their prefix tree. Attention gathers
-    # the keys of each row, and the results of all again. Of all rows but the first of a prompt, it
-    # computes the prompt once more, or, if that is more than half of the row, has a mask, which on
-    # a GPU takes a key per query head.
+    # that share a prompt read it once: tokens are the nodes of their prefix tree. Attention reads
+    # the prompt again for each row, and gathers the results of all nodes.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
-    # The forward pass ends with a chunk and its exponentials. The backward pass has a chunk first
-    # (in bfloat16 also casts of its gradient and of the head's), and then, one after another, the
-    # layers' activations; last the embeddings' gradient, for which that of a tied head has waited.
+    # The forward pass ends with a chunk's logits and what is computed from them, the entropy too in
+    # scripts that sample. The backward pass has a chunk first (in bfloat16 also casts of its
+    # gradient and of the head's), and then, one after another, the layers' activations; last the
+    # embeddings' gradient, for which that of a tied head has waited.
     if compute_bytes == 4:
         kind = "float32"
     else:
@@ -245,20 +246,11 @@ def memory(
     bytes_per_token = weighted_widths(model, activations) + 7 * lora_rank * compute_bytes
     prompts = ceil(rows / (group if algorithm["samples"] == "group" else algorithm["rows"]))
     repeating = rows - prompts  # rows whose prompt another one has
-    is_masked = prompt > completion
     tokens = prompts * prompt + rows * completion
-    layer_bytes, mask_bytes = tokens * bytes_per_token, 0
+    layer_bytes = tokens * bytes_per_token
     if repeating > 0:
-        if is_masked:
-            key_width = model["query"] if compute_bytes == 2 else model["kv"]
-            more_keys = (prompt + completion) * key_width - completion * model["kv"]
-            more_queries = 0
-            mask_bytes = compute_bytes * repeating * completion * (prompt + completion)
-        else:
-            more_keys = prompt * model["kv"]
-            more_queries = 2 * prompt * model["query"]  # and their results
-        gathered = repeating * (2 * more_keys + more_queries) + tokens * model["query"]
-        layer_bytes += compute_bytes * gathered
+        again = 2 * (model["query"] + model["kv"])  # queries, results, keys, values
+        layer_bytes += compute_bytes * (repeating * prompt * again + tokens * model["query"])
     trains_ends = lora_rank == 0 and not freezes_layers
     end_gradient = CONSTANTS["logit"] * embedding if trains_ends else 0
     last_bytes = end_gradient * (2 if has_policy and model["tied"] else 1)
@@ -267,14 +259,16 @@ def memory(
         positions = min(rows * completion, CONSTANTS["logits_chunk"] // model["vocab"])
         chunk_bytes = CONSTANTS["logit"] * model["vocab"] * positions
         head_gradient = end_gradient
-    kept_bytes, recomputed_bytes = trained_layers * layer_bytes + mask_bytes, 0
+    kept_bytes, recomputed_bytes = trained_layers * layer_bytes, 0
     if checkpointing:
         kept_bytes = tokens * trained_layers * CONSTANTS["layer_input"][kind] * model["hidden"]
-        kept_bytes += mask_bytes
         recomputed_bytes = layer_bytes if trained_layers > 0 else 0
     cast_bytes = (chunk_bytes + head_gradient) / 2 if compute_bytes == 2 else 0
-    backward_bytes = max(recomputed_bytes, chunk_bytes + cast_bytes) + head_gradient
-    first_bytes = kept_bytes + max(2 * chunk_bytes, backward_bytes)
+    chunks = CONSTANTS["chunks"]
+    forward_bytes = chunks["entropy" if algorithm["samples"] else "plain"] * chunk_bytes
+    of_head = chunks["backward"] * chunk_bytes + cast_bytes
+    backward_bytes = max(recomputed_bytes, of_head) + head_gradient
+    first_bytes = kept_bytes + max(forward_bytes, backward_bytes)
     update["activations"] = float(max(first_bytes, last_bytes))
     if not algorithm["samples"] and not algorithm["evaluated"]:
         return {"update": update}
