@@ -122,6 +122,5 @@ def draw(results: dict) -> dict[str, Any]:
 COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
 KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
 KEPT["grpo"].append(Metric("curve", curve))
-EXPERIMENTS = (
-    Experiment("beside_trl", metrics=KEPT, find_runs=trl_runs, more_tables=tables, draw=draw),
-)
+MAKES = dict(find_runs=trl_runs, more_tables=tables, draw=draw, seeds=SEEDS)
+EXPERIMENTS = (Experiment("beside_trl", metrics=KEPT, **MAKES),)
