@@ -78,7 +78,7 @@ EXERCISES = {
             Edit(
                 "grpo.py",
                 "args.temperature,\n                        entropy=True",
-                "entropy=True",
+                "1.0,\n                        entropy=True",
             ),
         ),
         test="test_grpo.py::"
