@@ -159,17 +159,6 @@ def test_apo_down(variant):
     assert variant.apo_zero_loss(logratios, 0.3).tolist() == pytest.approx(expected)
 
 
-@of("echo")
-def test_echo(variant):
-    """A completion with three tokens of the environment, one of them certain; and one without."""
-    logprobs = torch.tensor([[-1.0, -2.0, 0.0, -4.0, -6.0], [-1.0, -2.0, 0.0, 0.0, 0.0]])
-    theirs = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0]]).bool()
-    loss = variant.with_environment(torch.tensor(7.0), logprobs.requires_grad_(), theirs, 4)
-    loss.backward()
-    assert loss.item() == pytest.approx(7 + 0.05 * (2 + 0 + 6) / 3 / 4)
-    torch.testing.assert_close(logprobs.grad, -0.05 / 3 / 4 * theirs)
-
-
 @of("dual_clip")
 def test_dual_clip(variant):
     logprobs, old, advantages = some_tokens()
