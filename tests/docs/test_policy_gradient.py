@@ -1,7 +1,6 @@
-"""The tables of docs/reinforce.md, ratio_and_clip.md, ppo_rlhf.md and sampler.md by enumeration,
+"""The tables of docs/reinforce.md, ratio_and_clip.md and ppo_rlhf.md by enumeration,
 and the scripts' functions behind them."""
 
-import itertools
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from by_hand import close, rows_of
 import grpo
 
 GRADIENT, CLIP = "docs/reinforce.md", "docs/ratio_and_clip.md"
-PPO, SAMPLER = "docs/ppo_rlhf.md", "docs/sampler.md"
+PPO = "docs/ppo_rlhf.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 EPS = 0.2
@@ -90,68 +89,3 @@ def test_the_clip_in_all_four_sign_cases():
         for side in ("low", "high"):
             metric = f"policy/clip_fraction_{side}"
             assert sums[metric].item() == (metric in cells[6])
-
-
-# --- completions that another policy has sampled ------------------------------------------------
-LENGTH, TOKENS = 6, 3
-
-
-def tree_of_tokens(noise):
-    """Log-probs (completions, T) under the policy and the sampler, and grad log pi (completions, T,
-    prefixes x tokens): each prefix has random logits, to which the sampler adds noise."""
-    generator = torch.Generator().manual_seed(2)
-    completions = [*itertools.product(range(TOKENS), repeat=LENGTH)]
-    prefixes = {o[:t]: None for o in completions for t in range(LENGTH)}
-    draw = dict(generator=generator, dtype=torch.float64)
-    logits = {prefix: torch.randn(TOKENS, **draw) for prefix in prefixes}
-    sampler = {prefix: logits[prefix] + noise * torch.randn(TOKENS, **draw) for prefix in prefixes}
-    places = {prefix: place for place, prefix in enumerate(prefixes)}
-    both = torch.zeros(2, len(completions), LENGTH, dtype=torch.float64)
-    scores = torch.zeros(*both.shape[1:], len(prefixes), TOKENS, dtype=torch.float64)
-    for i, o in enumerate(completions):
-        for t, token in enumerate(o):
-            for side, table in enumerate((logits, sampler)):
-                both[side, i, t] = table[o[:t]].log_softmax(dim=0)[token]
-            one_hot = torch.nn.functional.one_hot(torch.tensor(token), TOKENS)
-            scores[i, t, places[o[:t]]] = one_hot - logits[o[:t]].softmax(dim=0)
-    rewards = torch.tensor([float(o.count(0) > LENGTH / 2) for o in completions]).double()
-    return *both, scores.flatten(2), rewards
-
-
-def of_all(weights):
-    return weights.prod(dim=1, keepdim=True).expand_as(weights)
-
-
-WEIGHTS = {
-    "none": torch.ones_like,
-    "its own ratio": lambda ratio: ratio,
-    "its own, at most 2": lambda ratio: ratio.clamp(max=2),
-    "the completion's product": of_all,
-    "the product, at most 2": lambda ratio: of_all(ratio).clamp(max=2),
-    "the product, 0 above 2": lambda ratio: of_all(ratio) * (of_all(ratio) <= 2),
-}
-
-
-def test_the_weights_of_what_another_policy_has_sampled():
-    """Bias and standard deviation of sum_t w_t (r - b) grad log pi, in lengths of the gradient."""
-    table = rows_of(SAMPLER, "| weight of a token |")
-    assert [*table] == [*WEIGHTS]
-    expected = {name: [] for name in WEIGHTS}
-    for noise in (0.25, 1.0):
-        logprobs, of_sampler, scores, rewards = tree_of_tokens(noise)
-        p, q = (rows.sum(dim=1).exp() for rows in (logprobs, of_sampler))
-        assert p.sum() == pytest.approx(1) and q.sum() == pytest.approx(1)
-        gradient = torch.einsum("i,i,itk->k", p, rewards, scores)
-        advantages = rewards - q @ rewards
-        for name, weights_of in WEIGHTS.items():
-            weights = weights_of((logprobs - of_sampler).exp())
-            estimates = advantages[:, None] * torch.einsum("it,itk->ik", weights, scores)
-            average = q @ estimates
-            variance = q @ estimates.square().sum(dim=1) - average.square().sum()
-            bias = (average - gradient).norm() / gradient.norm()
-            expected[name] += [bias, variance.sqrt() / gradient.norm()]
-        exact = expected["the completion's product"][-2]
-        assert exact < 1e-12  # the test of the enumeration itself
-    for name, cells in table.items():
-        close(cells[1:2] + cells[3:4], expected[name][::2], 2)
-        close(cells[2:3] + cells[4:5], expected[name][1::2], 1)
