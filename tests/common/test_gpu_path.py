@@ -4,6 +4,7 @@ Two simulations, because neither shows all. (1) bfloat16 autocast and the static
 the types. (2) A device made of CPU memory (`simulated_gpu.py`): that tensors meet on one device.
 """
 
+import json
 import math
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import simulated_graph
 from gpu_types import take_gpu_types
 from models import STATIC, family_model, some_slow, some_wide, tiny_model
-from runs import metrics_of
+from runs import metrics_of, torchrun, words
 from safetensors.torch import load_file
 from scripts import REVIEWS, SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
@@ -62,6 +63,21 @@ def test_training_in_bfloat16_with_the_static_cache(name, tmp_path, monkeypatch)
         taken = {(keys.dtype, values.dtype) for (_, keys, values, *_), _ in updates}
         assert taken - trial == {(torch.float32, torch.bfloat16)}
         assert all(keys.dtype == values.dtype for _, (keys, values) in updates)  # as they are kept
+
+
+@pytest.mark.wide
+def test_sharded_training_in_bfloat16(tmp_path):
+    """The sum of gradients over ranks is not rounded to bfloat16: gpu_types.py looks."""
+    commands = [
+        [f"{name}.py", *words(RUNS[name] | {"output_dir": tmp_path / name})]
+        for name in ("grpo", "dpo")
+    ]
+    command = ["tests/support/shards.py", *map(json.dumps, commands)]
+    statuses = torchrun(2, command, tmp_path / "output", "gpu_types:compute_in_bfloat16")
+    assert statuses == [0, 0], (tmp_path / "output.0").read_text()[-3000:]
+    for name in ("grpo", "dpo"):
+        (run_dir,) = (tmp_path / name).iterdir()
+        check(run_dir)
 
 
 def sharp_model(architecture, **overrides):

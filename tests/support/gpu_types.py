@@ -1,5 +1,8 @@
 """A CPU that computes and caches as the code would on a GPU."""
 
+import pytest
+import torch
+
 import common.generation
 import common.logprobs
 import common.model
@@ -13,3 +16,18 @@ def take_gpu_types(patch, *modules):
             patch.setattr(module, "use_bfloat16", lambda device: True)
     patch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
     patch.setattr(common.generation, "capture", lambda step: step)
+
+
+def compute_in_bfloat16():
+    """For a process of its own, before its script is imported."""
+    take_gpu_types(pytest.MonkeyPatch())
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def checked(weights, max_norm):
+        weights = list(weights)
+        matrices = [weight.grad.to_local() for weight in weights if weight.dim() == 2]
+        rounded = [torch.equal(grad, grad.bfloat16().float()) for grad in matrices]
+        assert not all(rounded), "the sum of gradients over ranks was rounded to bfloat16"
+        return clip(weights, max_norm)
+
+    torch.nn.utils.clip_grad_norm_ = checked
