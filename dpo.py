@@ -57,7 +57,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.functional import logsigmoid
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -239,6 +239,10 @@ def main(args: Args) -> Path:
     num_rows = math.ceil(args.epochs * len(train_pairs))
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
+    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step; each rejected completion follows its chosen one.
@@ -247,7 +251,7 @@ def main(args: Args) -> Path:
         sequences, lengths = to_sequences(pairs, device)  # 2B of them; (B, 2)
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         sums = defaultdict(float)
         for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
             # Before the policy's pass, whose activations wait for the backward pass.
@@ -285,17 +289,6 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
-
-
-def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = (total_steps - step) / (total_steps - warmup_steps)
-    if args.lr_schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * remaining))
-    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 def pair_losses(

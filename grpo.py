@@ -55,7 +55,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import GenerationConfig
+from transformers import GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
@@ -338,6 +338,10 @@ def main(args: Args) -> Path:
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     needs_old_pass = kl_in_reward or args.update_epochs * args.num_minibatches > 1
+    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
+    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
+    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: G completions per prompt, from the policy as it is now.
@@ -387,8 +391,7 @@ def main(args: Args) -> Path:
         advantages = advantages.to(device)
 
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        factor = lr_factor(args, step, args.total_rollouts)
-        optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         sums, grad_norms = defaultdict(float), []
         for epoch in epochs:
             for minibatch in epoch:
@@ -581,17 +584,6 @@ def rollout_metrics(
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums.pop("objective/kl") / num_completions
     return metrics | {name: total / num_tokens for name, total in sums.items()}
-
-
-def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = (total_steps - step) / (total_steps - warmup_steps)
-    if args.lr_schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * remaining))
-    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 def evaluate(

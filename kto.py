@@ -44,7 +44,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -204,6 +204,10 @@ def main(args: Args) -> Path:
     if len(batches[-1]) == 1:  # a row alone has no other's completion for z0
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
+    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the completions of this step.
@@ -217,7 +221,7 @@ def main(args: Args) -> Path:
         z0 = reference_point(sum_logratios(args, policy, ref_model, mismatched))
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
             # The reference first: later, its memory would come on top of the activations.
@@ -257,17 +261,6 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
-
-
-def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = (total_steps - step) / (total_steps - warmup_steps)
-    if args.lr_schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * remaining))
-    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 def kto_metrics(args: Args, logratios: Tensor, z0: Tensor, labels: Tensor) -> dict[str, float]:

@@ -65,7 +65,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import GenerationConfig
+from transformers import GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
@@ -309,6 +309,12 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
+    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
+    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    schedule = get_scheduler(
+        args.lr_schedule, policy_optimizer, warmup_steps + 1, args.total_rollouts + 1
+    )
+    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: from the policy as it is now.
@@ -353,7 +359,7 @@ def main(args: Args) -> Path:
             advantages = whiten(advantages, mask)
 
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        factor = lr_factor(args, step, args.total_rollouts)
+        factor = lr_factor(step + 1)
         is_warmup = step < args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
         if step == args.critic_warmup_rollouts:
             policy_optimizer.state.clear()  # moments of an untrained critic's advantages
@@ -524,17 +530,6 @@ def rollout_metrics(
         "objective/loss": sums.pop("objective/loss") / num_steps,
     }
     return metrics | {name: total / num_tokens for name, total in sums.items()}
-
-
-def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = (total_steps - step) / (total_steps - warmup_steps)
-    if args.lr_schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * remaining))
-    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 def evaluate(

@@ -42,7 +42,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForSequenceClassification, GenerationConfig, get_scheduler
 
 from common.logprobs import last_states, micro_batches
 from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all_reduce_sum
@@ -164,6 +164,10 @@ def main(args: Args) -> Path:
     num_rows = math.ceil(args.epochs * len(train_pairs))
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
+    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.
@@ -171,7 +175,7 @@ def main(args: Args) -> Path:
         pairs = [train_pairs[i] for i in batches[step]]
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         results = torch.zeros(3, len(pairs), device=device)  # of each pair: loss, r_w, r_l
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
@@ -211,17 +215,6 @@ def main(args: Args) -> Path:
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
     save_model(run_dir, model, tokenizer, stop_ids)
     return run_dir
-
-
-def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = (total_steps - step) / (total_steps - warmup_steps)
-    if args.lr_schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * remaining))
-    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -139,6 +139,10 @@ def main(args: Args) -> Path:
     num_rows = math.ceil(args.epochs * len(train_data))
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
+    warmup_steps = int(args.warmup_ratio * total_steps)
+    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
+    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the demonstrations of this step.
@@ -148,7 +152,7 @@ def main(args: Args) -> Path:
         num_tokens = sum(len(completion) for _, completion in sequences)  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(args, step, total_steps)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for inds in micro_batches_of_turns(rows, args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
@@ -179,17 +183,6 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
-
-
-def lr_factor(args: Args, step: int, total_steps: int) -> float:
-    """Factor of the learning rate: rises to 1 in the warm-up, then follows --lr-schedule."""
-    warmup_steps = int(args.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = (total_steps - step) / (total_steps - warmup_steps)
-    if args.lr_schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * remaining))
-    return remaining if args.lr_schedule == "linear" else 1.0
 
 
 def evaluate(
