@@ -15,12 +15,15 @@ RECIPES = {
     "DAPO": "--beta 0 --clip-coef-high 0.28 --loss-norm token --overlong-buffer 5 "
     "--max-sampling-rounds 10",
     "GSPO": "--beta 0 --importance-sampling-level sequence --clip-coef 3e-4 --clip-coef-high 4e-4",
+    "LUSPO": "--beta 0 --importance-sampling-level sequence --loss-norm constant --clip-coef 3e-4 "
+    "--clip-coef-high 4e-4",
     "GDPO": "--multi-objective-aggregation normalize_then_sum",
     "CISPO": "--beta 0 --loss cispo --clip-coef 1 --clip-coef-high 4 --loss-norm token",
     "ScaleRL": "--beta 0 --loss cispo --clip-coef 1 --clip-coef-high 4 --loss-norm token "
     "--scale-rewards batch --max-sampling-rounds 2",
     "SAPO": "--beta 0 --loss sapo",
     "DPPO": "--beta 0 --loss dppo --clip-coef 0.15",
+    "prime-rl": "--beta 0 --loss dppo --clip-coef 0.2 --scale-rewards none --loss-norm token",
     "MaxRL": "--beta 0 --scale-rewards mean",
     "REINFORCE++-baseline": "--scale-rewards batch",
     "unbiased KL": "--kl-placement unbiased",
