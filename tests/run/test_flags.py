@@ -8,8 +8,6 @@ from pydantic import ValidationError
 from runs import metrics_of, words
 from scripts import SPECS, short_flags, with_flag
 
-import grpo
-
 EACH = pytest.mark.parametrize("name", SPECS)
 
 
