@@ -9,6 +9,7 @@ token's limit; here none does.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from models import some_wide
 from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
 from safetensors.torch import load
 from scripts import REVIEWS, SPECS
+from transformers import AutoTokenizer
 
 TWO_REWARDS = REVIEWS | dict(reward_fn=["tiny/reviews/gold.py:sentiment"])
 # What stands behind a hyphen is another run of a script.
@@ -31,6 +33,7 @@ MORE = {
         importance_sampling_level="sequence",
     ),
     "ppo_rlhf-shared": dict(critic_init="policy", activation_checkpointing=True),
+    "sft-chats": {},  # and what `write_chats` returns
     "rm_bradley_terry-layers": dict(train_layers=1, activation_checkpointing=True),
     "dpo-orpo": dict(loss="orpo"),  # without a reference
     "dpo-lora": dict(lora_rank=4, activation_checkpointing=True),
@@ -67,6 +70,23 @@ def run_on(ranks, commands, output):
     assert [text.count("\nmodel: ") for text in printed] == [len(commands)] + [0] * (ranks - 1)
 
 
+def write_chats(folder):
+    """Conversations of one to three turns, and a model with a chat template: their flags."""
+    shutil.copytree("tiny/arithmetic/base", folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    lines = []
+    for i in range(13):
+        texts = [f"{i}+{turn}=" if turn % 2 == 0 else str(i) for turn in range(2 + 2 * (i % 3))]
+        roles = ("user", "assistant")
+        turns = [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return {"model": str(folder), "dataset": str(folder)}
+
+
 @pytest.fixture(scope="module")
 def chosen(request):
     """The runs that are compared: with `-m wide` the others too."""
@@ -79,6 +99,7 @@ def chosen(request):
 def one_process(chosen, tmp_path_factory):
     """The folder of each run in this process."""
     folder = tmp_path_factory.mktemp("one")
+    RUNS["sft-chats"] |= write_chats(tmp_path_factory.mktemp("chats"))
     scripts = {run: SPECS[run.split("-")[0]].module for run in chosen}
     with keep_earlier_checkpoints():
         return {

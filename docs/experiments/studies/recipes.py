@@ -81,7 +81,7 @@ DYNAMIC_SAMPLING = Table(
         "after 4 rollouts": (at("eval/reward", 4), 2),
         "after 10 rollouts": (at("eval/reward", 10), 2),
         "after 20 rollouts": (at("eval/reward", 20), 2),
-        "kept per rollout": (average("prompts/with_signal"), 1),
+        "with a signal, per rollout": (average("prompts/with_signal"), 1),
         "sampled": (average("prompts/sampled"), 1),
     },
     {f"rounds {rounds}": (rounds,) for rounds in ROUNDS},
