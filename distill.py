@@ -52,7 +52,7 @@ from common.logprobs import head_logits, map_logits, micro_batches, output_head,
 from common.logprobs import sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, WORLD_SIZE, adapters_off, add_adapters
 from common.model import all_gather, checkpoint_activations, clip_grad_norm, forward_method
-from common.model import join_processes, leave_processes, replaced, save_weights, shard
+from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
@@ -406,8 +406,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        with replaced(run_dir / "checkpoint.pt") as file:
-            torch.save(state, file)
+        save_atomically(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:

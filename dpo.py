@@ -63,7 +63,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
 from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
-from common.model import replaced, save_weights, shard, sums_over_ranks
+from common.model import save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import UnusableRow, as_chat, encode_completions
 from common.tokens import find_stop_ids, load_tokenizer
@@ -240,7 +240,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
@@ -537,8 +537,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        with replaced(run_dir / "checkpoint.pt") as file:
-            torch.save(state, file)
+        save_atomically(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:

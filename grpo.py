@@ -9,7 +9,7 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of o_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-pi_old is the policy that sampled. Deviations from the paper: outcome supervision only; one
+pi_old is the policy before the update. Deviations from the paper: outcome supervision only; one
 reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
 Dr. GRPO, GSPO, GDPO, CISPO, SAPO, MaxRL and others are lines of flags: docs/recipes.md. If another
 policy samples, pi_sampler, --importance-cap C multiplies the loss of each token by the constant
@@ -62,7 +62,7 @@ from common.logprobs import Sequences, completion_logprobs, last_states, micro_b
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
-from common.model import leave_processes, replaced, save_weights, shard, sums_over_ranks
+from common.model import leave_processes, save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
@@ -339,7 +339,7 @@ def main(args: Args) -> Path:
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     needs_old_pass = kl_in_reward or args.update_epochs * args.num_minibatches > 1
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
     lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
@@ -740,8 +740,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        with replaced(run_dir / "checkpoint.pt") as file:
-            torch.save(state, file)
+        save_atomically(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:

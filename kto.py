@@ -50,7 +50,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
-from common.model import leave_processes, replaced, save_weights, shard
+from common.model import leave_processes, save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode_completions, find_stop_ids
 from common.tokens import load_tokenizer
@@ -167,6 +167,8 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_labelled(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    if min(len(train_rows), len(eval_rows)) < 2:
+        raise ValueError("--dataset: the reference point takes two rows, in each split")
     longest_prompt = max(len(row.prompt.ids) for row in eval_rows)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -205,7 +207,7 @@ def main(args: Args) -> Path:
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
@@ -450,8 +452,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        with replaced(run_dir / "checkpoint.pt") as file:
-            torch.save(state, file)
+        save_atomically(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:

@@ -72,7 +72,7 @@ from common.logprobs import Sequences, completion_logprobs, completion_states, l
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
-from common.model import leave_processes, replaced, save_weights, shard, sums_over_ranks
+from common.model import leave_processes, save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from common.tokens import rollout_row
@@ -310,7 +310,7 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # From its second learning rate on: the first is 0. A function, so a checkpoint has no schedule.
+    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(
         args.lr_schedule, policy_optimizer, warmup_steps + 1, args.total_rollouts + 1
     )
@@ -332,7 +332,7 @@ def main(args: Args) -> Path:
         rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
         if (scores == scores[0]).all():
-            warnings.warn("a rollout teaches nothing: all its rewards are equal", stacklevel=1)
+            warnings.warn("the rewards of a rollout teach nothing: all are equal", stacklevel=1)
         rollout_end = time.perf_counter()
 
         # 3. Log-probs and values before the update, fixed during it. Computed in the micro-batches
@@ -749,8 +749,7 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        with replaced(run_dir / "checkpoint.pt") as file:
-            torch.save(state, file)
+        save_atomically(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:

@@ -51,10 +51,10 @@ def generate(
     them with the log-probs (B, T) with which their tokens were drawn, 0 after the end.
 
     Sampling stops at the first token in `stop_ids` (a list that may be empty), which is kept, or
-    after `max_new_tokens`. Temperature 0 is greedy. A ValueError if the causal model's logits
-    differ with its cache. Under torchrun each rank samples a part, and all ranks return all
-    completions. Random numbers for all are drawn at once, by a CPU generator in the same state on
-    each rank: up to rounding, a completion depends on its prompt and place alone.
+    after `max_new_tokens`. Temperature 0 is greedy. Under torchrun each rank samples a part, and
+    all ranks return all completions. Random numbers for all are drawn at once, by a CPU generator
+    in the same state on each rank: up to rounding, a completion depends on its prompt and place
+    alone.
     """
     uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
     uniform = uniform.to(model.device)
@@ -83,7 +83,7 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
     stop = torch.tensor(stop_ids, dtype=torch.long, device=model.device)
     sampled = torch.full(uniform.shape, -1, device=model.device)  # -1 after a completion's end
     logprobs = torch.zeros(uniform.shape, device=model.device)
-    rows = torch.arange(len(prompts), device=model.device)  # of the sequences that are continued
+    rows = torch.arange(len(prompts), device=model.device)  # of the sequences still in the batch
     ended = torch.zeros_like(rows, dtype=torch.bool)
     interval = 1 if model.device.type == "cpu" else 8  # tokens: reading `ended` stalls a GPU
     for t in range(uniform.shape[1]):
@@ -115,7 +115,7 @@ def make_decoder(model: Any, prompts: list, max_new_tokens: int) -> "Decoder":
 
 
 class Decoder:
-    """A model and its cache: reads B prompts, padded on the left and equal ones once, then one more
+    """A model and its cache: reads B prompts, left-padded and equal ones only once, then one more
     token of each sequence per call.
     """
 

@@ -1,7 +1,7 @@
 """Log-probs log pi(y_t | x, y_<t), in nats, without all logits at once.
 
-A sequence is a pair (prompt, completion) of token ids. What is computed from B of them is (B, T):
-column t belongs to token t of the completion, and is 0 after its end.
+A sequence is a pair (prompt, completion) of token ids. Results per token of B of them are tensors
+(B, T): column t belongs to token t of the completion, and is 0 after its end.
 """
 
 import warnings
@@ -32,7 +32,7 @@ def completion_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]], with
     logits divided by the temperature. T is the length of the longest completion of all; `inds` may
-    be empty. With `entropy` also that of pi(. | x, y_<t), which costs less without a gradient.
+    be empty. With `entropy` also the entropy of pi(. | x, y_<t), by default without a gradient.
     """
     batch = [sequences[i] for i in inds]
     tokens = torch.tensor([token for _, completion in batch for token in completion])
@@ -83,7 +83,8 @@ def map_logits(
 @forward_method
 def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     """The hidden states (n, d) before each of the n completion tokens of a batch, from which a head
-    computes log-probs or values, and the tokens' rows and columns (n,) in a tensor (b, T).
+    computes log-probs or values, and the tokens' rows and columns (n,) in a tensor (b, T). What
+    several rows begin with is computed once: tree.py.
     """
     if not all(prompt for prompt, _ in batch):
         raise ValueError(
@@ -91,7 +92,11 @@ def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Ten
         )
     # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
     rows = [prompt + completion[:-1] for prompt, completion in batch] or [[0]]
-    hidden = hidden_states(model, rows)  # (b, L, d)
+    with autocast(model.device):
+        if reads_trees(model):
+            hidden = tree_states(model, PrefixTree(rows, model.device))  # (b, L, d)
+        else:
+            hidden = padded_states(model, rows)
     places = [
         (row, t, len(prompt) + t - 1)
         for row, (prompt, completion) in enumerate(batch)
@@ -102,24 +107,11 @@ def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Ten
     return hidden[row, before], row, t
 
 
-@forward_method
 def last_states(model: Any, rows: list[list[int]]) -> Tensor:
-    """The hidden states (b, d) of the last tokens of b rows, from which a head computes scores."""
-    hidden = hidden_states(model, rows or [[0]])  # (b, L, d); a dummy as above
-    ends = torch.tensor([(i, len(row) - 1) for i, row in enumerate(rows)], dtype=torch.long)
-    row, end = ends.view(-1, 2).T.to(model.device, non_blocking=True)
-    return hidden[row, end]
-
-
-@forward_method
-def hidden_states(model: Any, rows: list[list[int]]) -> Tensor:
-    """The last hidden states (b, L, d) of rows of token ids, from which a head computes values;
-    after a row's end they mean nothing. What several rows begin with is computed once: tree.py.
+    """The hidden states (b, d) of the last tokens of b rows, from which a head computes scores:
+    those before one more token, whichever it is.
     """
-    with autocast(model.device):
-        if not reads_trees(model):
-            return padded_states(model, rows)
-        return tree_states(model, PrefixTree(rows, model.device))
+    return completion_states(model, [(row, [0]) for row in rows])[0]
 
 
 @torch.no_grad()
@@ -136,7 +128,7 @@ def rollout_logprobs(
 
 
 def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the policy that sampled is from pi_old, which should be the same: over the tokens of
+    """How far the policy that sampled is from pi_old; they should be the same. Over the tokens of
     the mask (B, T) the mean of k3, an estimate of KL(pi_sampler || pi_old), and the largest ratio
     pi_old / pi_sampler. A warning if these are two policies.
     """
@@ -222,9 +214,7 @@ def output_head(model: Any) -> OutputHead:
         raise ValueError(f"the output head of {type(model).__name__} is no linear layer")
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    cap = None
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        cap = cap or getattr(config, name, None)  # Gemma, xLSTM
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     cast_weight = module.weight.detach()
     if use_bfloat16(cast_weight.device):
         cast_weight = cast_weight.bfloat16()

@@ -47,7 +47,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     units += [model.base_model, *heads] if hasattr(model, "score") else [model]
     for unit in units:
         receive_weights(unit, device)
-        # A head of scores, a Linear, stays in float32: near scores are equal in bfloat16.
+        # A head of scores, a Linear, stays in float32: close scores would round to one bfloat16.
         bfloat16 = use_bfloat16(device) and not isinstance(unit, torch.nn.Linear)
         precision = MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
         fully_shard(unit, mp_policy=precision, reshard_after_forward=True)
@@ -63,7 +63,7 @@ def receive_weights(unit: torch.nn.Module, device: torch.device) -> None:
             continue
         whole = tensor.detach().to(device) if RANK == 0 else torch.empty_like(tensor, device=device)
         torch.distributed.broadcast(whole, src=0)
-        whole = whole.detach()  # an object of its own: broadcast may hold the other a little longer
+        whole = whole.detach()  # a fresh object: broadcast may still refer to the old one
         if isinstance(tensor, torch.nn.Parameter):
             whole = torch.nn.Parameter(whole, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, whole)  # the same object: a tied weight stays tied
@@ -99,10 +99,13 @@ def failure_of(model: Any, attempt: Callable, exact: Callable, rounded: Callable
     anything. It may be as far from them as rounding takes a deep model: a few times as far as
     `rounded`, the same numbers in a way that is right. Computed in float32 where all weights are.
     """
-    in_float32 = all(weight.dtype.itemsize >= 4 for weight in model.parameters())  # none is frozen
+    # On a GPU the matrices of a frozen model are in bfloat16: `set_types`.
+    in_float32 = all(weight.dtype.itemsize >= 4 for weight in model.parameters())
     try:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=not in_float32):
             expected = exact()
+            if not expected.isfinite().all():
+                return "some of its numbers are not finite: are its weights?"
             noise, distance = (rounded() - expected).norm(), (attempt() - expected).norm()
     except (torch.OutOfMemoryError, MemoryError):
         raise
@@ -213,12 +216,11 @@ CHECKPOINT_OPTIONS = dcp.StateDictOptions(
 )
 
 
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Write a new version of a file beside it, which takes its place once it is on the disk."""
+def save_atomically(state: dict, path: Path) -> None:
+    """`torch.save` beside the old file, which the new one replaces once it is on the disk."""
     beside = path.with_suffix(".tmp")
     try:
-        yield beside
+        torch.save(state, beside)
         with open(beside, "rb+") as file:
             os.fsync(file)
     except (OSError, RuntimeError) as error:  # torch does not say that a disk is full

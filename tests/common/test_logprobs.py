@@ -352,6 +352,14 @@ def test_a_head_of_several_layers_or_none_that_is_linear_is_refused_by_name(is_l
         completion_logprobs(model, make_pairs(), range(4))
 
 
+@pytest.mark.filterwarnings("ignore:slower")
+def test_weights_that_are_not_finite_are_named():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="are not finite"):
+        completion_logprobs(model, make_pairs(), range(4))
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_logits_exist_at_the_completions_tokens_only_and_in_chunks(monkeypatch, entropy):
     several_chunks(monkeypatch, positions=3)

@@ -8,6 +8,7 @@ import pytest
 
 from tiny.arithmetic.reward import last_number
 from tiny.calculator.calculator import calculator, right
+from tiny.make import sample
 from tiny.reviews.gold import grammatical, score, sentiment
 
 
@@ -90,3 +91,8 @@ def test_gold_reward_by_hand(review, gold):
 def test_grammatical_by_hand():
     reviews = ["the plot was moving .", "moving . the plot was moving .", "", "the plot was moving"]
     assert grammatical([], reviews) == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_pairs_are_made_of_samples():
+    texts = sample(Path("tiny/arithmetic/policy"), ["1+2+3+4+5=", "9+9+9+9+9="], seed=0)
+    assert len(texts) == 2 and all("#" in text for text in texts)
