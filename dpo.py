@@ -224,15 +224,6 @@ def main(args: Args) -> Path:
         )
         return evaluate_pairs(args, policy, ref_model, eval_pairs) | metrics, samples
 
-    training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_pairs.checksum()}
-    if args.resume:
-        state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics, samples = evaluate()
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
-        log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     num_shuffles = math.ceil(args.epochs)
     shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(num_shuffles)]
@@ -243,6 +234,15 @@ def main(args: Args) -> Path:
     # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
+    training = {"policy": (policy, optimizer)}
+    state = {"step": 0, "data": train_pairs.checksum()}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics, samples = evaluate()
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step; each rejected completion follows its chosen one.

@@ -325,6 +325,10 @@ def main(args: Args) -> Path:
     # --- the loop ---
     sample = partial(sample_completions, args, policy, stop_ids)
     evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
+    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
+    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
+    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
+    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "prompts_read": 0, "data": train_prompts.checksum()}
     if args.resume:
@@ -338,10 +342,6 @@ def main(args: Args) -> Path:
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     needs_old_pass = kl_in_reward or args.update_epochs * args.num_minibatches > 1
-    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
-    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: G completions per prompt, from the policy as it is now.

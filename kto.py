@@ -189,15 +189,6 @@ def main(args: Args) -> Path:
     evaluate_policy = partial(
         evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_rows
     )
-    training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_rows.checksum()}
-    if args.resume:
-        state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics, samples = evaluate_policy()
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
-        log(args, run_dir, 0, metrics, samples)
     rng = Generator().manual_seed(args.seed)
     num_shuffles = math.ceil(args.epochs)
     shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(num_shuffles)]
@@ -210,6 +201,15 @@ def main(args: Args) -> Path:
     # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
+    training = {"policy": (policy, optimizer)}
+    state = {"step": 0, "data": train_rows.checksum()}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics, samples = evaluate_policy()
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the completions of this step.

@@ -299,6 +299,12 @@ def main(args: Args) -> Path:
     # --- the loop ---
     sample = partial(sample_completions, args, policy, stop_ids)
     evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
+    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
+    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
+    schedule = get_scheduler(
+        args.lr_schedule, policy_optimizer, warmup_steps + 1, args.total_rollouts + 1
+    )
+    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
     state = {"step": 0, "data": train_prompts.checksum(), "beta": args.beta}
     if args.resume:
@@ -309,12 +315,6 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
-    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
-    schedule = get_scheduler(
-        args.lr_schedule, policy_optimizer, warmup_steps + 1, args.total_rollouts + 1
-    )
-    lr_factor = schedule.lr_lambdas[0]
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out: from the policy as it is now.

@@ -149,15 +149,6 @@ def main(args: Args) -> Path:
     )
 
     # --- the loop ---
-    training = {"model": (model, optimizer)}
-    state = {"step": 0, "data": train_pairs.checksum(), "score_mean": 0.0}
-    if args.resume:
-        state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics = evaluate(args, model, eval_pairs)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
-        log(args, run_dir, 0, metrics)
     rng = Generator().manual_seed(args.seed)
     num_shuffles = math.ceil(args.epochs)
     shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(num_shuffles)]
@@ -168,6 +159,15 @@ def main(args: Args) -> Path:
     # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
+    training = {"model": (model, optimizer)}
+    state = {"step": 0, "data": train_pairs.checksum(), "score_mean": 0.0}
+    if args.resume:
+        state = load_checkpoint(args, training, state)
+        run_dir = open_run(args)
+    else:
+        metrics = evaluate(args, model, eval_pairs)
+        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+        log(args, run_dir, 0, metrics)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.

@@ -214,7 +214,9 @@ def output_head(model: Any) -> OutputHead:
         raise ValueError(f"the output head of {type(model).__name__} is no linear layer")
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    cap = None
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        cap = cap or getattr(config, name, None)  # Gemma, xLSTM
     cast_weight = module.weight.detach()
     if use_bfloat16(cast_weight.device):
         cast_weight = cast_weight.bfloat16()

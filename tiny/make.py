@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from reviews import gold
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +28,7 @@ from transformers import (
 TINY = Path(__file__).parent
 sys.path.append(str(TINY.parent))
 from common.generation import generate  # noqa: E402
+from tiny.reviews import gold  # noqa: E402
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 

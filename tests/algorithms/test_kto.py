@@ -236,3 +236,9 @@ def test_a_row_is_never_alone_in_a_step(tmp_path, monkeypatch):
     run(tmp_path, train_split="train[:7]", eval_split="test[:9]", epochs=1, batch_size=3)
     sizes = [len(sequences) for (sequences, _), _ in calls]
     assert [size for size in sizes if size < 9] == [3, 4]
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_one_row_has_no_reference_point(split, tmp_path):
+    with pytest.raises(ValueError, match="takes two rows"):
+        run("kto", tmp_path, **SMALL | {f"{split}_split": "test[:1]"})

@@ -10,7 +10,7 @@ from scripts import SPECS, short_flags
 
 # Rows that share prompts, and a micro-batch of them.
 FEW = dict(total_rollouts=1, epochs=0.5, batch_size=8, micro_batch_size=16, group_size=8)
-FEW |= dict(prompts_per_rollout=2, num_minibatches=1, update_epochs=1, eval_split="test[:1]")
+FEW |= dict(prompts_per_rollout=2, num_minibatches=1, update_epochs=1, eval_split="test[:2]")
 FEW |= dict(eval_rows=2, max_new_tokens=16)
 FLAGS = {
     **{name: {} for name in SPECS},
