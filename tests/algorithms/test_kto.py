@@ -241,4 +241,4 @@ def test_a_row_is_never_alone_in_a_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_one_row_has_no_reference_point(split, tmp_path):
     with pytest.raises(ValueError, match="takes two rows"):
-        algorithms.run("kto", tmp_path, **SMALL | {f"{split}_split": "test[:1]"})
+        run(tmp_path, **{f"{split}_split": "test[:1]"})
