@@ -15,8 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from docs.experiments.cost.speed import trl_trainer
 from docs.experiments.declared import ACCURACY, GOLD_REWARD
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, HEALTHY, draw_curves, panel
@@ -25,15 +23,13 @@ from docs.experiments.lib.measuring import in_own_process, peak
 from docs.experiments.lib.metrics import Metric, kl_of_samples, last
 from docs.experiments.lib.runs import RUNS, Run, train
 from docs.experiments.lib.tables import spread
-from docs.experiments.studies.distill import points
 from docs.experiments.studies.recipes import difference
 from tiny.arithmetic.reward import last_number
 
-SEEDS = (1, 2, 3)
+SEEDS = (1,)
 KL = Metric("KL of samples", lambda run: kl_of_samples(run, "tiny/reviews/policy"))
 REVIEWS = {"gold reward": (GOLD_REWARD, 2), "KL": (KL, 1)}
 PAIRS = {"pair accuracy": (last("eval/pair_accuracy"), 3)}
-POINTS = {"accuracy": (Metric("points", points), 3)}  # of a run's curve
 DEFAULT, RLOO = "(default)", "`--baseline leave_one_out`"
 WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics with their digits
     "sft": ("SFT", "sft", DEFAULT, {"held-out loss": (last("eval/loss"), 3)}),
@@ -42,7 +38,6 @@ WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics wit
     "kto": ("KTO", "kto", DEFAULT, REVIEWS),
     "grpo": ("GRPO", "grpo", DEFAULT, {"accuracy": (ACCURACY, 3)}),
     "reinforce": ("RLOO", "reinforce", RLOO, {"accuracy": (GOLD_REWARD, 3)}),
-    "distill": ("Distillation", "distill_divergence", "reverse", POINTS),
 }
 
 
@@ -97,16 +92,11 @@ def tables(results: dict) -> dict[str, dict]:
     rows = []
     for script, (kind, experiment, label, metrics) in WORKS.items():
         numbers = results["numbers"][script]
-        means = np.mean(numbers["costs"], axis=0)  # over seeds, of (side, seconds and MB)
-        costs = [f"{ours:,.0f} / {trl:,.0f}" for ours, trl in means.T]
         for heading, (metric, digits) in metrics.items():
             sides = [saved_numbers(experiment, label, metric.name), numbers[metric.name]]
-            if metric.name == "points":  # the accuracy at the last one
-                sides = [[points[-1][2] for points in side] for side in sides]
             cells = [f"`{kind}Trainer`: {heading}", *(spread(side, digits) for side in sides)]
-            rows.append([*cells, difference(*reversed(sides)), *costs])
-            costs = ["", ""]
-    columns = ["", "ours", "TRL", "TRL's minus ours", "CPU seconds", "peak MB"]
+            rows.append([*cells, difference(*reversed(sides))])
+    columns = ["", "ours", "TRL", "TRL's minus ours"]
     return {"beside_trl": {"columns": columns, "rows": rows}}
 
 
@@ -119,8 +109,7 @@ def draw(results: dict) -> dict[str, Any]:
     return {"beside_trl": axis}
 
 
-COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
-KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
+KEPT = {script: [metric for metric, _ in WORKS[script][-1].values()] for script in WORKS}
 KEPT["grpo"].append(Metric("curve", curve))
 MAKES = dict(find_runs=trl_runs, more_tables=tables, draw=draw, seeds=SEEDS)
 EXPERIMENTS = (Experiment("beside_trl", metrics=KEPT, **MAKES),)
