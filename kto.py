@@ -168,7 +168,7 @@ def main(args: Args) -> Path:
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
     eval_rows = load_labelled(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     if min(len(train_rows), len(eval_rows)) < 2:
-        raise ValueError("--dataset: the reference point takes two rows, in each split")
+        raise ValueError("--dataset: the reference point takes two rows or more in each split")
     longest_prompt = max(len(row.prompt.ids) for row in eval_rows)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -198,7 +198,7 @@ def main(args: Args) -> Path:
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
+    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}

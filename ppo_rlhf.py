@@ -300,7 +300,7 @@ def main(args: Args) -> Path:
     sample = partial(sample_completions, args, policy, stop_ids)
     evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # Only as a function of the step, so a checkpoint need not hold it. It is 0 at 0: start at 1.
+    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
     schedule = get_scheduler(
         args.lr_schedule, policy_optimizer, warmup_steps + 1, args.total_rollouts + 1
     )

@@ -1,7 +1,7 @@
 """Log-probs log pi(y_t | x, y_<t), in nats, without all logits at once.
 
-A sequence is a pair (prompt, completion) of token ids. Results per token of B of them are tensors
-(B, T): column t belongs to token t of the completion, and is 0 after its end.
+A sequence is a pair (prompt, completion) of token ids. Per-token results for B sequences are
+tensors (B, T): column t belongs to token t of the completion, and is 0 after its end.
 """
 
 import warnings
