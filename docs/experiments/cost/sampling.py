@@ -1,7 +1,8 @@
 """Tokens per second that `generate` and vLLM sample from one model on a CPU, in float32.
 
-The server is that of docs/samplers/install.sh runs/vllm. A row has tokens per second of the
-clock, then per second of the processor, for `generate` and for vLLM, and the load.
+The server is that of docs/samplers/install.sh runs/vllm, and has the model of `python -m
+docs.samplers.vllm MODEL`. A row has tokens per second of the clock, then per second of the
+processor, for `generate` and for vLLM, and the load.
 """
 
 import os
@@ -30,11 +31,12 @@ ENVIRONMENT |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind")
 def start_server(threads: int) -> psutil.Process:
     environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     server = psutil.Popen(SERVER.split(), env=environment, stdout=DEVNULL, stderr=DEVNULL)
-    while True:
+    while server.poll() is None:
         time.sleep(1)
         with suppress(OSError):
             urlopen(f"{vllm.SERVER}/health")
             return server
+    raise RuntimeError("the server has ended")
 
 
 def seconds(process: psutil.Process) -> tuple[float, float]:
@@ -44,7 +46,6 @@ def seconds(process: psutil.Process) -> tuple[float, float]:
 
 def main(model: tyro.conf.Positional[Path], threads: tuple[int, ...] = (1, 2)) -> None:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    vllm.write(policy, vllm.whole_weights(policy))
     for n in threads:
         torch.set_num_threads(n)
         server = start_server(n)
