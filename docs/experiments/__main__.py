@@ -17,7 +17,7 @@ from importlib import import_module
 
 import tyro
 
-PROGRAMS = ("memory", "speed", "reading", "gpu", "sampling")  # in cost/, with flags of their own
+PROGRAMS = ("memory", "speed", "gpu", "sampling")  # in cost/, with flags of their own
 
 
 def main(

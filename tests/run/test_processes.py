@@ -47,7 +47,7 @@ MORE = {
     ),
 }
 # With these `python -m pytest` compares; the others are wide.
-ALWAYS = ["sft", "rm_bradley_terry", "ppo_rlhf", "grpo", "dpo", "distill"]
+ALWAYS = ["sft", "ppo_rlhf", "grpo", "dpo"]
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:
     spec = SPECS[run.split("-")[0]]

@@ -30,7 +30,7 @@ def threads():
 
 
 @pytest.mark.parametrize(
-    "case", some_wide([*FLAGS], fast=[*SPECS, "grpo lora", "grpo activations"])
+    "case", some_wide([*FLAGS], fast=["sft", "dpo", "ppo_rlhf", "grpo", "grpo lora"])
 )
 def test_equal_flags_give_equal_weights(case, tmp_path, threads):
     name = case.split()[0]

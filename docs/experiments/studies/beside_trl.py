@@ -1,10 +1,11 @@
 """docs/results.md: the tiny tasks in TRL, beside the default runs of our scripts.
 
     pip install -e ".[bench]"
-    python -m docs.experiments beside_trl
+    python -m docs.experiments beside_trl    # PPO: after the commands of cost/trl_ppo.py
 
 Our scripts evaluate the models that TRL has saved. Our own results are those in docs/results. The
-cost of a run is measured for both, in processes of their own, with evaluations of eight rows.
+cost of a run is measured for both with the first seed, in processes of their own, with evaluations
+of eight rows.
 """
 
 import json
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from subprocess import check_output
 from typing import Any
 
 from docs.experiments.cost.speed import trl_trainer
@@ -23,21 +25,25 @@ from docs.experiments.lib.measuring import in_own_process, peak
 from docs.experiments.lib.metrics import Metric, kl_of_samples, last
 from docs.experiments.lib.runs import RUNS, Run, train
 from docs.experiments.lib.tables import spread
+from docs.experiments.studies.distill import points
 from docs.experiments.studies.recipes import difference
 from tiny.arithmetic.reward import last_number
 
-SEEDS = (1,)
+SEEDS = (1, 2, 3)
 KL = Metric("KL of samples", lambda run: kl_of_samples(run, "tiny/reviews/policy"))
 REVIEWS = {"gold reward": (GOLD_REWARD, 2), "KL": (KL, 1)}
 PAIRS = {"pair accuracy": (last("eval/pair_accuracy"), 3)}
+POINTS = {"accuracy": (Metric("points", points), 3)}  # of a run's curve
 DEFAULT, RLOO = "(default)", "`--baseline leave_one_out`"
 WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics with their digits
     "sft": ("SFT", "sft", DEFAULT, {"held-out loss": (last("eval/loss"), 3)}),
     "rm_bradley_terry": ("Reward", "rm_bradley_terry", DEFAULT, PAIRS),
+    "ppo_rlhf": ("PPO", "ppo_rlhf", DEFAULT, REVIEWS),
     "dpo": ("DPO", "dpo", DEFAULT, REVIEWS),
     "kto": ("KTO", "kto", DEFAULT, REVIEWS),
     "grpo": ("GRPO", "grpo", DEFAULT, {"accuracy": (ACCURACY, 3)}),
     "reinforce": ("RLOO", "reinforce", RLOO, {"accuracy": (GOLD_REWARD, 3)}),
+    "distill": ("Distillation", "distill_divergence", "reverse", POINTS),
 }
 
 
@@ -48,6 +54,9 @@ def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
     args = module.Args(seed=seed, output_dir=folder, eval_split="test[:8]", eval_every=10**9)
     if side == "ours":
         module.main(args)
+    elif script == "ppo_rlhf":
+        command = f"{RUNS.parent}/trl_ppo/bin/python -m docs.experiments.cost.trl_ppo {seed} {folder}"
+        return json.loads(check_output(command.split()).splitlines()[-1])
     else:
         saved = dict(save_strategy="steps", save_steps=40) if script == "grpo" else {}
         trainer = trl_trainer(WORKS[script][0], args, "train", last_number, **saved)
@@ -71,7 +80,7 @@ def trl_runs(scripts: Iterable[str]) -> dict[str, list[Run]]:
     for script, seed in product(scripts or WORKS, SEEDS):
         folder = RUNS / f"trl_{script}_{seed}"
         if not (folder / "costs.json").exists():
-            sides = ("ours", "TRL")
+            sides = ("ours", "TRL") if seed == 1 else ("TRL",)
             costs = [in_own_process(cost, side, script, seed, str(folder)) for side in sides]
             (folder / "costs.json").write_text(json.dumps(costs))
         runs.setdefault(script, []).append(evaluated(script, seed, folder))
@@ -92,11 +101,16 @@ def tables(results: dict) -> dict[str, dict]:
     rows = []
     for script, (kind, experiment, label, metrics) in WORKS.items():
         numbers = results["numbers"][script]
+        ours, trl = numbers["costs"][0]  # of seed 1: seconds and MB
+        costs = [f"{a:,.0f} / {b:,.0f}" for a, b in zip(ours, trl, strict=True)]
         for heading, (metric, digits) in metrics.items():
             sides = [saved_numbers(experiment, label, metric.name), numbers[metric.name]]
+            if metric.name == "points":  # the accuracy at the last one
+                sides = [[points[-1][2] for points in side] for side in sides]
             cells = [f"`{kind}Trainer`: {heading}", *(spread(side, digits) for side in sides)]
-            rows.append([*cells, difference(*reversed(sides))])
-    columns = ["", "ours", "TRL", "TRL's minus ours"]
+            rows.append([*cells, difference(*reversed(sides)), *costs])
+            costs = ["", ""]
+    columns = ["", "ours", "TRL", "TRL's minus ours", "CPU seconds", "peak MB"]
     return {"beside_trl": {"columns": columns, "rows": rows}}
 
 
@@ -109,7 +123,8 @@ def draw(results: dict) -> dict[str, Any]:
     return {"beside_trl": axis}
 
 
-KEPT = {script: [metric for metric, _ in WORKS[script][-1].values()] for script in WORKS}
+COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
+KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
 KEPT["grpo"].append(Metric("curve", curve))
 MAKES = dict(find_runs=trl_runs, more_tables=tables, draw=draw, seeds=SEEDS)
 EXPERIMENTS = (Experiment("beside_trl", metrics=KEPT, **MAKES),)
