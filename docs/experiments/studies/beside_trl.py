@@ -55,8 +55,9 @@ def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
     if side == "ours":
         module.main(args)
     elif script == "ppo_rlhf":
-        command = f"{RUNS.parent}/trl_ppo/bin/python -m docs.experiments.cost.trl_ppo {seed} {folder}"
-        return json.loads(check_output(command.split()).splitlines()[-1])
+        python, program = RUNS.parent / "trl_ppo/bin/python", "docs.experiments.cost.trl_ppo"
+        printed = check_output([python, "-m", program, str(seed), folder])
+        return json.loads(printed.splitlines()[-1])
     else:
         saved = dict(save_strategy="steps", save_steps=40) if script == "grpo" else {}
         trainer = trl_trainer(WORKS[script][0], args, "train", last_number, **saved)
