@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import grpo
+import reinforce
 from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters
 
@@ -106,6 +107,11 @@ RECIPES = {
         dict(loss_type="cispo", clip_low=1.0, clip_high=0.05),
         "token",
     ),
+    "KL": (
+        dict(loss_type="grpo", use_bias_correction_kl=False, beta=0.3),
+        dict(beta=0.3),
+        "sequence",
+    ),
     "unbiased": (
         dict(loss_type="grpo", use_bias_correction_kl=True, beta=0.3),
         dict(unbiased_kl=True, beta=0.3),
@@ -121,6 +127,24 @@ RECIPES = {
 }
 
 
+def letters(rewards):
+    """A reward that differs within and between groups, and is noted."""
+
+    def num_letters(completions, **columns):
+        rewards.extend(float(len({*text})) for text in completions)
+        return rewards
+
+    return num_letters
+
+
+def sequences_of(inputs):
+    """Prompts and completions without TRL's padding."""
+    prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
+    completions = zip(inputs["completion_ids"], inputs["completion_mask"].bool(), strict=True)
+    rows = [[ids[mask].tolist() for ids, mask in side] for side in (prompts, completions)]
+    return [*zip(*rows, strict=True)]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_grpo(recipe, tmp_path):
     """The second of two optimiser steps on one rollout, after a first one with a high rate."""
@@ -133,16 +157,8 @@ def test_grpo(recipe, tmp_path):
         | theirs
     )
     rewards = []
-
-    def letters(completions, **columns):
-        """A reward that differs within and between groups."""
-        rewards.extend(float(len({*text})) for text in completions)
-        return rewards
-
-    rows = first_rows("prompts", ["prompt"])
-    trainer = trl.GRPOTrainer(
-        load_policy(), letters, args=config, train_dataset=Dataset.from_list(rows)
-    )
+    rows = Dataset.from_list(first_rows("prompts", ["prompt"]))
+    trainer = trl.GRPOTrainer(load_policy(), letters(rewards), args=config, train_dataset=rows)
     compute, seen = trainer._compute_loss, []
 
     def watch(model, inputs):
@@ -159,18 +175,11 @@ def test_grpo(recipe, tmp_path):
 
     policy = load_policy()
     policy.load_state_dict(weights, strict=False)
-    mask = inputs["completion_mask"].bool()
-    sequences = [
-        (prompt[keep.bool()].tolist(), completion[real].tolist())
-        for prompt, keep, completion, real in zip(
-            inputs["prompt_ids"], inputs["prompt_mask"], inputs["completion_ids"], mask, strict=True
-        )
-    ]
-    advantages = inputs["advantages"]
+    mask, advantages = inputs["completion_mask"].bool(), inputs["advantages"]
     scale = theirs.get("scale_rewards", "group")
     ours_sorted = grpo.group_advantages(torch.tensor(rewards), 4, scale).sort().values
     torch.testing.assert_close(ours_sorted, advantages.sort().values)  # TRL shuffles them
-    logprobs = completion_logprobs(policy, sequences, torch.arange(8))
+    logprobs = completion_logprobs(policy, sequences_of(inputs), torch.arange(8))
     width = logprobs.shape[1]
     mask, old = mask[:, :width], inputs["old_per_token_logps"][:, :width]
     ref = inputs["ref_per_token_logps"][:, :width] if "beta" in theirs else None
@@ -183,3 +192,24 @@ def test_grpo(recipe, tmp_path):
     ):
         assert gradient.abs().max() > 0
         torch.testing.assert_close(found, gradient, atol=2e-6, rtol=1e-4)
+
+
+def test_rloo(tmp_path):
+    """The first step; TRL's loss has another value, since its ratio is 1."""
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=8)
+    config = trl.RLOOConfig(**settings(tmp_path) | sizes | dict(beta=0.0))
+    rewards = []
+    rows = Dataset.from_list(first_rows("prompts", ["prompt"]))
+    trainer = trl.RLOOTrainer(load_policy(), letters(rewards), args=config, train_dataset=rows)
+    trainer.model.train()
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.compute_loss(trainer.model, inputs).backward()
+
+    policy = load_policy()
+    advantages = reinforce.baseline_advantages(torch.tensor(rewards), 4, "leave_one_out")
+    torch.testing.assert_close(advantages.sort().values, inputs["advantages"].sort().values)
+    logprobs = completion_logprobs(policy, sequences_of(inputs), torch.arange(8))
+    reinforce.policy_gradient_loss(logprobs, inputs["advantages"], 8).backward()
+    for ours, theirs in zip(policy.parameters(), trainer.model.parameters(), strict=True):
+        assert theirs.grad.abs().max() > 0
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-6, rtol=1e-4)
