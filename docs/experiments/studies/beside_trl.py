@@ -35,6 +35,7 @@ REVIEWS = {"gold reward": (GOLD_REWARD, 2), "KL": (KL, 1)}
 PAIRS = {"pair accuracy": (last("eval/pair_accuracy"), 3)}
 POINTS = {"accuracy": (Metric("points", points), 3)}  # of a run's curve
 DEFAULT, RLOO = "(default)", "`--baseline leave_one_out`"
+UNBIASED = {"accuracy, the KL times the ratio": (ACCURACY, 3)}
 WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics with their digits
     "sft": ("SFT", "sft", DEFAULT, {"held-out loss": (last("eval/loss"), 3)}),
     "rm_bradley_terry": ("Reward", "rm_bradley_terry", DEFAULT, PAIRS),
@@ -42,16 +43,23 @@ WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics wit
     "dpo": ("DPO", "dpo", DEFAULT, REVIEWS),
     "kto": ("KTO", "kto", DEFAULT, REVIEWS),
     "grpo": ("GRPO", "grpo", DEFAULT, {"accuracy": (ACCURACY, 3)}),
+    "grpo_unbiased": ("GRPO", "recipes", "unbiased KL", UNBIASED),
     "reinforce": ("RLOO", "reinforce", RLOO, {"accuracy": (GOLD_REWARD, 3)}),
     "distill": ("Distillation", "distill_divergence", "reverse", POINTS),
 }
 
 
 # --- runs ----------------------------------------------------------------------------------------
+def module_of(script: str) -> Any:
+    return import_module(script.removesuffix("_unbiased"))
+
+
 def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
     """Train; seconds of the processor, and the peak of this process in MB."""
-    module, start = import_module(script), time.process_time()
-    args = module.Args(seed=seed, output_dir=folder, eval_split="test[:8]", eval_every=10**9)
+    module, start = module_of(script), time.process_time()
+    flags = dict(kl_placement="unbiased") if script == "grpo_unbiased" else {}
+    flags |= dict(seed=seed, output_dir=folder, eval_split="test[:8]", eval_every=10**9)
+    args = module.Args(**flags)
     if side == "ours":
         module.main(args)
     elif script == "ppo_rlhf":
@@ -68,7 +76,7 @@ def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
 
 def evaluated(script: str, seed: int, model: Path) -> Run:
     """A run of our script that evaluates a model: its step is too small to change a weight."""
-    module = import_module(script)
+    module = module_of(script)
     is_online = hasattr(module.Args, "total_rollouts")
     short = dict(total_rollouts=1, prompts_per_rollout=4) if is_online else dict(epochs=1e-3)
     flags = dict(model=str(model), seed=seed, output_dir=str(model), learning_rate=1e-30)
