@@ -12,7 +12,7 @@ import spies
 import torch
 from algorithms import set_weights
 from gpu_types import take_gpu_types
-from models import VOCAB, tiny_model
+from models import VOCAB, some_wide, tiny_model
 from plain import plain_logprobs
 from reviews import plain_model
 from runs import metrics_of, read
@@ -359,7 +359,7 @@ def test_on_a_gpu_products_are_rounded_and_gradients_of_chunks_are_summed_in_flo
 
 
 @every_kind
-@pytest.mark.parametrize("hint", [False, True])
+@pytest.mark.parametrize("hint", some_wide([False, True], fast=[True]))
 def test_each_step_over_the_vocabulary_is_that_of_plain_transformers(
     kind, beta, hint, tmp_path, monkeypatch
 ):

@@ -11,6 +11,7 @@ from algorithms import assert_same_gradient, run
 from pydantic import ValidationError
 from plain import plain_logprobs
 from reviews import dataset, plain_model
+from models import some_wide
 from runs import metrics_of, read
 from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from spies import spy_by_name, spy_on, watch_steps
@@ -130,7 +131,10 @@ def test_micro_batch_size_does_not_change_the_gradient(name, tmp_path, monkeypat
     assert_same_gradient(gradient, other)
 
 
-@pytest.mark.parametrize("name", ["sft", "rm_bradley_terry", "dpo", "grpo", "ppo_rlhf"])
+EPOCHS = ["sft", "rm_bradley_terry", "dpo", "grpo", "ppo_rlhf"]
+
+
+@pytest.mark.parametrize("name", some_wide(EPOCHS, fast=["sft", "grpo"]))
 def test_each_epoch_has_an_order_of_its_own_and_no_row_twice(name, tmp_path, monkeypatch):
     """Batches go on into the next epoch, so that each has as many rows: three hold two epochs."""
     script, is_rollout = SPECS[name].module, SPECS[name].kind == "rollouts"

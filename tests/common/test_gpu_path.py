@@ -209,7 +209,7 @@ WIDE = ["dpo", "ppo_rlhf"]
 SLOW = [name for name in SCRIPTS if name not in WIDE]
 
 
-@pytest.mark.parametrize("name", some_wide(WIDE, fast=["dpo"]) + some_slow(SLOW, fast=[]))
+@pytest.mark.parametrize("name", some_wide(WIDE, fast=[]) + some_slow(SLOW, fast=[]))
 def test_training_on_another_device_is_that_of_the_cpu(name, tmp_path, monkeypatch):
     """Sampling, training, evaluating, saving, and resuming from a checkpoint."""
     script = SCRIPTS[name]

@@ -57,7 +57,7 @@ QUICK = [
     ),
     (
         "ppo_rlhf.py",
-        "--total-rollouts 8 --eval-rows 200",
+        "--total-rollouts 8 --eval-rows 100",
         NEUTRAL
         | {"eval/reward": (0.35, 1), "recent objective/kl": (ANY, 6)}  # 0.51 to 0.56, 1.1 to 3.2
         | {"recent value/explained_variance": (0.08, 1)},  # 0.16 to 0.19
@@ -65,13 +65,13 @@ QUICK = [
     # 0.71 to 0.78, 0.26 to 0.35, 0.8 to 2.5
     (
         "dpo.py",
-        "--epochs 0.5 --eval-rows 200",
+        "--epochs 0.5 --eval-rows 100",
         TIE | {"eval/pair_accuracy": (0.64, 1), "eval/reward": (0.18, 1), "eval/kl": (ANY, 5)},
     ),
     # 0.22 to 0.29, 0.31 to 0.65, 2.4 to 7.9; a run of 0.3 epochs fell apart with one of three seeds
     (
         "kto.py",
-        "--epochs 0.5 --eval-rows 200",
+        "--epochs 0.5 --eval-rows 100",
         HALF_WEIGHT | {"eval/margin": (0.15, ALL), "eval/reward": (0.2, 1), "eval/kl": (ANY, 10)},
     ),
 ]

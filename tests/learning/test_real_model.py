@@ -79,8 +79,7 @@ def run(name, folder, model, rows, **flags):
     return script.main(script.Args(output_dir=str(folder / "runs"), **flags))
 
 
-# One that samples, and the reward model.
-@pytest.mark.parametrize("name", some_wide(SPECS, fast=["rm_bradley_terry", "grpo"]))
+@pytest.mark.parametrize("name", some_wide(SPECS, fast=["grpo"]))
 def test_a_step_on_a_real_model_and_another_from_its_run(name, two_layers, folder, monkeypatch):
     batches = spy_on(SPECS[name].module, monkeypatch, "micro_batches")
     run_dir = run(name, folder, two_layers, MESSAGES)

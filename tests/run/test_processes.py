@@ -47,7 +47,7 @@ MORE = {
     ),
 }
 # With these `python -m pytest` compares; the others are wide.
-ALWAYS = ["sft", "ppo_rlhf", "grpo", "dpo"]
+ALWAYS = ["ppo_rlhf", "grpo", "dpo"]
 RUNS = {}
 for run in [*SPECS, *(run for run in MORE if run not in SPECS)]:
     spec = SPECS[run.split("-")[0]]
@@ -204,10 +204,10 @@ def test_wandb_gets_the_whole_run(tmp_path):
 def test_a_script_under_torchrun_itself(one_process, tmp_path):
     """The processes meet, part, and leave one folder."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    flags = RUNS["sft"] | {"output_dir": tmp_path / "runs"}
-    command = [*launcher, "sft.py", *words(flags)]
+    flags = RUNS["dpo"] | {"output_dir": tmp_path / "runs"}
+    command = [*launcher, "dpo.py", *words(flags)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nmodel: ") == 1
     (run_dir,) = (tmp_path / "runs").iterdir()
-    compare_runs(run_dir, one_process["sft"])
+    compare_runs(run_dir, one_process["dpo"])

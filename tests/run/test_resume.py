@@ -73,7 +73,7 @@ def test_kills_at_five_moments(run_of, tmp_path):
     assert_same_run(killed, run_of("grpo"))
 
 
-@pytest.mark.parametrize("name", some_wide(SPECS, fast=["sft", "dpo", "ppo_rlhf", "grpo"]))
+@pytest.mark.parametrize("name", some_wide(SPECS, fast=["dpo", "grpo"]))
 def test_logs_that_are_ahead_of_the_checkpoint_are_cut_back(name, run_of, tmp_path):
     """And the run ends as the whole one, in every script."""
     copy = killed_earlier(run_of(name), tmp_path / "run")
