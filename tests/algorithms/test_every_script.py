@@ -8,10 +8,10 @@ from statistics import mean
 import pytest
 import torch
 from algorithms import assert_same_gradient, run
+from models import some_wide
 from pydantic import ValidationError
 from plain import plain_logprobs
 from reviews import dataset, plain_model
-from models import some_wide
 from runs import metrics_of, read
 from scripts import SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from spies import spy_by_name, spy_on, watch_steps
