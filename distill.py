@@ -54,8 +54,7 @@ from common.model import CHECKPOINT_OPTIONS, RANK, WORLD_SIZE, adapters_off, add
 from common.model import all_gather, checkpoint_activations, clip_grad_norm, forward_method
 from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
-from common.tokens import rollout_row
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -217,8 +216,8 @@ def main(args: Args) -> Path:
         for inds in batches:
             if args.divergence == "sampled":
                 logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-                idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-                loss = distillation_loss(logprobs, advantages[idx], num_completions=len(sequences))
+                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                loss = distillation_loss(logprobs, advantages[inds], num_completions=len(sequences))
             else:
                 with adapters_off(policy):
                     states, head = states_and_head(teacher, teacher_sequences, inds)

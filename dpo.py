@@ -65,8 +65,7 @@ from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, a
 from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
 from common.model import save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import UnusableRow, as_chat, encode_completions
-from common.tokens import find_stop_ids, load_tokenizer
+from common.tokens import UnusableRow, as_chat, encode_completions, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -206,7 +205,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = None if args.loss in ("simpo", "orpo") else policy  # adapters off; or as below
+    ref_model = None if args.loss in ("simpo", "orpo") else policy  # under LoRA, its adapters off
     if ref_model and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -216,14 +215,9 @@ def main(args: Args) -> Path:
     )
 
     # --- the loop ---
-    def evaluate() -> tuple[dict[str, float], list[dict]]:
-        """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
-        prompts = [pair.prompt for pair in eval_pairs]
-        metrics, samples = evaluate_samples(
-            args, policy, ref_model, tokenizer, stop_ids, reward_fn, prompts
-        )
-        return evaluate_pairs(args, policy, ref_model, eval_pairs) | metrics, samples
-
+    evaluate_policy = partial(
+        evaluate, args, policy, ref_model, tokenizer, stop_ids, reward_fn, eval_pairs
+    )
     rng = Generator().manual_seed(args.seed)
     num_shuffles = math.ceil(args.epochs)
     shuffles = [torch.randperm(len(train_pairs), generator=rng) for _ in range(num_shuffles)]
@@ -231,7 +225,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
@@ -240,7 +234,7 @@ def main(args: Args) -> Path:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate()
+        metrics, samples = evaluate_policy()
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
@@ -254,12 +248,12 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         sums = defaultdict(float)
         for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-            # Before the policy's pass, whose activations wait for the backward pass.
+            # The reference first: later, its memory would come on top of the activations.
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
             logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[idx])
+            inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
             loss = losses.sum() / len(pairs)
             loss.backward()
             for name, values in pair_metrics.items():
@@ -280,7 +274,7 @@ def main(args: Args) -> Path:
         samples = []
         is_last = step + 1 == total_steps
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate()
+            eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
         log(args, run_dir, step + 1, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
@@ -302,16 +296,16 @@ def pair_losses(
     scores = logprobs if ref_logprobs is None else logprobs - ref_logprobs
     if args.loss not in ("sigmoid", "apo_zero"):
         scores = scores / lengths  # means per token
-    if args.loss == "ipo":
-        losses = ipo_loss(scores, args.beta)
+    if args.loss in ("sigmoid", "sigmoid_norm"):
+        losses = dpo_loss(scores, args.beta, args.label_smoothing)
     elif args.loss == "apo_zero":
         losses = apo_zero_loss(scores, args.beta)
+    elif args.loss == "ipo":
+        losses = ipo_loss(scores, args.beta)
     elif args.loss == "simpo":
         losses = simpo_loss(scores, args.beta, args.gamma)
-    elif args.loss == "orpo":
-        losses = orpo_loss(scores, args.beta)
     else:
-        losses = dpo_loss(scores, args.beta, args.label_smoothing)
+        losses = orpo_loss(scores, args.beta)
     if args.nll_coef > 0:
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
     chosen, rejected = scores.detach().unbind(dim=1)  # (B,); the implicit reward is beta * score
@@ -351,38 +345,28 @@ def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[T
 
 # --- the evaluation ----------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate_pairs(
-    args: Args, policy: Any, ref_model: Any | None, pairs: list[PreferencePair]
-) -> dict[str, float]:
-    """Means over the held-out pairs."""
-    sequences, lengths = to_sequences(pairs, policy.device)
-    sums = defaultdict(float)
-    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-        logprobs = pair_logprobs(policy, sequences, inds)
-        with adapters_off(policy):
-            ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-        idx = inds.to(policy.device, non_blocking=True)
-        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[idx])
-        for name, values in pair_metrics.items():
-            sums[name] += values.double().sum()
-    means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
-    return {
-        "eval/loss": means["objective/loss"],
-        "eval/pair_accuracy": means["reward/accuracy"],
-        "eval/margin": means["reward/margin"],
-    }
-
-
-def evaluate_samples(
+def evaluate(
     args: Args,
     policy: Any,
     ref_model: Any | None,
     tokenizer: Any,
     stop_ids: list[int],
     reward_fn: Callable | None,
-    prompts: list[Prompt],
+    pairs: list[PreferencePair],
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics and samples of one completion per held-out prompt."""
+    """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
+    sequences, lengths = to_sequences(pairs, policy.device)
+    sums = defaultdict(float)
+    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
+        logprobs = pair_logprobs(policy, sequences, inds)
+        with adapters_off(policy):
+            ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
+        inds = inds.to(policy.device, non_blocking=True)
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+        for name, values in pair_metrics.items():
+            sums[name] += values.double().sum()
+    means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
+    prompts = [pair.prompt for pair in pairs]
     prompt_ids = [prompt.ids for prompt in prompts]
     completion_ids, _ = generate(
         policy,
@@ -393,8 +377,14 @@ def evaluate_samples(
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     sequences = list(zip(prompt_ids, completion_ids, strict=True))
-    metrics = {"eval/length_mean": np.mean([len(ids) for ids in completion_ids])}
+    metrics = {
+        "eval/loss": means["objective/loss"],
+        "eval/pair_accuracy": means["reward/accuracy"],
+        "eval/margin": means["reward/margin"],
+        "eval/length_mean": np.mean([len(ids) for ids in completion_ids]),
+    }
     if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
         size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
@@ -403,7 +393,6 @@ def evaluate_samples(
             ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
         metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
     samples = []
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
@@ -427,22 +416,23 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
     """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
-    rewards = []
+    rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**copies)
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
+    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------

@@ -9,11 +9,9 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of o_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-pi_old is the policy before the update. Deviations from the paper: outcome supervision only; one
-reference; std divides by G - 1, plus 1e-4; four optimiser steps per rollout by default. DAPO,
-Dr. GRPO, GSPO, GDPO, CISPO, SAPO, MaxRL and others are lines of flags: docs/recipes.md. If another
-policy samples, pi_sampler, --importance-cap C multiplies the loss of each token by the constant
-min(pi_old(o_it) / pi_sampler(o_it), C): truncated importance sampling (Yao et al. 2025).
+pi_old is the policy before the update. Deviations from the paper: outcome rewards only, one
+reference, std divides by G - 1; by default four optimiser steps per rollout and a linear decay.
+grpo_variants.py is this program with the flags of DAPO, GSPO and others: docs/recipes.md.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -27,7 +25,6 @@ A healthy run: `reward/mean`, `eval/accuracy` and `reward/frac_reward_zero_std` 
 """
 
 import json
-import math
 import os
 import runpy
 import sys
@@ -51,21 +48,18 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import GenerationConfig, get_scheduler
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
-from common.logprobs import rollout_logprobs, sampling_metrics
+from common.logprobs import Sequences, check_sampling_kl, completion_logprobs, last_states
+from common.logprobs import micro_batches, rollout_logprobs
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
 from common.model import leave_processes, save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
-from common.tokens import rollout_row
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -97,72 +91,38 @@ class Args:
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[float] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
-    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from a cut-off completion's reward
-    # length penalty N: rises from 0 to 1 over the last N of --max-new-tokens (DAPO); 0: off
-    overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
     total_rollouts: PositiveInt = 60  # rollouts, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
-    # sampling rounds; in all but the last, new prompts replace groups of equal rewards (DAPO)
-    max_sampling_rounds: PositiveInt = 1
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
-    # loss: k3 in the loss; unbiased: k3 times the ratio; reward: k1, subtracted from the reward
-    kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
-    # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO);
-    # sapo: a smooth gate, without a clip (SAPO); dppo: limits of pi - pi_old, usually 0.15 (DPPO)
-    loss: Literal["clip", "cispo", "sapo", "dppo"] = "clip"
-    # eps_low: no gradient below 1 - eps_low where the advantage is negative (GSPO: 3e-4)
-    clip_coef: PositiveFloat = 0.2
-    # eps_high: none above 1 + eps_high where it is positive (GSPO: 4e-4); default: --clip-coef
-    clip_coef_high: PositiveFloat | None = None
+    clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
+    clip_coef_high: PositiveFloat | None = None  # another eps in 1 + eps (DAPO: 0.28)
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
-    # advantages are divided by the rewards' standard deviation, or by the group's mean (MaxRL)
-    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
+    scale_rewards: Literal["group", "none"] = "group"  # divide by the group's std; none: Dr. GRPO
     # mean over each completion's tokens (GRPO), over all (DAPO), or sum over a constant (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
-    mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
-    importance_cap: NonNegativeFloat = 0.0  # cap C, if another policy samples (usual: 2); 0: off
-    # a ratio for each token (GRPO), or one for the whole completion (GSPO; LUSPO: constant)
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    # advantages of the summed rewards, or of each reward before they are summed (GDPO)
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize"
-    )
-    ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus, per token like the loss
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
+    learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    anneal_lr: bool = True  # the learning rate falls linearly to 0; if not, it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
-    eval_rows: PositiveInt = 500  # held-out prompts, at most
-    eval_samples: PositiveInt = 1  # completions of each; above 1 pass@2, @4, ... are logged too
+    eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
     eval_temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
     def __post_init__(self):
         self.clip_coef_high = self.clip_coef_high or self.clip_coef
-        norms = ("sequence", "constant") if self.beta == 0 else ("sequence",)
-        if self.importance_sampling_level == "sequence" and self.loss_norm not in norms:
-            raise ValueError("--loss-norm: sequence ratios need sequence, or constant at --beta 0")
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
-            raise ValueError("--num-minibatches: there are not as many completions")
-        is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
-        shaped = self.kl_placement == "reward" or self.missing_eos_penalty or self.overlong_buffer
-        if is_gdpo and (shaped or self.scale_rewards != "group"):
-            raise ValueError(
-                "--multi-objective-aggregation normalize_then_sum has no place for --kl-placement "
-                "reward, --missing-eos-penalty, --overlong-buffer and another --scale-rewards"
-            )
+            raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
         if not self.reward_fn and not self.reward_model:
             self.reward_fn = ["tiny/arithmetic/reward.py:last_number"]
-        names = [spec.rpartition(":")[2] for spec in self.reward_fn] + ["reward_model"]
+        names = [spec.split(":")[-1] for spec in self.reward_fn] + ["reward_model"]
         if len({*names}) < len(names):  # they name the metrics
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
@@ -181,39 +141,16 @@ class Prompt(NamedTuple):
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "batch" std is
-    that of all B rewards (Lite PPO, arXiv 2508.08221), with "none" nothing is divided (Dr. GRPO).
-    "mean" divides by the mean of a group, the share that is right if rewards are 0 and 1 (MaxRL,
-    arXiv 2602.02710); by at least 1/G, since the mean of other rewards may be near 0.
+    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "none" nothing is
+    divided (Dr. GRPO, arXiv 2503.20783).
     """
     groups = rewards.double().view(-1, group_size)
-    means = groups.mean(dim=1, keepdim=True)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
-    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    advantages = (groups - means).masked_fill(all_equal, 0.0)
-    if scale == "mean":
-        advantages = advantages / means.clamp(min=1 / group_size)
-    elif scale != "none":
-        std = groups.std() if scale == "batch" else groups.std(dim=1, keepdim=True)
-        advantages = advantages / (std + 1e-4)
+    advantages[(groups == groups[:, :1]).all(dim=1)] = 0.0
+    if scale == "group":
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     return advantages.view(-1).float()
-
-
-def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) -> Tensor:
-    """Group advantages of each reward by itself, their weighted sum, normalised over the batch.
-
-    Rewards are (K, B), weights (K,). No reward dominates the others by its scale (GDPO).
-    """
-    advantages = torch.stack([group_advantages(reward, group_size) for reward in rewards])  # (K, B)
-    weighted_sum = reward_weights @ advantages
-    return (weighted_sum - weighted_sum.mean()) / (weighted_sum.std() + 1e-4)
-
-
-def length_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
-    """0 up to max_new_tokens - buffer tokens, then linearly to 1 at max_new_tokens (DAPO, equation
-    13, with the sign of a penalty). Lengths are (B,).
-    """
-    return (1 - (max_new_tokens - lengths) / buffer).clamp(min=0)
 
 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -226,29 +163,17 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
-def token_weights(mask: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (n, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
+def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
+    """Weights (b, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
 
-    The mask (n, T) is that of the tokens of all n completions of an optimiser step, so the losses
-    of its micro-batches and ranks add up.
+    The mask (b, T) is true at the sampled tokens of b completions. Lengths (n,) are the |o_i| of
+    all n completions of their optimiser step, so its micro-batches and ranks add up.
     """
-    lengths = mask.sum(dim=1, keepdim=True)  # (n, 1)
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
-        return mask / (lengths * len(mask))
+        return mask / (mask.sum(dim=1, keepdim=True) * len(lengths))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
-        return mask / lengths.sum()
-    # A constant for |o_i| (Dr. GRPO): with sequence ratios lengths count (LUSPO, arXiv 2602.05261).
-    return mask / (max_new_tokens * len(mask))
-
-
-def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """log rho_it (B, T), 0 where the mask (B, T) is false; at level `sequence` log s_i at each t,
-    with s_i = (prod_t rho_it)^(1/|o_i|) (GSPO, arXiv 2507.18071, equation 7).
-    """
-    log_ratios = logprobs - old_logprobs
-    if level == "token":
-        return log_ratios
-    return mask * log_ratios.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+        return mask / lengths.sum().item()
+    return mask / (max_new_tokens * len(lengths))  # a constant for |o_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -256,41 +181,31 @@ def grpo_loss(
     old_logprobs: Tensor,
     ref_logprobs: Tensor | None,
     advantages: Tensor,
-    mask: Tensor,
     *,
     clip_low: float,
     clip_high: float,
     beta: float = 0.0,
-    level: str = "token",
-    loss_type: str = "clip",
-    unbiased_kl: bool = False,
-) -> Tensor:
-    """-{ min(...) - beta KL_it } (equation 3) at each token (B, T), to be weighted and summed.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums of tokens for the log.
 
-    Log-probs (B, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
-    the mask (B, T) is false; without those under pi_ref there is no KL. Advantages are (B,). The
-    other losses: CISPO (arXiv 2506.13585), SAPO (2511.20347), DPPO (2602.04879, binary TV).
+    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, and 0
+    elsewhere; without those under pi_ref there is no KL. Advantages are (b,).
     """
     advantages = advantages[:, None]
-    ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
+    ratio = (logprobs - old_logprobs).exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if loss_type == "clip":  # no gradient where the ratio has left the interval to A's side
-        objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    elif loss_type == "cispo":  # the clipped ratio is a constant weight: all have a gradient
-        objective = clipped_ratio.detach() * advantages * logprobs
-    elif loss_type == "sapo":  # a gate whose slope is 1 at ratio 1, and fades to both sides
-        tau = torch.where(advantages > 0, 1.0, 1.05)
-        objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    else:  # dppo: no gradient where the probability, not the ratio, has moved too far to A's side
-        shift = logprobs.exp() - old_logprobs.exp()
-        is_far = torch.where(advantages > 0, shift > clip_high, shift < -clip_low)
-        objective = (ratio * advantages).masked_fill(is_far, 0.0)
+    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
+    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    sums = {
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
+        "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
+        "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
+    }
     if ref_logprobs is None:
-        return -objective
+        return -objective, sums
     kl = k3_kl(logprobs, ref_logprobs)
-    if unbiased_kl:  # E_old[rho k3] = KL(pi || pi_ref), and its gradient is the KL's
-        kl = kl * (ratio if level == "token" else (logprobs - old_logprobs).exp())
-    return beta * kl - objective
+    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1, KL(pi_old || pi_ref)
+    return beta * kl - objective, sums
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -302,7 +217,6 @@ def main(args: Args) -> Path:
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
-    eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -312,7 +226,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # under LoRA, adapters off; else replaced below
+    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -320,156 +234,110 @@ def main(args: Args) -> Path:
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
+    eval_fns = reward_fns
+    if args.eval_reward_fn:
+        eval_fns = {"eval": load_reward_fn(args.eval_reward_fn, tokenizer)}
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
-    sample = partial(sample_completions, args, policy, stop_ids)
-    evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
-    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "prompts_read": 0, "data": train_prompts.checksum()}
+    state = {"step": 0, "data": train_prompts.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate_policy()
+        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
-    reward_weights = torch.tensor(args.reward_weights)  # (K,)
-    kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
-    needs_old_pass = kl_in_reward or args.update_epochs * args.num_minibatches > 1
+    next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: G completions per prompt, from the policy as it is now.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
-        sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
-            args, sample, reward_fns, next_prompts, rng
-        )
-        state["prompts_read"] += num_prompts
-        rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
+        taken = islice(next_prompts, args.prompts_per_rollout)
+        prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B
+        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
+        terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
+        rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
-        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
-        mask = torch.arange(lengths.max()) < lengths[:, None]  # (B, T): the tokens to train on
-        if args.mask_truncated:
-            mask &= ended[:, None]
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
         rollout_end = time.perf_counter()
 
-        # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the first epoch, so that the first ratio is exactly 1 (unless
-        # --mask-truncated takes completions out of them). With one optimiser step per rollout,
-        # pi_old is pi_theta, and step 4 takes its log-probs from its own forward pass.
-        orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
-        epochs = [order.tensor_split(args.num_minibatches) for order in orders]
+        # 2. Advantages: rewards against the group's mean, the same for each token of a completion.
+        advantages = group_advantages(rewards, args.group_size, args.scale_rewards).to(device)
+        if not advantages.any():
+            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
+
+        # 3. Log-probs under the old policy and the reference, fixed during the update. Computed in
+        # the micro-batches of the first pass, so that the first ratio is exactly 1. With a single
+        # optimiser step pi_old is pi_theta, and step 4 has its log-probs anyway.
+        minibatches = []  # each: the completions of an optimiser step
+        for _ in range(args.update_epochs):
+            order = torch.randperm(len(sequences), generator=rng)
+            minibatches += order.tensor_split(args.num_minibatches)
         batches = []
-        for minibatch in epochs[0]:
+        for minibatch in minibatches[: args.num_minibatches]:
             batches += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs, ref_logprobs = torch.zeros_like(sampler_logprobs), None
-        if needs_old_pass:
+        old_logprobs = ref_logprobs = None
+        if len(minibatches) > 1:
             old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
         if ref_model is not None:
             with adapters_off(policy):
                 ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
 
-        # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
-        returns = rewards - args.missing_eos_penalty * ~ended
-        if args.overlong_buffer > 0:
-            returns -= length_penalty(lengths, args.max_new_tokens, args.overlong_buffer)
-        if kl_in_reward:  # k1, summed over the completion's tokens
-            returns -= args.beta * (old_logprobs - ref_logprobs).sum(dim=1).cpu()
-        if args.multi_objective_aggregation == "normalize_then_sum":
-            advantages = gdpo_advantages(all_rewards, reward_weights, args.group_size)  # (B,)
-        else:
-            advantages = group_advantages(returns, args.group_size, args.scale_rewards)
-        if not (advantages * mask.any(dim=1)).any():
-            reason = "rewards are equal in each group, or --mask-truncated leaves no completion"
-            warnings.warn(f"a rollout teaches nothing: {reason}", stacklevel=1)
-        advantages = advantages.to(device)
-
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        if args.anneal_lr:
+            remaining = (args.total_rollouts - step) / args.total_rollouts
+            optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         sums, grad_norms = defaultdict(float), []
-        for epoch in epochs:
-            for minibatch in epoch:
-                minibatch = minibatch[mask[minibatch].any(dim=1)]  # without what is masked whole
-                minibatch_weights = torch.zeros(mask.shape)  # (B, T), 0 in other minibatches
-                minibatch_weights[minibatch] = token_weights(
-                    mask[minibatch], args.loss_norm, args.max_new_tokens
+        for minibatch in minibatches:
+            for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
+                logprobs, entropy = completion_logprobs(
+                    policy, sequences, inds, args.temperature, entropy=True
+                )  # (b, T)
+                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                old = logprobs.detach() if old_logprobs is None else old_logprobs[inds]
+                ref = None if ref_logprobs is None else ref_logprobs[inds]
+                losses, loss_sums = grpo_loss(
+                    logprobs,
+                    old,
+                    ref,
+                    advantages[inds],
+                    clip_low=args.clip_coef,
+                    clip_high=args.clip_coef_high,
+                    beta=args.beta,
+                )  # (b, T)
+                weights = token_weights(
+                    mask[inds], lengths[minibatch], args.loss_norm, args.max_new_tokens
                 )
-                for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    logprobs, entropy = completion_logprobs(
-                        policy,
-                        sequences,
-                        inds,
-                        args.temperature,
-                        entropy=True,
-                        entropy_gradient=args.ent_coef > 0,
-                    )
-                    idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-                    if not needs_old_pass:
-                        old_logprobs[idx] = logprobs.detach()
-                    batch_mask = mask[inds].to(device, non_blocking=True)  # (b, T)
-                    weights = minibatch_weights[inds].to(device, non_blocking=True)  # (b, T)
-                    if args.importance_cap > 0:
-                        sampler_ratio = (old_logprobs - sampler_logprobs)[idx].exp()
-                        weights *= sampler_ratio.clamp(max=args.importance_cap)
-                    token_losses = grpo_loss(
-                        logprobs,
-                        old_logprobs[idx],
-                        None if ref_logprobs is None or kl_in_reward else ref_logprobs[idx],
-                        advantages[idx],
-                        batch_mask,
-                        clip_low=args.clip_coef,
-                        clip_high=args.clip_coef_high,
-                        beta=args.beta,
-                        level=args.importance_sampling_level,
-                        loss_type=args.loss,
-                        unbiased_kl=args.kl_placement == "unbiased",
-                    )
-                    loss = (weights * token_losses).sum()
-                    if args.ent_coef > 0:
-                        loss = loss - args.ent_coef * (weights * entropy).sum()
-                    loss.backward()
-                    loss_sums = ratio_sums(
-                        args, logprobs, old_logprobs[idx], advantages[idx], batch_mask
-                    )
-                    loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
-                    if ref_logprobs is not None:
-                        loss_sums["objective/kl"] = (old_logprobs - ref_logprobs)[idx].sum()
-                    for name, value in loss_sums.items():
-                        sums[name] += value.detach().double()
-                grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
-                if len(minibatch) > 0:  # else AdamW would move by its momentum
-                    optimizer.step()
-                optimizer.zero_grad()
+                loss = (weights * losses).sum()
+                loss.backward()
+                loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
+                loss_sums["policy/sampling_kl"] = k3_kl(sampler_logprobs[inds], old).sum()
+                for name, value in loss_sums.items():
+                    sums[name] += value.detach().double()
+            grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
+            optimizer.step()
+            optimizer.zero_grad()
 
         # 5. Log, evaluate, save.
-        metrics = rollout_metrics(args, all_rewards, mask, sums, grad_norms)
-        metrics["completions/length_mean"] = lengths.float().mean().item()
-        metrics["completions/truncated_fraction"] = 1 - ended.float().mean().item()
-        if not needs_old_pass:  # each rank has those of its own rows
-            all_reduce_sum(old_logprobs)
-        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask.to(device))
-        metrics["prompts/sampled"] = num_prompts
+        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
+        metrics = rollout_metrics(args, rewards, lengths, ended, sums, grad_norms)
+        metrics |= {name: values.mean().item() for name, values in terms.items()}
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
-        columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
-        metrics |= {name: reward.mean().item() for name, reward in columns.items()}
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
-            columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_logprobs is not None:  # only of what is trained on: pi_old may have read no more
-                columns["log_ratio"] = (old_logprobs - ref_logprobs) * mask.to(device)
+            columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
+            if ref_model is not None:
+                columns["log_ratio"] = sampler_logprobs - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate_policy()
-            metrics |= eval_metrics
+            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+            metrics |= evals
         log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
@@ -485,51 +353,11 @@ def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     rng = Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=rng)
-        for i in order[skip:]:
-            yield rows[i]
+        yield from (rows[i] for i in order[skip:])
         skip = max(skip - len(rows), 0)
 
 
-def roll_out(
-    args: Args, sample: Callable, reward_fns: dict, prompts: Iterator[Prompt], rng: Generator
-) -> tuple[Sequences, Tensor, Tensor, int]:
-    """G completions for each of --prompts-per-rollout prompts, with the log-probs (B, T) with which
-    they were sampled, rewards (K, B), and the number of prompts taken.
-
-    Completions with equal rewards teach nothing. In all rounds but the last, the next prompts take
-    the places of such groups (dynamic sampling, DAPO).
-    """
-    completions, num_prompts = [], 0  # of each: its sequence, log-probs (T,) and rewards (K,)
-    for sampling_round in range(1, args.max_sampling_rounds + 1):
-        is_last = sampling_round == args.max_sampling_rounds
-        missing = args.prompts_per_rollout - len(completions) // args.group_size
-        round_prompts = [p for p in islice(prompts, missing) for _ in range(args.group_size)]
-        sequences, logprobs = sample(round_prompts, args.temperature, rng)
-        rewards = torch.stack([fn(round_prompts, sequences) for fn in reward_fns.values()])
-        num_prompts += missing
-        teach = groups_that_teach(args, rewards)
-        for i in range(len(sequences)):
-            if is_last or teach[i // args.group_size]:
-                completions.append((sequences[i], logprobs[i], rewards[:, i]))
-        if len(completions) == args.prompts_per_rollout * args.group_size:
-            break
-    sequences, logprobs, rewards = zip(*completions, strict=True)
-    longest = max(len(ids) for _, ids in sequences)
-    logprobs = pad_sequence(logprobs, batch_first=True)[:, :longest]
-    return [*sequences], logprobs, torch.stack(rewards, dim=1), num_prompts
-
-
-def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
-    """Which groups have advantages other than 0, of rewards (K, n x G): bool (n,). Without
-    --missing-eos-penalty, --overlong-buffer and a KL in the reward, which are subtracted later.
-    """
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        rewards = torch.stack([group_advantages(reward, args.group_size) for reward in rewards])
-    groups = (torch.tensor(args.reward_weights) @ rewards).view(-1, args.group_size)
-    return (groups != groups[:, :1]).any(dim=1)
-
-
-def sample_completions(
+def sample(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
 ) -> tuple[Sequences, Tensor]:
     """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
@@ -546,66 +374,41 @@ def sample_completions(
     return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
-@torch.no_grad()
-def ratio_sums(
-    args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
-    """Sums over tokens for the log. SAPO and DPPO do not clip: counted is what `clip` would."""
-    level = args.importance_sampling_level
-    ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
-    is_low, is_high = ratio < 1 - args.clip_coef, ratio > 1 + args.clip_coef_high
-    if args.loss != "cispo":  # on one side, which the advantage chooses; CISPO clips on both
-        is_low &= advantages[:, None] < 0
-        is_high &= advantages[:, None] > 0
-    return {
-        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
-        "policy/clip_fraction_low": is_low.sum(),
-        "policy/clip_fraction_high": is_high.sum(),
-    }
-
-
 def rollout_metrics(
-    args: Args, all_rewards: Tensor, mask: Tensor, sums: dict, grad_norms: list
+    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's B completions, and over the tokens trained on (those of the mask)."""
+    """Means over a rollout's B completions, over its steps, and over the tokens of all passes."""
     sums = sums_over_ranks(sums)
-    num_completions = max(mask.any(dim=1).sum().item() * args.update_epochs, 1)
-    num_tokens = max(mask.sum().item() * args.update_epochs, 1)
-    rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
-    teach = groups_that_teach(args, all_rewards)
-    metrics = {
-        "reward/mean": rewards.mean().item(),
-        "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),
-        "reward/frac_reward_zero_std": 1 - teach.float().mean().item(),
-        "prompts/with_signal": teach.sum().item(),
-        "objective/loss": sums.pop("objective/loss") / len(grad_norms),  # per optimiser step
-        "policy/grad_norm": np.mean(grad_norms),
-    }
+    num_tokens = lengths.sum().item() * args.update_epochs
+    metrics = {name: total / num_tokens for name, total in sums.items()}
+    check_sampling_kl(metrics["policy/sampling_kl"])
     if "objective/kl" in sums:  # nats per completion
-        metrics["objective/kl"] = sums.pop("objective/kl") / num_completions
-    return metrics | {name: total / num_tokens for name, total in sums.items()}
+        metrics["objective/kl"] = sums["objective/kl"] / (len(rewards) * args.update_epochs)
+    groups = rewards.view(-1, args.group_size)
+    metrics |= {
+        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
+        "policy/grad_norm": np.mean(grad_norms),
+        "reward/mean": rewards.mean().item(),
+        "reward/group_std": groups.std(dim=1).mean().item(),
+        "reward/frac_reward_zero_std": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
+        "completions/length_mean": lengths.float().mean().item(),
+        "completions/truncated_fraction": 1 - ended.float().mean().item(),
+    }
+    return metrics
 
 
 def evaluate(
-    args: Args, sample: Callable, reward_fns: dict, eval_fn: Any, tokenizer: Any, prompts: list
+    args: Args, policy: Any, stop_ids: list[int], eval_fns: dict, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics and samples of --eval-samples completions per held-out prompt."""
+    """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    n = args.eval_samples
-    prompts = [prompt for prompt in prompts for _ in range(n)]
-    sequences, _ = sample(prompts, args.eval_temperature, rng)
-    if eval_fn is not None:
-        rewards = eval_fn(prompts, sequences).tolist()
-    else:
-        all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
-        rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
+    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    weights = [1.0] if args.eval_reward_fn else args.reward_weights
+    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns.values()])  # (K, B)
+    rewards = (torch.tensor(weights) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
-    if {*rewards} <= {0, 1}:  # right or wrong
+    if all(reward in (0, 1) for reward in rewards):  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
-        num_correct = np.reshape(rewards, (-1, n)).sum(axis=1).astype(int)  # of each prompt's n
-        for k in (2**i for i in range(1, n.bit_length())):  # unbiased: arXiv 2107.03374, equation 1
-            misses = [math.comb(n - right, k) / math.comb(n, k) for right in num_correct]
-            metrics[f"eval/pass_at_{k}"] = 1 - np.mean(misses)
     metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
@@ -628,31 +431,31 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
     """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
-    rewards = []
+    rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**copies)
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
+    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
     """A frozen classifier with one label."""
-    kind = AutoModelForSequenceClassification
-    model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
+    model = load_model(AutoModelForSequenceClassification, args.reward_model, tokenizer, positions)
     if getattr(getattr(model, "score", None), "out_features", 0) != 1:
         raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
-    return model
+    return model.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -665,8 +468,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
         with adapters_off(model):  # of a critic, in ppo_rlhf.py
             last = last_states(model, rows)  # (b, d)
-        idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
-        scores[idx] = model.score(last.float()).squeeze(1)
+        inds = inds.to(model.device, non_blocking=True)
+        scores[inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -690,15 +493,18 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        text = row.pop(args.prompt_column)
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
-        return Prompt(as_chat(text) if args.chat else text, ids, row)
+    def prompt_text(row: dict) -> str | list[dict]:
+        text = row[args.prompt_column]
+        return as_chat(text) if args.chat else text
 
     def encode_row(row: dict) -> list[list[int]]:
-        text = to_prompt(row, []).text
-        return [encode(tokenizer, text, add_generation_prompt=True)]
+        return [encode(tokenizer, prompt_text(row), add_generation_prompt=True)]
+
+    def to_prompt(row: dict, ids: list[int]) -> Prompt:
+        columns = {name: value for name, value in row.items() if name != args.prompt_column}
+        if args.answer_column in columns:
+            columns["answer"] = columns.pop(args.answer_column)
+        return Prompt(prompt_text(row), ids, columns)
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

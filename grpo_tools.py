@@ -51,8 +51,8 @@ from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, a
 from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
 from common.model import save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
-from common.tokens import rollout_row, special_tokens
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
+from common.tokens import special_tokens
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -90,16 +90,15 @@ class Args:
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
     max_new_tokens: PositiveInt = 40  # longest completion in tokens, the environment's included
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
-    # eps: no gradient above 1 + eps where the advantage is positive, below 1 - eps if negative
-    clip_coef: PositiveFloat = 0.2
+    clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     num_minibatches: PositiveInt = 2  # optimiser steps per rollout
     # --- optimisation and evaluation ---
     # completions per forward pass of training: sets memory and speed, not the result
     micro_batch_size: PositiveInt = 64
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's first rate, which falls linearly to 0; for 0.5B parameters 1e-6, for adapters 1e-5
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: PositiveFloat = 3e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    anneal_lr: bool = True  # the learning rate falls linearly to 0; if not, it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -122,16 +121,19 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def standardised_rewards(rewards: Tensor, group_size: int) -> Tensor:
+def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). grpo.py has other scales.
+    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "none" nothing is
+    divided (Dr. GRPO, arXiv 2503.20783).
     """
     groups = rewards.double().view(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     # Equal rewards teach nothing: exactly 0, not the mean's rounding error divided by 1e-4.
     advantages[(groups == groups[:, :1]).all(dim=1)] = 0.0
-    return (advantages / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1).float()
+    if scale == "group":
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
+    return advantages.view(-1).float()
 
 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -144,24 +146,49 @@ def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
 
 
-def clipped_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, clip_coef: float
+def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
+    """Weights (b, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
+
+    The mask (b, T) is true at the sampled tokens of b completions. Lengths (n,) are the |o_i| of
+    all n completions of their optimiser step, so its micro-batches and ranks add up.
+    """
+    if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
+        return mask / (mask.sum(dim=1, keepdim=True) * len(lengths))
+    if loss_norm == "token":  # the mean over all tokens (DAPO)
+        return mask / lengths.sum().item()
+    return mask / (max_new_tokens * len(lengths))  # a constant for |o_i| (Dr. GRPO)
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J(theta) without its KL, of some completions of an optimiser step, and sums over tokens for
-    the log. Log-probs (B, T) under pi_theta and pi_old are in nats; advantages are (B,). Weights
-    (B, T) are 1 / (|S_i| n) at the sampled tokens of the step's n completions. Elsewhere all three
-    are 0, and the ratio is 1.
+    """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums of tokens for the log.
+
+    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, and 0
+    elsewhere; without those under pi_ref there is no KL. Advantages are (b,).
     """
     advantages = advantages[:, None]
-    ratio = (logprobs - old_logprobs).exp()
-    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    ratio = (logprobs - old_logprobs).exp()  # rho
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    return -(weights * objective).sum(), {
+    sums = {
         "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
-        "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
-        "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
+        "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
+        "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
     }
+    if ref_logprobs is None:
+        return -objective, sums
+    kl = k3_kl(logprobs, ref_logprobs)
+    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1, KL(pi_old || pi_ref)
+    return beta * kl - objective, sums
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -199,14 +226,13 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     sample = partial(sample_turns, args, policy, turn_ends, environment)
-    evaluate_policy = partial(evaluate, args, sample, reward_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": train_prompts.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate_policy()
+        metrics, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
@@ -219,45 +245,53 @@ def main(args: Args) -> Path:
         rewards = reward_fn(prompts, sequences)  # (B,)
         # The mask (B, T) is true at tokens that the policy sampled. Elsewhere (the environment's
         # tokens, and after the end) log-probs and entropies become 0, without a gradient.
-        not_sampled = ~mask.to(device)
+        lengths = mask.sum(dim=1)  # |S_i|, (B,)
+        mask = mask.to(device)
 
-        # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the update, so that the first ratio is exactly 1.
-        epoch = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
-        batches = []
-        for minibatch in epoch:
-            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-        old_logprobs = old_logprobs.masked_fill(not_sampled, 0.0)
-        if ref_model is not None:
-            with adapters_off(policy):
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
-            ref_logprobs = ref_logprobs.masked_fill(not_sampled, 0.0)
-
-        # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
-        advantages = standardised_rewards(rewards, args.group_size).to(device)  # (B,)
+        # 2. Advantages: rewards against the group's mean, the same for each token of a completion.
+        advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
         if not advantages.any():
             warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
 
+        # 3. Log-probs under the old policy and the reference, fixed during the update. Computed in
+        # the micro-batches of the update, so that the first ratio is exactly 1.
+        minibatches = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
+        batches = []
+        for minibatch in minibatches:
+            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
+        old_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+        old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
+        ref_logprobs = None
+        if ref_model is not None:
+            with adapters_off(policy):
+                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
+            ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
+
         # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        if args.anneal_lr:
+            remaining = (args.total_rollouts - step) / args.total_rollouts
+            optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         sums, grad_norms = defaultdict(float), []
-        for minibatch in epoch:
-            lengths = mask[minibatch].sum(dim=1, keepdim=True)  # |S_i|
-            weights = torch.zeros(mask.shape)  # (B, T)
-            weights[minibatch] = mask[minibatch] / (lengths * len(minibatch))
+        for minibatch in minibatches:
             for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
                 logprobs, entropy = completion_logprobs(policy, sequences, inds, entropy=True)
-                logprobs = logprobs.masked_fill(not_sampled[idx], 0.0)
-                entropy = entropy.masked_fill(not_sampled[idx], 0.0)
-                step_weights = weights[inds].to(device, non_blocking=True)
-                loss, loss_sums = clipped_loss(
-                    logprobs, old_logprobs[idx], advantages[idx], step_weights, args.clip_coef
+                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                logprobs = logprobs.masked_fill(~mask[inds], 0.0)
+                entropy = entropy.masked_fill(~mask[inds], 0.0)
+                ref = None if ref_logprobs is None else ref_logprobs[inds]
+                losses, loss_sums = grpo_loss(
+                    logprobs,
+                    old_logprobs[inds],
+                    ref,
+                    advantages[inds],
+                    clip_low=args.clip_coef,
+                    clip_high=args.clip_coef,
+                    beta=args.beta,
+                )  # (b, T)
+                weights = token_weights(
+                    mask[inds], lengths[minibatch], "sequence", args.max_new_tokens
                 )
-                if ref_model is not None:
-                    kl = k3_kl(logprobs, ref_logprobs[idx])
-                    loss = loss + args.beta * (step_weights * kl).sum()
+                loss = (weights * losses).sum()
                 loss.backward()
                 loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
                 for name, value in loss_sums.items():
@@ -268,26 +302,26 @@ def main(args: Args) -> Path:
 
         # 5. Log, evaluate, save.
         sums = sums_over_ranks(sums)
-        metrics = {
+        metrics = {name: total / lengths.sum().item() for name, total in sums.items()}
+        metrics |= {
+            "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
+            "policy/grad_norm": np.mean(grad_norms),
             "reward/mean": rewards.mean().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
-            "objective/loss": sums.pop("objective/loss") / args.num_minibatches,
-            "policy/grad_norm": np.mean(grad_norms),
         }
-        metrics |= {name: total / mask.sum().item() for name, total in sums.items()}
-        metrics |= {f"completions/{name}": x for name, x in turn_metrics(sequences, mask).items()}
-        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, ~not_sampled)
+        metrics |= {f"completions/{k}": x for k, x in turn_metrics(sequences, lengths).items()}
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
         columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended, "sampled": mask}
         if ref_model is not None:
             columns["log_ratio"] = old_logprobs - ref_logprobs
-            metrics["objective/kl"] = columns["log_ratio"].sum(dim=1).mean().item()  # k1, nats
+            metrics["objective/kl"] = sums["objective/kl"] / len(prompts)  # nats per completion
         rollouts, samples = [], []
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate_policy()
-            metrics |= eval_metrics
+            evals, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
+            metrics |= evals
         log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/called_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
@@ -344,13 +378,12 @@ def sample_turns(
     return sequences, logprobs[:, :longest], is_sampled[:, :longest], ended
 
 
-def turn_metrics(sequences: Sequences, mask: Tensor) -> dict[str, float]:
-    """Means over completions: tokens sampled, the environment's, whether there are any such."""
-    sampled = mask.sum(dim=1).float()  # (B,), of a mask (B, T)
-    others = torch.tensor([len(completion) for _, completion in sequences]) - sampled
+def turn_metrics(sequences: Sequences, lengths: Tensor) -> dict[str, float]:
+    """Means over completions: tokens sampled (B,), the environment's, whether there are such."""
+    others = torch.tensor([len(completion) for _, completion in sequences]) - lengths
     return {
-        "length_mean": sampled.mean().item(),
-        "environment_length_mean": others.mean().item(),
+        "length_mean": lengths.float().mean().item(),
+        "environment_length_mean": others.float().mean().item(),
         "called_fraction": (others > 0).float().mean().item(),
     }
 
@@ -363,11 +396,12 @@ def evaluate(
     sequences, _, mask, _ = sample(prompts, rng)
     rewards = reward_fn(prompts, sequences).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
-    metrics |= {f"eval/{name}": x for name, x in turn_metrics(sequences, mask).items()}
-    samples, lengths = [], mask.sum(dim=1).tolist()
+    lengths = mask.sum(dim=1)
+    metrics |= {f"eval/{name}": x for name, x in turn_metrics(sequences, lengths).items()}
+    samples = []
     for prompt, (_, ids), reward, length in zip(prompts, sequences, rewards, lengths, strict=True):
         row = {"prompt": prompt.text, "completion": tokenizer.decode(ids, skip_special_tokens=True)}
-        samples.append(row | {"reward": round(reward, 6), "length": length})
+        samples.append(row | {"reward": round(reward, 6), "length": length.item()})
     return metrics, samples
 
 
@@ -455,22 +489,23 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
     """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
-    rewards = []
+    rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**copies)
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
+    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -493,15 +528,18 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        text = row.pop(args.prompt_column)
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
-        return Prompt(as_chat(text) if args.chat else text, ids, row)
+    def prompt_text(row: dict) -> str | list[dict]:
+        text = row[args.prompt_column]
+        return as_chat(text) if args.chat else text
 
     def encode_row(row: dict) -> list[list[int]]:
-        text = to_prompt(row, []).text
-        return [encode(tokenizer, text, add_generation_prompt=True)]
+        return [encode(tokenizer, prompt_text(row), add_generation_prompt=True)]
+
+    def to_prompt(row: dict, ids: list[int]) -> Prompt:
+        columns = {name: value for name, value in row.items() if name != args.prompt_column}
+        if args.answer_column in columns:
+            columns["answer"] = columns.pop(args.answer_column)
+        return Prompt(prompt_text(row), ids, columns)
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

@@ -52,8 +52,7 @@ from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, a
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
 from common.model import leave_processes, save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode_completions, find_stop_ids
-from common.tokens import load_tokenizer
+from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -198,7 +197,7 @@ def main(args: Args) -> Path:
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
@@ -231,13 +230,13 @@ def main(args: Args) -> Path:
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
-            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
+            inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
             losses = kto_loss(
-                r, z0, labels[idx], args.beta, args.desirable_weight, args.undesirable_weight
+                r, z0, labels[inds], args.beta, args.desirable_weight, args.undesirable_weight
             )
             loss = losses.sum() / len(rows)
             loss.backward()
-            logratios[idx] = r.detach()
+            logratios[inds] = r.detach()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -357,22 +356,23 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
     """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
-    rewards = []
+    rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**copies)
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
+    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------

@@ -38,7 +38,6 @@ low. If only an independent `--eval-reward-fn` falls, the reward model is being 
 """
 
 import json
-import math
 import os
 import runpy
 import sys
@@ -65,7 +64,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import GenerationConfig, get_scheduler
+from transformers import GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
@@ -74,8 +73,7 @@ from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, a
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
 from common.model import leave_processes, save_atomically, save_weights, shard, sums_over_ranks
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
-from common.tokens import rollout_row
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -136,10 +134,9 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    critic_learning_rate: PositiveFloat = 1e-3  # the critic's peak; 0.5B parameters or more: 1e-5
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
+    learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    critic_learning_rate: PositiveFloat = 1e-3  # the critic's; 0.5B parameters or more: 1e-5
+    anneal_lr: bool = True  # learning rates fall linearly to 0; if not, they are constant
     max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down, each model's by itself
     eval_every: PositiveInt = 10  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -161,7 +158,7 @@ class Args:
             raise ValueError("--kl-horizon is so short that beta would become negative")
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/prompts":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
-        names = [spec.rpartition(":")[2] for spec in self.reward_fn] + ["reward_model"]
+        names = [spec.split(":")[-1] for spec in self.reward_fn] + ["reward_model"]
         if len({*names}) < len(names):  # they name the metrics
             raise ValueError(f"--reward-fn: two rewards have one name among {names}")
         num_rewards = len(self.reward_fn) + bool(self.reward_model)
@@ -235,30 +232,39 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float
-) -> Tensor:
-    """-min(rho A, clip(rho, 1 - eps, 1 + eps) A) at each token (B, T) (PPO, equation 7).
-
-    Log-probs of the sampled tokens under pi_theta and pi_old are in nats. There is no gradient
-    where rho has left the interval to the side that A pushes to.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(rho A, clip(rho, 1 - eps, 1 + eps) A) at each token (b, T) (PPO, equation 7), and sums
+    over tokens for the log. Log-probs of the sampled tokens under pi_theta and pi_old are in nats.
     """
-    ratio = (logprobs - old_logprobs).exp()  # rho
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    # No gradient where rho has left the interval to the side that A pushes to.
+    losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    return losses, {
+        "policy/loss": losses.sum(),
+        "policy/approx_kl": (log_ratio.expm1() - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
+        "policy/clip_fraction_low": ((ratio < 1 - clip_coef) & (advantages < 0)).sum(),
+        "policy/clip_fraction_high": ((ratio > 1 + clip_coef) & (advantages > 0)).sum(),
+    }
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None
-) -> Tensor:
-    """1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps_v) - R)^2) at each token (B, T).
-
-    There is no gradient where V has left the interval and is nearer to R than the clipped V
-    (Ziegler et al.'s code).
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """1/2 max((V - R)^2, (V_old + clip(V - V_old, +-eps_v) - R)^2) at each token (b, T), and sums
+    over tokens for the log. There is no gradient where V has left the interval and is nearer to R
+    than the clipped V (Ziegler et al.'s code).
     """
     losses = 0.5 * (values - returns).square()
+    is_clipped = torch.zeros_like(losses)
     if clip_coef is not None:
-        clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        losses = torch.maximum(losses, 0.5 * (clipped_values - returns).square())
-    return losses
+        change = values - old_values
+        clipped_losses = 0.5 * (old_values + change.clamp(-clip_coef, clip_coef) - returns).square()
+        # Inside the interval the clipped loss may be larger too, but only by rounding.
+        is_clipped = (change.abs() > clip_coef) & (clipped_losses > losses)
+        losses = torch.maximum(losses, clipped_losses)
+    return losses, {"value/loss": losses.sum(), "value/clip_fraction": is_clipped.sum()}
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -270,7 +276,6 @@ def main(args: Args) -> Path:
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
-    eval_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -278,7 +283,7 @@ def main(args: Args) -> Path:
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
     shard(policy, device)
-    ref_model = policy if args.beta > 0 else None  # under LoRA, adapters off; else replaced below
+    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -289,6 +294,9 @@ def main(args: Args) -> Path:
         if args.lora_rank == 0 or args.critic_init != "reward_model":
             reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
+    eval_fns = reward_fns
+    if args.eval_reward_fn:
+        eval_fns = {"eval": load_reward_fn(args.eval_reward_fn, tokenizer)}
     if args.activation_checkpointing:
         for model in {policy, critic.backbone}:
             checkpoint_activations(model)
@@ -297,21 +305,13 @@ def main(args: Args) -> Path:
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
 
     # --- the loop ---
-    sample = partial(sample_completions, args, policy, stop_ids)
-    evaluate_policy = partial(evaluate, args, sample, reward_fns, eval_fn, tokenizer, eval_prompts)
-    warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
-    schedule = get_scheduler(
-        args.lr_schedule, policy_optimizer, warmup_steps + 1, args.total_rollouts + 1
-    )
-    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
     state = {"step": 0, "data": train_prompts.checksum(), "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate_policy()
+        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
@@ -322,14 +322,14 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample(prompts, args.temperature, rng)  # B of each
+        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
 
         # 2. Score: each reward, and their weighted sum; a cut-off completion is penalised.
-        all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
-        rewards = torch.tensor(args.reward_weights) @ all_rewards  # (B,)
+        terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
+        rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
         if (scores == scores[0]).all():
             warnings.warn("the rewards of a rollout teach nothing: all are equal", stacklevel=1)
@@ -359,21 +359,19 @@ def main(args: Args) -> Path:
             advantages = whiten(advantages, mask)
 
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        factor = lr_factor(step + 1)
+        remaining = (args.total_rollouts - step) / args.total_rollouts if args.anneal_lr else 1.0
         is_warmup = step < args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
         if step == args.critic_warmup_rollouts:
             policy_optimizer.state.clear()  # moments of an untrained critic's advantages
-        policy_optimizer.param_groups[0]["lr"] = 0.0 if is_warmup else args.learning_rate * factor
-        critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * factor
+        policy_lr = 0.0 if is_warmup else args.learning_rate * remaining
+        policy_optimizer.param_groups[0]["lr"] = policy_lr
+        critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * remaining
         sums, grad_norms = defaultdict(float), {"policy": [], "critic": []}
-        num_tokens, trained_tokens = lengths.sum().item(), 0
         for epoch in epochs:
             approx_kl = torch.zeros((), device=device)  # summed over the epoch's tokens
             for minibatch in epoch:
-                minibatch_tokens = lengths[minibatch].sum().item()
+                num_tokens = lengths[minibatch].sum().item()
                 for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-                    weights = mask[idx] / minibatch_tokens  # (b, T)
                     logprobs, entropy = completion_logprobs(
                         policy,
                         sequences,
@@ -381,63 +379,57 @@ def main(args: Args) -> Path:
                         args.temperature,
                         entropy=True,
                         entropy_gradient=args.ent_coef > 0,
-                    )
-                    surrogate = policy_loss(
-                        logprobs, old_logprobs[idx], advantages[idx], args.clip_coef
-                    )
-                    token_losses = surrogate
+                    )  # (b, T)
+                    device_inds = inds.to(device, non_blocking=True)  # a GPU would wait for inds
+                    weights = mask[device_inds] / num_tokens
+                    old = old_logprobs[device_inds]
+                    policy_losses, policy_sums = policy_loss(
+                        logprobs, old, advantages[device_inds], args.clip_coef
+                    )  # (b, T)
                     if args.kl_placement == "loss" and beta > 0:
-                        k2 = k2_kl(logprobs, old_logprobs[idx], ref_logprobs[idx])
-                        token_losses = token_losses + beta * k2
+                        k2 = k2_kl(logprobs, old, ref_logprobs[device_inds])
+                        policy_losses = policy_losses + beta * k2
                     if args.ent_coef > 0:
-                        token_losses = token_losses - args.ent_coef * entropy
-                    pg_loss = (weights * token_losses).sum()
+                        policy_losses = policy_losses - args.ent_coef * entropy
+                    pg_loss = (weights * policy_losses).sum()
                     pg_loss.backward()  # frees the policy's activations before the critic's
                     values = critic_values(critic, sequences, inds)
-                    token_losses = value_loss(
-                        values, old_values[idx], returns[idx], args.vf_clip_coef
-                    )
-                    v_loss = args.vf_coef * (weights * token_losses).sum()
+                    value_losses, value_sums = value_loss(
+                        values, old_values[device_inds], returns[device_inds], args.vf_clip_coef
+                    )  # (b, T)
+                    v_loss = args.vf_coef * (weights * value_losses).sum()
                     v_loss.backward()
-                    loss_sums = policy_sums(
-                        args, logprobs, old_logprobs[idx], advantages[idx], mask[idx]
-                    )
-                    loss_sums |= value_sums(args, values, old_values[idx], returns[idx])
-                    loss_sums |= {
+                    loss_sums = {
                         "objective/loss": pg_loss + v_loss,
-                        "policy/loss": surrogate.sum(),
                         "policy/entropy": entropy.sum(),
                     }
-                    for name, value in loss_sums.items():
+                    for name, value in (loss_sums | policy_sums | value_sums).items():
                         sums[name] += value.detach().double()
-                    approx_kl += loss_sums["policy/approx_kl"]
+                    approx_kl += policy_sums["policy/approx_kl"].detach()
                 for name, (model, optimizer) in training.items():
                     grad_norms[name].append(clip_grad_norm(model, args.max_grad_norm))
                     optimizer.step()
                     optimizer.zero_grad()
-            trained_tokens += num_tokens
             # The mean over the tokens of all ranks: all ranks stop, or none.
-            if args.target_kl and all_reduce_sum(approx_kl) / num_tokens > args.target_kl:
+            if args.target_kl and all_reduce_sum(approx_kl) / lengths.sum() > args.target_kl:
                 break
         kl = k1.sum(dim=1).mean().item()  # KL(pi_old || pi_ref), nats per completion
         if args.kl_target and not is_warmup:
             state["beta"] = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
 
         # 6. Log, evaluate, save.
-        num_steps = len(grad_norms["policy"])
-        metrics = rollout_metrics(rewards, lengths, ended, sums, trained_tokens, num_steps)
+        metrics = rollout_metrics(args, rewards, lengths, ended, sums, grad_norms)
+        metrics |= {name: values.mean().item() for name, values in terms.items()}
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
-        metrics["policy/grad_norm"] = np.mean(grad_norms["policy"])
-        metrics["value/grad_norm"] = np.mean(grad_norms["critic"])
+        metrics["value/mean"] = old_values[mask].mean().item()
+        metrics["value/return_mean"] = returns[mask].mean().item()
         metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
         metrics["objective/beta"] = beta
         metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
-        metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
+        metrics["policy/learning_rate"] = policy_lr
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
-        columns = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
-        metrics |= {name: reward.mean().item() for name, reward in columns.items()}
-        columns |= {"reward": rewards, "advantage": advantages, "truncated": ~ended}
+        columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
         if ref_model is not None:
             columns["log_ratio"] = k1
             metrics["objective/kl"] = kl
@@ -446,8 +438,8 @@ def main(args: Args) -> Path:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate_policy()
-            metrics |= eval_metrics
+            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+            metrics |= evals
         log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
@@ -463,12 +455,11 @@ def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
     rng = Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=rng)
-        for i in order[skip:]:
-            yield rows[i]
+        yield from (rows[i] for i in order[skip:])
         skip = max(skip - len(rows), 0)
 
 
-def sample_completions(
+def sample(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
 ) -> tuple[Sequences, Tensor]:
     """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
@@ -485,66 +476,38 @@ def sample_completions(
     return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
-@torch.no_grad()
-def policy_sums(
-    args: Args, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
-    """Sums over the tokens of some completions, for the log."""
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
-    return {
-        "policy/ratio": (ratio * mask).sum(),  # 1 at padding, where other terms are 0
-        "policy/approx_kl": (log_ratio.expm1() - log_ratio).sum(),  # k3, KL(pi_old || pi_theta)
-        "policy/clip_fraction_low": ((ratio < 1 - args.clip_coef) & (advantages < 0)).sum(),
-        "policy/clip_fraction_high": ((ratio > 1 + args.clip_coef) & (advantages > 0)).sum(),
-    }
-
-
-@torch.no_grad()
-def value_sums(
-    args: Args, values: Tensor, old_values: Tensor, returns: Tensor
-) -> dict[str, Tensor]:
-    """Sums over the tokens of some completions, for the log."""
-    losses = value_loss(values, old_values, returns, args.vf_clip_coef)
-    # Inside the interval the clipped loss may be larger too, but only by rounding.
-    has_left = (values - old_values).abs() > (args.vf_clip_coef or math.inf)
-    is_clipped = has_left & (losses > 0.5 * (values - returns).square())
-    return {
-        "value/loss": losses.sum(),
-        "value/clip_fraction": is_clipped.sum(),
-        "value/mean": old_values.sum(),
-        "value/return_mean": returns.sum(),
-    }
-
-
 def rollout_metrics(
-    rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, num_tokens: int, num_steps: int
+    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: dict
 ) -> dict[str, float]:
-    """Means over a rollout's completions, and over the tokens that its steps were trained on."""
+    """Means over a rollout's completions, over its steps, and over the tokens of all passes."""
     sums = sums_over_ranks(sums)
-    metrics = {
+    num_steps = len(grad_norms["policy"])
+    num_passes = num_steps / args.num_minibatches
+    num_tokens = lengths.sum().item() * num_passes
+    metrics = {name: total / num_tokens for name, total in sums.items()}
+    metrics |= {
+        "objective/loss": sums["objective/loss"] / num_steps,  # per optimiser step
+        "policy/grad_norm": np.mean(grad_norms["policy"]),
+        "value/grad_norm": np.mean(grad_norms["critic"]),
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
         "completions/length_mean": lengths.float().mean().item(),
         "completions/truncated_fraction": 1 - ended.float().mean().item(),
-        "objective/loss": sums.pop("objective/loss") / num_steps,
     }
-    return metrics | {name: total / num_tokens for name, total in sums.items()}
+    return metrics
 
 
 def evaluate(
-    args: Args, sample: Callable, reward_fns: dict, eval_fn: Any, tokenizer: Any, prompts: list
+    args: Args, policy: Any, stop_ids: list[int], eval_fns: dict, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _ = sample(prompts, args.eval_temperature, rng)
-    if eval_fn is not None:
-        rewards = eval_fn(prompts, sequences).tolist()
-    else:
-        all_rewards = torch.stack([fn(prompts, sequences) for fn in reward_fns.values()])  # (K, B)
-        rewards = (torch.tensor(args.reward_weights) @ all_rewards).tolist()
-    metrics = {"eval/reward": np.mean(rewards)}
-    metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
+    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    weights = [1.0] if args.eval_reward_fn else args.reward_weights
+    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns.values()])  # (K, B)
+    rewards = (torch.tensor(weights) @ all_rewards).tolist()
+    length_mean = np.mean([len(ids) for _, ids in sequences])
+    metrics = {"eval/reward": np.mean(rewards), "eval/length_mean": length_mean}
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -565,37 +528,38 @@ class Critic(NamedTuple):
 def load_critic(
     args: Args, policy: Any, tokenizer: Any, positions: int, device: torch.device
 ) -> Critic:
-    """The critic of --critic-init, before training. Under LoRA `reward_model` means the reward
-    model itself, with adapters, which are off while it scores, and a second head.
-    """
-    if args.critic_init == "reward_model":
-        critic = load_reward_model(args, tokenizer, positions)
-        if args.lora_rank == 0:
-            critic.requires_grad_(True)
-            return Critic(shard(critic, device), critic.score, trained=critic)
-        add_adapters(critic, args.lora_rank, args.seed)
-        critic.value_head = deepcopy(critic.score).requires_grad_(True)
-        return Critic(shard(critic, device), critic.value_head, trained=critic)
-    kind = AutoModelForSequenceClassification
+    """The critic of --critic-init, before training."""
     config = AutoConfig.from_pretrained(args.model, num_labels=1)
-    torch.manual_seed(args.seed)
-    if args.critic_init == "scratch":
-        critic = kind.from_config(config, dtype=torch.float32).eval()
-        return Critic(shard(critic, device), critic.score, trained=critic)
+    kind = AutoModelForSequenceClassification
     if args.critic_init == "policy":  # a head on the policy's backbone (Ziegler et al.)
+        torch.manual_seed(args.seed)
         head = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         init_head(head)
         return Critic(policy, shard(head, device), trained=head)
-    where = None if RANK == 0 else "meta"  # as in `load_model`
-    critic, info = kind.from_pretrained(
-        args.model, config=config, device_map=where, output_loading_info=True
-    )
-    if missing := {*info["missing_keys"]} - {"score.weight"}:
-        raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
-    add_adapters(critic, args.lora_rank, args.seed)
-    torch.manual_seed(args.seed)  # loading has drawn numbers
-    init_head(critic.score.float().requires_grad_(True))
-    return Critic(shard(critic, device), critic.score, trained=critic)
+    if args.critic_init == "reward_model":
+        critic = load_reward_model(args, tokenizer, positions)
+        head = critic.score
+        if args.lora_rank == 0:
+            critic.requires_grad_(True)
+        else:  # adapters, which are off while the same model scores, and a second head
+            add_adapters(critic, args.lora_rank, args.seed)
+            head = critic.value_head = deepcopy(critic.score).requires_grad_(True)
+    elif args.critic_init == "scratch":
+        torch.manual_seed(args.seed)
+        critic = kind.from_config(config, dtype=torch.float32).eval()
+        head = critic.score
+    else:
+        where = None if RANK == 0 else "meta"  # as in `load_model`
+        critic, info = kind.from_pretrained(
+            args.model, config=config, device_map=where, output_loading_info=True
+        )
+        if missing := {*info["missing_keys"]} - {"score.weight"}:
+            raise ValueError(f"--critic-init sft: {args.model} has no weights for {missing}")
+        add_adapters(critic, args.lora_rank, args.seed)
+        torch.manual_seed(args.seed)
+        head = critic.score.float().requires_grad_(True)
+        init_head(head)
+    return Critic(shard(critic, device), head, trained=critic)
 
 
 def init_head(head: torch.nn.Linear) -> None:
@@ -619,8 +583,9 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
     width = max(len(completion) for _, completion in sequences)
     values = torch.zeros(len(sequences), width, device=critic.backbone.device)
     for inds in batches:
-        idx = inds.to(values.device, non_blocking=True)
-        values[idx] = critic_values(critic, sequences, inds)
+        of_batch = critic_values(critic, sequences, inds)
+        inds = inds.to(values.device, non_blocking=True)  # CPU indices would make a GPU wait
+        values[inds] = of_batch
     return all_reduce_sum(values)
 
 
@@ -637,31 +602,31 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
     """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
-    rewards = []
+    rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**copies)
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
+    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
     """A frozen classifier with one label."""
-    kind = AutoModelForSequenceClassification
-    model = load_model(kind, args.reward_model, tokenizer, positions).requires_grad_(False)
+    model = load_model(AutoModelForSequenceClassification, args.reward_model, tokenizer, positions)
     if getattr(getattr(model, "score", None), "out_features", 0) != 1:
         raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
-    return model
+    return model.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -674,8 +639,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
         with adapters_off(model):  # of a critic, in ppo_rlhf.py
             last = last_states(model, rows)  # (b, d)
-        idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
-        scores[idx] = model.score(last.float()).squeeze(1)
+        inds = inds.to(model.device, non_blocking=True)
+        scores[inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -699,15 +664,18 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        text = row.pop(args.prompt_column)
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
-        return Prompt(as_chat(text) if args.chat else text, ids, row)
+    def prompt_text(row: dict) -> str | list[dict]:
+        text = row[args.prompt_column]
+        return as_chat(text) if args.chat else text
 
     def encode_row(row: dict) -> list[list[int]]:
-        text = to_prompt(row, []).text
-        return [encode(tokenizer, text, add_generation_prompt=True)]
+        return [encode(tokenizer, prompt_text(row), add_generation_prompt=True)]
+
+    def to_prompt(row: dict, ids: list[int]) -> Prompt:
+        columns = {name: value for name, value in row.items() if name != args.prompt_column}
+        if args.answer_column in columns:
+            columns["answer"] = columns.pop(args.answer_column)
+        return Prompt(prompt_text(row), ids, columns)
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

@@ -53,8 +53,7 @@ from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, a
 from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
 from common.model import leave_processes, save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
-from common.tokens import rollout_row
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -93,8 +92,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's first rate, which falls linearly to 0; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: PositiveFloat = 1e-3  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    anneal_lr: bool = True  # the learning rate falls linearly to 0; if not, it is constant
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
 
@@ -160,28 +159,13 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
-    def sample(prompts: list[Prompt], rng: Generator) -> tuple[Sequences, Tensor]:
-        """A sequence for each prompt, and the log-probs (B, T) with which it was sampled."""
-        prompt_ids = [prompt.ids for prompt in prompts]
-        completion_ids, sampler_logprobs = generate(
-            policy,
-            prompt_ids,
-            max_new_tokens=args.max_new_tokens,
-            temperature=1.0,
-            stop_ids=stop_ids,
-            rng=rng,
-            batch_size=args.generation_batch_size,
-        )
-        return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
-
-    evaluate_policy = partial(evaluate, args, sample, reward_fn, tokenizer, eval_prompts)
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": train_prompts.checksum()}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate_policy()
+        metrics, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
@@ -190,7 +174,7 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample(prompts, rng)  # B, as many as prompts
+        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, 1.0, rng)  # B
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Returns: rewards, minus beta times the log-ratio to the reference.
@@ -207,14 +191,16 @@ def main(args: Args) -> Path:
         advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
         if not advantages.any():
             warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        if args.anneal_lr:
+            remaining = (args.total_rollouts - step) / args.total_rollouts
+            optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-            loss = policy_gradient_loss(logprobs, advantages[idx], num_completions=len(sequences))
+            inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+            loss = policy_gradient_loss(logprobs, advantages[inds], num_completions=len(sequences))
             loss.backward()
-            step_logprobs[idx] = logprobs.detach()
+            step_logprobs[inds] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
         optimizer.zero_grad()
@@ -240,8 +226,8 @@ def main(args: Args) -> Path:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
-            eval_metrics, samples = evaluate_policy()
-            metrics |= eval_metrics
+            evals, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
+            metrics |= evals
         log(args, run_dir, step + 1, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
@@ -252,11 +238,29 @@ def main(args: Args) -> Path:
     return run_dir
 
 
+def sample(
+    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
+) -> tuple[Sequences, Tensor]:
+    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
+    prompt_ids = [prompt.ids for prompt in prompts]
+    completion_ids, sampler_logprobs = generate(
+        policy,
+        prompt_ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=temperature,
+        stop_ids=stop_ids,
+        rng=rng,
+        batch_size=args.generation_batch_size,
+    )
+    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
+
+
 def evaluate(
-    args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list[Prompt]
+    args: Args, policy: Any, stop_ids: list, reward_fn: Callable, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
-    sequences, _ = sample(prompts, Generator().manual_seed(args.seed))  # the same random numbers
+    rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
+    sequences, _ = sample(args, policy, stop_ids, prompts, 1.0, rng)
     rewards = reward_fn(prompts, sequences).tolist()
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
@@ -267,7 +271,7 @@ def evaluate(
     return {"eval/reward": np.mean(rewards), "eval/length_mean": length_mean}, samples
 
 
-# --- the reward --------------------------------------------------------------------------------
+# --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
     path, _, name = spec.rpartition(":")
@@ -280,22 +284,23 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
     """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
-    rewards = []
+    rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**{key: [*map(deepcopy, column)] for key, column in columns.items()})
+            result = function(**copies)
         except SystemExit as error:  # would end the run without an error
             raise RuntimeError(f"reward {name} called sys.exit") from error
         rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([*map(float, rewards)]))  # rank 0's, on all
+    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -318,15 +323,18 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        text = row.pop(args.prompt_column)
-        if args.answer_column in row:
-            row["answer"] = row.pop(args.answer_column)
-        return Prompt(as_chat(text) if args.chat else text, ids, row)
+    def prompt_text(row: dict) -> str | list[dict]:
+        text = row[args.prompt_column]
+        return as_chat(text) if args.chat else text
 
     def encode_row(row: dict) -> list[list[int]]:
-        text = to_prompt(row, []).text
-        return [encode(tokenizer, text, add_generation_prompt=True)]
+        return [encode(tokenizer, prompt_text(row), add_generation_prompt=True)]
+
+    def to_prompt(row: dict, ids: list[int]) -> Prompt:
+        columns = {name: value for name, value in row.items() if name != args.prompt_column}
+        if args.answer_column in columns:
+            columns["answer"] = columns.pop(args.answer_column)
+        return Prompt(prompt_text(row), ids, columns)
 
     columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

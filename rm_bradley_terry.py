@@ -49,8 +49,7 @@ from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all
 from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
 from common.model import save_atomically, save_weights, shard, transformer_layers
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import UnusableRow, as_chat, encode_completions
-from common.tokens import find_stop_ids, load_tokenizer
+from common.tokens import UnusableRow, as_chat, encode_completions, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -156,7 +155,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
@@ -177,27 +176,27 @@ def main(args: Args) -> Path:
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
-        results = torch.zeros(3, len(pairs), device=device)  # of each pair: loss, r_w, r_l
+        scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
             r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            idx = inds.to(device, non_blocking=True)  # indexing by a CPU tensor blocks
-            pair_losses = bradley_terry_loss(r_w, r_l, margins[idx], args.center_coef)  # (b,)
-            loss = pair_losses.sum() / len(pairs)
+            inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+            losses = bradley_terry_loss(r_w, r_l, margins[inds], args.center_coef)
+            loss = losses.sum() / len(pairs)
             loss.backward()
-            results[:, idx] = torch.stack([pair_losses, r_w, r_l]).detach()
+            scores[:, inds] = torch.stack([r_w, r_l]).detach()
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
         # 3. Log, evaluate, save.
-        losses, chosen, rejected = all_reduce_sum(results)  # (B,) each
+        r_w, r_l = all_reduce_sum(scores)  # (B,) each
         num_tokens = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
         metrics = {
-            "objective/loss": losses.mean().item(),
-            "reward/accuracy": wins(chosen - rejected).mean().item(),
-            "reward/margin": (chosen - rejected).mean().item(),  # r_w - r_l, not m
-            "reward/chosen": chosen.mean().item(),
-            "reward/rejected": rejected.mean().item(),
+            "objective/loss": bradley_terry_loss(r_w, r_l, margins, args.center_coef).mean().item(),
+            "reward/accuracy": wins(r_w - r_l).mean().item(),
+            "reward/margin": (r_w - r_l).mean().item(),  # not m
+            "reward/chosen": r_w.mean().item(),
+            "reward/rejected": r_l.mean().item(),
             "reward/grad_norm": grad_norm,
             "reward/learning_rate": optimizer.param_groups[0]["lr"],
             "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_pairs)),
@@ -222,18 +221,18 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
     """Metrics of the held-out pairs."""
     scores = torch.zeros(2, len(pairs), device=model.device)
     for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-        idx = inds.to(model.device, non_blocking=True)
-        scores[:, idx] = pair_scores(model, [pairs[i] for i in inds])
-    chosen, rejected = all_reduce_sum(scores).cpu()  # (B,) each
+        scores_of_batch = pair_scores(model, [pairs[i] for i in inds])
+        inds = inds.to(model.device, non_blocking=True)
+        scores[:, inds] = scores_of_batch
+    r_w, r_l = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
-    losses = bradley_terry_loss(chosen, rejected, margins, args.center_coef)
     return {
-        "eval/loss": losses.mean().item(),
-        "eval/pair_accuracy": wins(chosen - rejected).mean().item(),
-        "eval/margin": (chosen - rejected).mean().item(),
-        "eval/calibration_error": calibration_error(chosen - rejected),
-        "eval/score_chosen": chosen.mean().item(),
-        "eval/score_rejected": rejected.mean().item(),
+        "eval/loss": bradley_terry_loss(r_w, r_l, margins, args.center_coef).mean().item(),
+        "eval/pair_accuracy": wins(r_w - r_l).mean().item(),
+        "eval/margin": (r_w - r_l).mean().item(),
+        "eval/calibration_error": calibration_error(r_w - r_l),
+        "eval/score_chosen": r_w.mean().item(),
+        "eval/score_rejected": r_l.mean().item(),
     }
 
 

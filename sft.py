@@ -131,7 +131,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # A function of the step, so no checkpoint holds it. It is 0 at step 0, so we begin at 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}

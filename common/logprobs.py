@@ -122,8 +122,9 @@ def rollout_logprobs(
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for inds in batches:
-        idx = inds.to(model.device, non_blocking=True)  # indexing by a CPU tensor blocks
-        logprobs[idx] = completion_logprobs(model, sequences, inds, temperature)
+        values = completion_logprobs(model, sequences, inds, temperature)
+        inds = inds.to(model.device, non_blocking=True)  # CPU indices would make a GPU wait
+        logprobs[inds] = values
     return all_reduce_sum(logprobs)
 
 
@@ -134,11 +135,16 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     """
     log_ratio = mask * (logprobs - sampler_logprobs).double()
     kl = ((log_ratio.expm1() - log_ratio).sum() / mask.sum().clamp(min=1)).item()
-    if not kl <= MAX_SAMPLING_KL:  # or NaN
-        difference = "the sampler's log-probs are not the policy's, see docs/pitfalls.md"
-        warnings.warn(f"policy/sampling_kl {kl:.4f}: {difference}", stacklevel=2)
+    check_sampling_kl(kl)
     largest = log_ratio.masked_fill(~mask, -torch.inf).max().exp().item()
     return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": largest}
+
+
+def check_sampling_kl(kl: float) -> None:
+    """A warning if KL(pi_sampler || pi_old), in nats per token, is that of two policies."""
+    if not kl <= MAX_SAMPLING_KL:  # or NaN
+        difference = "the sampler's log-probs are not the policy's, see docs/pitfalls.md"
+        warnings.warn(f"policy/sampling_kl {kl:.4f}: {difference}", stacklevel=3)
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:

@@ -34,7 +34,8 @@ RANGES = {
     ((1, 0),): "save_every max_length max_prompt_length batch_size micro_batch_size eval_every "
     "generation_batch_size eval_rows eval_samples max_new_tokens total_rollouts group_size "
     "prompts_per_rollout update_epochs num_minibatches max_sampling_rounds max_turns",
-    ((2, 1),): "grpo.group_size grpo_tools.group_size kto.batch_size kto.eval_rows",
+    ((2, 1),): "grpo.group_size grpo_variants.group_size grpo_tools.group_size kto.batch_size "
+    "kto.eval_rows",
     ((0, -1),): "seed lora_rank log_rollouts_every train_layers overlong_buffer "
     "critic_warmup_rollouts",
     ((TINY, 0.0),): "epochs learning_rate critic_learning_rate max_grad_norm temperature dpo.beta "
@@ -74,8 +75,11 @@ def test_the_gold_reward_is_for_the_default_dataset_alone(name):
 
 
 # --- the step -----------------------------------------------------------------------------------
-@EACH
-def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch):
+ANNEALED = [*((name, True) for name in SPECS), *((name, False) for name in with_flag("anneal_lr"))]
+
+
+@pytest.mark.parametrize(("name", "anneal_lr"), ANNEALED)
+def test_the_rate_and_the_largest_norm_of_each_step(name, anneal_lr, tmp_path, monkeypatch):
     """As AdamW has them when it steps."""
     rates, settings, step, steps = [], set(), AdamW.step, watch_steps(monkeypatch)
 
@@ -94,6 +98,9 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
     if not hasattr(SPECS[name].module.Args, "warmup_ratio"):
         del flags["warmup_ratio"]
         factors = [1, 3 / 4, 1 / 2, 1 / 4]
+    if not anneal_lr:
+        flags["anneal_lr"] = False
+        factors = [1, 1, 1, 1]
     if name == "reinforce":
         del flags["max_grad_norm"]
         largest = math.inf
@@ -111,7 +118,7 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, tmp_path, monkeypatch)
 
 
 # The others' own tests have micro-batches beside one completion at a time.
-BESIDE_ONE = ("reinforce", "ppo_rlhf", "grpo", "grpo_tools", "dpo", "kto", "distill")
+BESIDE_ONE = "reinforce ppo_rlhf grpo grpo_variants grpo_tools dpo kto distill".split()
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in BESIDE_ONE])
@@ -131,7 +138,7 @@ def test_micro_batch_size_does_not_change_the_gradient(name, tmp_path, monkeypat
     assert_same_gradient(gradient, other)
 
 
-EPOCHS = ["sft", "rm_bradley_terry", "dpo", "grpo", "ppo_rlhf"]
+EPOCHS = ["sft", "rm_bradley_terry", "dpo", "grpo", "grpo_variants", "ppo_rlhf"]
 
 
 @pytest.mark.parametrize("name", some_wide(EPOCHS, fast=["sft", "grpo"]))
@@ -222,6 +229,7 @@ def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, 
         ("reinforce", {}, [1.0, 1.0, 1.0, 1.0]),
         ("distill", {}, [1.0, 1.0, 1.0, 1.0]),
         ("grpo", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.6, 0.3]),
+        ("grpo_variants", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.6, 0.3]),
         ("ppo_rlhf", dict(temperature=0.6, eval_temperature=0.3), [0.3, 0.6, 0.6, 0.3]),
     ],
 )
@@ -253,7 +261,7 @@ def right(completions, answer, **columns):
 """
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "dpo", "kto"])
+@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "grpo_variants", "dpo", "kto"])
 def test_a_reward_function_gets_the_columns_and_rates_the_samples(name, tmp_path):
     (tmp_path / f"rewards_of_{name}.py").write_text(REWARDS)
     script, flag = SPECS[name].module, "reward_fn" if name == "reinforce" else "eval_reward_fn"
@@ -262,7 +270,7 @@ def test_a_reward_function_gets_the_columns_and_rates_the_samples(name, tmp_path
         for i, row in enumerate(read(f"{script.Args.dataset}/test.jsonl")[:10])
     ]
     flags = dict(dataset=dataset(tmp_path, rows), train_split="train", eval_split="test")
-    if name == "grpo":
+    if name.startswith("grpo"):
         flags["reward_fn"] = [f"{tmp_path}/rewards_of_{name}.py:right"]
     last = {}
     for function in ("rate", "right"):
@@ -278,7 +286,7 @@ def test_a_reward_function_gets_the_columns_and_rates_the_samples(name, tmp_path
         assert last[function]["eval/reward"] == pytest.approx(mean(rewards))
         assert last[function]["eval/length_mean"] == mean(s["length"] for s in samples)
     assert "eval/accuracy" not in last["rate"]
-    if name == "grpo":  # where each is right or wrong
+    if name.startswith("grpo"):  # where each is right or wrong
         assert last["right"]["eval/accuracy"] == 0.8
 
 
@@ -295,7 +303,7 @@ def test_without_a_reward_function_there_is_no_reward(name, names, tmp_path):
     assert all("reward" not in sample for sample in read(run_dir / "samples.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "grpo_tools"])
+@pytest.mark.parametrize("name", ["reinforce", "ppo_rlhf", "grpo", "grpo_variants", "grpo_tools"])
 def test_rewards_that_are_equal_are_told_once(name, tmp_path):
     path = tmp_path / f"zero_{name}.py"
     path.write_text("def zero(prompts, **columns): return [0] * len(prompts)\n")

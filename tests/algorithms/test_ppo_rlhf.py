@@ -20,8 +20,7 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 import common.logprobs
 import ppo_rlhf
 from ppo_rlhf import Args, Critic, adapt_beta, critic_values, explained_variance, gae, k2_kl
-from ppo_rlhf import load_critic, policy_loss, policy_sums, shaped_rewards, value_loss, value_sums
-from ppo_rlhf import whiten
+from ppo_rlhf import load_critic, policy_loss, shaped_rewards, value_loss, whiten
 from runs import metrics_of
 
 # 16 completions of 6 to 20 tokens, some of them cut off. What the tests count on is named here,
@@ -148,8 +147,7 @@ def test_explained_variance_by_hand():
 def test_value_clipping(value, target, clip, loss, gradient):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
     old, returns = torch.ones(1, 1).double(), torch.tensor([[target]]).double()
-    result = value_loss(values, old, returns, clip)
-    sums = value_sums(Args(vf_clip_coef=clip), values, old, returns)
+    result, sums = value_loss(values, old, returns, clip)
     assert result.item() == pytest.approx(loss)
     result.backward()
     assert values.grad.item() == pytest.approx(gradient)
@@ -161,7 +159,7 @@ def test_rounding_is_not_counted_as_clipping():
     """V_old + (V - V_old) need not be V to the last bit."""
     values, old_values, returns = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0))
     for clip_coef, least in ((1000.0, 0), (None, 0), (0.2, 1)):
-        sums = value_sums(Args(vf_clip_coef=clip_coef), values, old_values, returns)
+        _, sums = value_loss(values, old_values, returns, clip_coef)
         assert (sums["value/clip_fraction"] > 0) == least
 
 
@@ -219,7 +217,7 @@ def test_policy_loss_has_the_gradient_of_the_objective_by_enumeration(kl_coef, e
     old = torch.full_like(ref, -math.log(7))
     advantages = scale * torch.randn(7, 1, dtype=torch.float64)
     entropy = -(p * logp).sum()
-    losses = policy_loss(logp, old, advantages, clip_coef=100.0)  # nothing is clipped
+    losses, _ = policy_loss(logp, old, advantages, clip_coef=100.0)  # nothing is clipped
     loss = (losses + kl_coef * k2_kl(logp, old, ref) - ent_coef * entropy).mean()
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     # The expected advantage up, KL(pi || pi_ref) down, entropy up; d H/d z_k = -p_k (log p_k + H).
@@ -235,18 +233,18 @@ def test_policy_loss_and_metrics_by_hand():
     mask = until(4, 3, 2, width=4)
     advantages = torch.tensor([[0.5], [-0.5], [0.0]]) * mask
     zeros = torch.zeros(3, 4)
-    losses = policy_loss(ratio.log(), zeros, advantages, 0.2)
-    sums = policy_sums(Args(clip_coef=0.2), ratio.log(), zeros, advantages, mask)
+    ratio = ratio.where(mask, 1.0)
+    losses, sums = policy_loss(ratio.log(), zeros, advantages, 0.2)
     assert sums["policy/clip_fraction_high"] == 2  # row 0, tokens 0 and 2
     assert sums["policy/clip_fraction_low"] == 2  # row 1, tokens 1 and 2
     ratios = (1.5, 0.5, 1.3, 1.1, 1.5, 0.5, 0.7, 1.5, 0.5)
-    assert sums["policy/ratio"].item() == pytest.approx(sum(ratios))
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
     terms = [r - 1 - math.log(r) for r in ratios]
     assert sums["policy/approx_kl"].item() == pytest.approx(sum(terms), rel=1e-5)
     # The surrogate: at most 1.2 where the ratio is to be raised, at least 0.8 where to be lowered.
     surrogate = -0.5 * (1.2 + 0.5 + 1.2 + 1.1) + 0.5 * (1.5 + 0.8 + 0.8)
     assert losses.sum().item() == pytest.approx(surrogate, rel=1e-5)
+    assert sums["policy/loss"] == losses.sum()
     # k2 is 1/2 log^2(pi / pi_ref) times the ratio.
     k2 = [r * (math.log(r) - 3) ** 2 / 2 for r in ratios]
     found = k2_kl(ratio.log(), zeros, torch.full((3, 4), 3.0))[mask]
@@ -316,7 +314,7 @@ def test_what_a_critic_starts_as(critic_init):
 
 # --- the loop -----------------------------------------------------------------------------------
 def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
-    calls, scored = spy_on(monkeypatch, "policy_sums"), []
+    calls, scored = spy_on(monkeypatch, "policy_loss"), []
     for module in (ppo_rlhf, common.logprobs):  # in the steps, and of the old log-probs
         scored.append(spies.spy_by_name(module, monkeypatch, "completion_logprobs"))
     run(tmp_path, temperature=0.6, micro_batch_size=4, beta=0.0)
@@ -325,12 +323,11 @@ def test_ratio_is_one_before_any_update(tmp_path, monkeypatch):
     in_steps, of_old = ([call["inds"].tolist() for call in calls] for calls in scored)
     assert len(in_steps) == 8 and in_steps[:4] == of_old
     for number, call in enumerate(calls):
-        sums, tokens = call["result"], call["mask"].sum()
+        _, sums = call["result"]
         same = torch.equal(call["logprobs"], call["old_logprobs"])
         assert same == (number < 2), "exactly 1 before the first step, and never again"
         assert (sums["policy/approx_kl"] == 0) == same
-        assert not same or sums["policy/ratio"] == tokens
-        assert (call["old_logprobs"][call["mask"]] < 0).any()
+        assert (call["old_logprobs"] < 0).any()
 
 
 @pytest.mark.parametrize(
@@ -355,7 +352,7 @@ def test_no_model_is_loaded_that_is_not_needed(tmp_path, monkeypatch, flags, loa
 
 
 def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
-    calls = spy_on(monkeypatch, "policy_sums")
+    calls = spy_on(monkeypatch, "policy_loss")
     flags, rows = dict(update_epochs=3, micro_batch_size=4), []  # two micro-batches a minibatch
 
     def steps(**more):
@@ -365,17 +362,18 @@ def test_target_kl_ends_the_passes(tmp_path, monkeypatch):
 
     assert steps(target_kl=None) == 6
     # By hand: the mean over the tokens of each pass, of two minibatches of two micro-batches.
-    tokens = sum(call["mask"].sum().item() for call in calls[:4])
-    sums = [call["result"]["policy/approx_kl"].item() for call in calls]
+    lengths = [(call["old_logprobs"] != 0).sum().item() for call in calls]
+    tokens = sum(lengths[:4])
+    sums = [call["result"][1]["policy/approx_kl"].item() for call in calls]
     first, second = sum(sums[:4]) / tokens, sum(sums[4:8]) / tokens
-    last_minibatch = sum(sums[2:4]) / sum(call["mask"].sum().item() for call in calls[2:4])
+    last_minibatch = sum(sums[2:4]) / sum(lengths[2:4])
     assert 1e-4 < 1.1 * first < second and 1.1 * first < last_minibatch
     assert steps(target_kl=1.01 * first) == 4
     assert steps(target_kl=1.01 * second) == 6
     assert steps(target_kl=0.99 * first) == 2
     # The logged means are over the passes that were made.
-    for name in calls[0]["result"]:
-        total = sum(call["result"][name].item() for call in calls)
+    for name in calls[0]["result"][1]:
+        total = sum(call["result"][1][name].item() for call in calls)
         assert rows[-1][name] == pytest.approx(total / tokens, rel=1e-4, abs=1e-8), name
 
     # Under torchrun the sum over ranks decides, on all of them alike.
@@ -517,18 +515,15 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
         for i in minibatch:
             logprobs, entropy = plain_logprobs(policy, *sequences[i], args.temperature)
             old, ref, old_values, advantages, returns = fixed[i]
-            surrogate = policy_loss(logprobs, old, advantages, args.clip_coef)
+            surrogate, loss_sums = policy_loss(logprobs, old, advantages, args.clip_coef)
             k2 = (args.beta - beta_in_reward) * k2_kl(logprobs, old, ref)
             values = values_of_one(*sequences[i])
-            v_losses = value_loss(values, old_values, returns, args.vf_clip_coef)
+            v_losses, value_sums = value_loss(values, old_values, returns, args.vf_clip_coef)
             of_tokens = surrogate + k2 - args.ent_coef * entropy + args.vf_coef * v_losses
             loss = of_tokens.sum() / tokens
             loss.backward()
             losses[-1] += loss.item()
-            all_true = torch.ones_like(logprobs).bool()
-            loss_sums = policy_sums(args, logprobs, old, advantages, all_true)
-            loss_sums |= value_sums(args, values, old_values, returns)
-            loss_sums |= {"policy/loss": surrogate.sum(), "policy/entropy": entropy.sum()}
+            loss_sums |= value_sums | {"policy/entropy": entropy.sum()}
             for name, value in loss_sums.items():
                 sums[name] += value.item() / (2 * len(all_values))
         for number, (name, model) in enumerate((("policy", policy), ("value", critic.trained))):

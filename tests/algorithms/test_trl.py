@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import grpo
+import grpo_variants
 import reinforce
 from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters
@@ -98,7 +99,7 @@ def test_dpo(loss, beta, tmp_path):
     check(policy, losses.mean(), trainer)
 
 
-# --- recipes of grpo.py -------------------------------------------------------------------------
+# --- grpo.py and grpo_variants.py ---------------------------------------------------------------
 RECIPES = {
     "clip": (dict(loss_type="grpo"), {}, "sequence"),
     # TRL bounds the ratio by epsilon_high itself, and not from below; ours is 1 + clip_high.
@@ -177,15 +178,20 @@ def test_grpo(recipe, tmp_path):
     policy.load_state_dict(weights, strict=False)
     mask, advantages = inputs["completion_mask"].bool(), inputs["advantages"]
     scale = theirs.get("scale_rewards", "group")
-    ours_sorted = grpo.group_advantages(torch.tensor(rewards), 4, scale).sort().values
+    ours_sorted = grpo_variants.scaled_advantages(torch.tensor(rewards), 4, scale).sort().values
     torch.testing.assert_close(ours_sorted, advantages.sort().values)  # TRL shuffles them
     logprobs = completion_logprobs(policy, sequences_of(inputs), torch.arange(8))
     width = logprobs.shape[1]
     mask, old = mask[:, :width], inputs["old_per_token_logps"][:, :width]
     ref = inputs["ref_per_token_logps"][:, :width] if "beta" in theirs else None
     coefs = dict(clip_low=0.2, clip_high=0.2, beta=0.0) | ours
-    losses = grpo.grpo_loss(logprobs, old, ref, advantages, mask, **coefs)
-    loss = (grpo.token_weights(mask, norm, 1) * losses).sum()  # LUSPO divides by no constant
+    losses, _ = grpo_variants.variant_loss(logprobs, old, ref, advantages, mask, **coefs)
+    if recipe in ("clip", "KL"):
+        of_variants = losses
+        losses, _ = grpo.grpo_loss(logprobs, old, ref, advantages, **coefs)
+        assert torch.equal(losses, of_variants)
+    weights = grpo.token_weights(mask, mask.sum(dim=1), norm, 1)  # LUSPO divides by no constant
+    loss = (weights * losses).sum()
     assert not torch.allclose(logprobs[mask], old[mask], atol=1e-2)
     for found, gradient in zip(
         torch.autograd.grad(loss, policy.parameters()), expected, strict=True

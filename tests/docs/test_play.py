@@ -11,6 +11,7 @@ from browser import needs_browser
 from pytest import approx
 
 import grpo
+import grpo_variants
 import ppo_rlhf
 from docs.experiments.studies.one_prompt import leaf, mask_of, padded
 from reinforce import baseline_advantages
@@ -25,12 +26,13 @@ return arguments[0].map(([name, args]) => flat(play[name](...args)));"""
 
 
 def loss_and_gradients(new, old, ref, A, low, high, beta, loss):
-    """grpo_loss of completions in lists, and its gradient by autograd."""
+    """variant_loss of completions in lists, and its gradient by autograd."""
     logprobs, mask, (level, kind) = leaf(padded(new)), mask_of(new), LEVELS[loss]
-    weights = grpo.token_weights(mask.double(), "sequence", max_new_tokens=0)
+    weights = grpo.token_weights(mask.double(), mask.sum(dim=1), "sequence", max_new_tokens=0)
     rows = (logprobs, padded(old), padded(ref), torch.tensor(A).double(), mask)
     coefs = dict(clip_low=low, clip_high=high, beta=beta)
-    value = (weights * grpo.grpo_loss(*rows, **coefs, level=level, loss_type=kind)).sum()
+    losses, _ = grpo_variants.variant_loss(*rows, **coefs, level=level, loss_type=kind)
+    value = (weights * losses).sum()
     return [value.item(), *torch.autograd.grad(value, logprobs)[0][mask].tolist()]
 
 

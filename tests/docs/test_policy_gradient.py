@@ -74,14 +74,8 @@ def test_the_clip_in_all_four_sign_cases():
     for (sign, ratio), cells in table.items():
         advantage, rho = float(sign), float(ratio)
         logprob = torch.tensor([[rho]]).log().requires_grad_()
-        zero, mask, advantages = (
-            torch.zeros(1, 1),
-            torch.ones(1, 1).bool(),
-            torch.tensor([advantage]),
-        )
-        loss = grpo.grpo_loss(logprob, zero, None, advantages, mask, clip_low=EPS, clip_high=EPS)
-        args = grpo.Args(clip_coef=EPS)
-        sums = grpo.ratio_sums(args, logprob, zero, advantages, mask)
+        zero, advantages = torch.zeros(1, 1), torch.tensor([advantage])
+        loss, sums = grpo.grpo_loss(logprob, zero, None, advantages, clip_low=EPS, clip_high=EPS)
         (gradient,) = torch.autograd.grad(-loss, logprob)
         inside = min(max(rho, 1 - EPS), 1 + EPS)
         close(cells[2:6], [rho * advantage, inside * advantage, -loss.item(), gradient.item()], 1)

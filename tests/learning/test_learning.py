@@ -41,6 +41,11 @@ QUICK = [
         SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},  # 0.9, 11.9
     ),
     (
+        "grpo_variants.py",
+        "--total-rollouts 12 --eval-rows 200 --beta 0 --loss sapo",
+        SUMS | {"eval/accuracy": (0.75, 1), "eval/length_mean": (11, 12.5)},
+    ),
+    (
         "grpo_tools.py",
         "--total-rollouts 8 --eval-rows 200",
         {"first eval/reward": (0, 0.12), "eval/reward": (0.6, 1), "eval/called_fraction": (0.8, 1)},
@@ -141,8 +146,8 @@ SLOW = [
         f"{PROMPTS_OF_SUMS} --critic-init sft --total-rollouts 40 --beta 0.04",
         {"eval/reward": (0.9, 1)},
     ),
-    ("grpo.py", f"{REVIEWS} --kl-placement loss", {"eval/reward": (0.5, 1)}),
-    ("grpo.py", f"{REVIEWS} --kl-placement reward", {"eval/reward": (0.5, 1)}),
+    ("grpo_variants.py", f"{REVIEWS} --kl-placement loss", {"eval/reward": (0.5, 1)}),
+    ("grpo_variants.py", f"{REVIEWS} --kl-placement reward", {"eval/reward": (0.5, 1)}),
 ]
 CASES = [pytest.param(1, *case, id=" ".join(case[:2])) for case in QUICK]
 for seed in (1, 2, 3, 4, 5):

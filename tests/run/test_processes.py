@@ -25,9 +25,10 @@ from transformers import AutoTokenizer
 TWO_REWARDS = REVIEWS | dict(reward_fn=["tiny/reviews/gold.py:sentiment"])
 # What stands behind a hyphen is another run of a script.
 MORE = {
-    "grpo": dict(TWO_REWARDS, kl_placement="reward", missing_eos_penalty=0.5),
-    "grpo-dynamic": dict(max_sampling_rounds=4, loss="cispo", kl_placement="unbiased"),
-    "grpo-gdpo": dict(
+    "grpo": TWO_REWARDS,
+    "grpo_variants": dict(max_sampling_rounds=4, loss="cispo", kl_placement="unbiased"),
+    "grpo_variants-reward": dict(TWO_REWARDS, kl_placement="reward", missing_eos_penalty=0.5),
+    "grpo_variants-gdpo": dict(
         TWO_REWARDS,
         multi_objective_aggregation="normalize_then_sum",
         importance_sampling_level="sequence",

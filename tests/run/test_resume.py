@@ -12,7 +12,7 @@ from models import some_wide
 from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of, start, words
 from scripts import SPECS
 
-import grpo
+import grpo_variants
 
 EACH = pytest.mark.parametrize("name", SPECS)
 
@@ -83,15 +83,15 @@ def test_logs_that_are_ahead_of_the_checkpoint_are_cut_back(name, run_of, tmp_pa
 
 def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
     """A rollout reads as many prompts as it needs: where the data are is in the checkpoint."""
-    flags = SPECS["grpo"].short_flags | dict(max_sampling_rounds=3, output_dir=str(tmp_path))
+    flags = SPECS["grpo_variants"].short_flags | dict(max_sampling_rounds=3)
     with keep_earlier_checkpoints():
-        run_dir = grpo.main(grpo.Args(**flags))
+        run_dir = grpo_variants.main(grpo_variants.Args(**flags, output_dir=str(tmp_path)))
     sampled = [row["prompts/sampled"] for row in metrics_of(run_dir)[1:]]
     assert len({*sampled[:-1]}) > 1
     copy = killed_earlier(run_dir, tmp_path / "run")
     state = torch.load(copy / "checkpoint.pt", weights_only=True)
     assert state["prompts_read"] == sum(sampled[: state["step"]]) > 0
-    resume("grpo", copy)
+    resume("grpo_variants", copy)
     assert_same_run(copy, run_dir)
 
 

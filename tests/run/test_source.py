@@ -40,7 +40,7 @@ def test_one_name_one_source():
         for name, source in definitions(path):
             sources[name][path.name] = source
     shared = {name: by_script for name, by_script in sources.items() if len(by_script) > 1}
-    assert {"load_model", "parse_args", "__name__ == '__main__'"} <= {*shared}
+    assert {"load_prompts", "parse_args", "__name__ == '__main__'"} <= {*shared}
     for name in {*shared} - OWN:
         (first, source), *others = shared[name].items()
         for script, other in others:

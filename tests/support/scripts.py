@@ -8,6 +8,7 @@ import distill
 import dpo
 import grpo
 import grpo_tools
+import grpo_variants
 import kto
 import ppo_rlhf
 import reinforce
@@ -77,13 +78,21 @@ SPECS = {
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
         advantages="group_advantages",
     ),
+    "grpo_variants": ScriptSpec(
+        module=grpo_variants,
+        kind="rollouts",
+        loader="load_prompts",
+        models=("policy",),
+        short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
+        advantages="scaled_advantages",
+    ),
     "grpo_tools": ScriptSpec(
         module=grpo_tools,
         kind="rollouts",
         loader="load_prompts",
         models=("policy",),
         short_flags=SHORT_ROLLOUTS | TURNS | dict(group_size=3, num_minibatches=2),
-        advantages="standardised_rewards",
+        advantages="group_advantages",
     ),
     "dpo": ScriptSpec(
         module=dpo,
