@@ -16,7 +16,7 @@ J(theta), rho_it, A_i and KL_it are those of grpo.py. What a flag changes, and w
     --importance-cap C         if another policy samples, pi_sampler, a token's loss is weighted
                                with min(pi_old / pi_sampler, C) (Yao et al. 2025)
     --eval-samples             pass@k at evaluation
-    --lr-schedule              with --warmup-ratio in place of --anneal-lr
+    --lr-schedule              a warm-up (--warmup-ratio), then linear, cosine or constant
 
 The flags of each paper, with their arXiv numbers and what differs, are in docs/recipes.md.
 

@@ -77,8 +77,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "grpo.py",
-                "args.temperature,\n                        entropy=True",
-                "1.0,\n                        entropy=True",
+                "sequences, inds, args.temperature, entropy=True",
+                "sequences, inds, 1.0, entropy=True",
             ),
         ),
         test="test_grpo.py::"

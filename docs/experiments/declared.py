@@ -19,7 +19,7 @@ LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
 SUMS = f"--dataset tiny/arithmetic/preferences --eval-reward-fn {LAST_NUMBER} --max-new-tokens 24"
 # GRPO on the reviews, with the learned reward, and evaluated by the gold reward.
 GRPO_REVIEWS = (
-    "grpo.py --model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
+    "--model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
     "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30"
 )

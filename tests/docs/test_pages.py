@@ -58,6 +58,8 @@ def all_flags():
 
 
 FLAGS = all_flags()
+# A script's pages, if they are not one of its name.
+PAGES = {"grpo_variants": ["recipes", "grpo"]}
 
 
 @pytest.mark.parametrize("script", sorted(Path().glob("*.py")), ids=lambda path: path.stem)
@@ -65,11 +67,12 @@ def test_a_script_is_named_wherever_all_are(script):
     name = script.stem
     assert name in SCRIPTS, "tests/support/scripts.py"
     assert Path(f"tests/algorithms/test_{name}.py").exists()
-    assert Path(f"docs/{name}.md").exists()
+    page, *_ = PAGES.get(name, [name])
+    assert f"(../{name}.py)" in Path(f"docs/{page}.md").read_text()
     for file, text in (
         ("README.md", f"[`{name}.py`]({name}.py)"),
-        ("docs/index.md", f"({name}.md)"),
-        ("mkdocs.yml", f"{name}.md"),
+        ("docs/index.md", f"({page}.md)"),
+        ("mkdocs.yml", f"{page}.md"),
         ("tests/learning/test_learning.py", f'"{name}.py"'),
     ):
         assert text in Path(file).read_text(), f"{file} does not name {text}"
@@ -122,8 +125,12 @@ def test_every_logged_metric_is_on_the_page(name, tmp_path):
     run_dir = algorithms.run(name, tmp_path, **short_flags(name, eval_samples=2))
     logged = {metric for row in metrics_of(run_dir) for metric in row} - {"step"}
     explained, shared = (
-        set(re.findall(rf"`((?:{GROUPS})/\w+)`", Path(f"docs/{page}.md").read_text()))
-        for page in (name, "details")
+        {
+            metric
+            for page in names
+            for metric in re.findall(rf"`((?:{GROUPS})/\w+)`", Path(f"docs/{page}.md").read_text())
+        }
+        for names in (PAGES.get(name, [name]), ["details"])
     )
     # Single rewards have the names of their functions.
     assert {metric for metric in logged if not metric.startswith("rewards/")} <= explained | shared

@@ -158,7 +158,7 @@ def trl_trainer(kind: str, args: Any, split: str, reward: Callable, **settings: 
         inputs["reward_funcs"] = reward
         shared |= dict(generation_batch_size=sequences_per_rollout)
     if kind == "GRPO":
-        is_unbiased = flags["kl_placement"] == "unbiased"
+        is_unbiased = flags.get("kl_placement") == "unbiased"
         shared |= dict(loss_type="grpo", use_bias_correction_kl=is_unbiased)
     if kind == "Distillation":
         inputs["teacher_model"] = args.teacher

@@ -51,7 +51,7 @@ WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics wit
 
 # --- runs ----------------------------------------------------------------------------------------
 def module_of(script: str) -> Any:
-    return import_module(script.removesuffix("_unbiased"))
+    return import_module("grpo_variants" if script == "grpo_unbiased" else script)
 
 
 def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:

@@ -107,17 +107,17 @@ def take_step(
 def grpo_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, mask: Tensor
 ) -> Tensor:
-    losses = grpo.grpo_loss(
+    losses, _ = grpo.grpo_loss(
         logprobs,
         old_logprobs,
         ref_logprobs,
         grpo.group_advantages(rewards, len(rewards)),
-        mask,
         clip_low=GRPO.clip_coef,
         clip_high=GRPO.clip_coef,
         beta=GRPO.beta,
     )
-    return (grpo.token_weights(mask, GRPO.loss_norm, GRPO.max_new_tokens) * losses).sum()
+    rest = (mask.sum(dim=1), GRPO.loss_norm, GRPO.max_new_tokens)
+    return (grpo.token_weights(mask, *rest) * losses).sum()
 
 
 def logprobs_of(policy: sampling.Policy, sequences: Sequences) -> list[list[float]]:
@@ -209,7 +209,7 @@ def whitening(measured: dict) -> dict:
 def ppo_table(measured: dict) -> dict:
     mask, columns = mask_of(measured["tokens"]), ppo_advantages(measured)
     old, new = padded(measured["old"]), leaf(padded(measured["new"]))
-    losses = ppo_rlhf.policy_loss(new, old, columns["whitened A"], PPO.clip_coef)
+    losses, _ = ppo_rlhf.policy_loss(new, old, columns["whitened A"], PPO.clip_coef)
     loss = losses.sum() / mask.sum()
     (columns["gradient"],) = torch.autograd.grad(loss, new)
     columns["ratio"] = (new.detach() - old).exp()

@@ -26,10 +26,10 @@ ON_SUMS = "--chat --dataset docs/real/sums --group-size 8 --max-new-tokens 24 --
 GRPO_ON_SUMS = f"{ON_SUMS} {ON_POLICY} --beta 0 --eval-every 4 --eval-rows 60 --eval-samples 4"
 AFTER_SFT = f"--model {{{SFT} 2e-5}}"
 SUMS = {
-    "GRPO without SFT": "grpo.py --model runs/SmolLM2-135M-Instruct "
+    "GRPO without SFT": "grpo_variants.py --model runs/SmolLM2-135M-Instruct "
     f"{GRPO_ON_SUMS} --learning-rate 1e-5",
-    "GRPO after SFT": f"grpo.py {AFTER_SFT} {GRPO_ON_SUMS} --learning-rate 1e-5",
-    "GRPO after SFT, adapters": f"grpo.py {AFTER_SFT} {GRPO_ON_SUMS} --learning-rate 2e-4 "
+    "GRPO after SFT": f"grpo_variants.py {AFTER_SFT} {GRPO_ON_SUMS} --learning-rate 1e-5",
+    "GRPO after SFT, adapters": f"grpo_variants.py {AFTER_SFT} {GRPO_ON_SUMS} --learning-rate 2e-4 "
     "--lora-rank 16",
     "REINFORCE after SFT": f"reinforce.py {AFTER_SFT} {ON_SUMS} --prompts-per-rollout 8 "
     "--micro-batch-size 8 --eval-every 4 --eval-split test[:60] --learning-rate 1e-5",
@@ -193,7 +193,7 @@ def readme_list(numbers: dict) -> dict:
     for name, found, step in (
         ("right as downloaded, because it rambles past the limit of 24 tokens", untrained, 0),
         ("right after `sft.py` on 64 sums", trained, 0),
-        ("right after 16 rollouts of `grpo.py`", trained, 16),
+        ("right after 16 rollouts of GRPO", trained, 16),
     ):
         percent = spread([100 * of_seed for of_seed in found[f"eval/reward at {step}"]], 0)
         rows.append([f'**{percent} %** {name}: "{found["answers"][0][step > 0]}"'])

@@ -28,15 +28,17 @@ RECIPES = {
     "REINFORCE++-baseline": "--scale-rewards batch",
     "unbiased KL": "--kl-placement unbiased",
 }
-PASS_AT_K = "grpo.py --eval-rows 100 --eval-samples 64"
+PASS_AT_K = "grpo_variants.py --eval-rows 100 --eval-samples 64"
 # A policy that shows its working in 3 % of its samples, rewarded for showing it.
 RARELY_SHOWN = (
-    "grpo.py --model {grpo.py --max-new-tokens 3 --missing-eos-penalty 1 --total-rollouts 4} "
+    "grpo_variants.py "
+    "--model {grpo_variants.py --max-new-tokens 3 --missing-eos-penalty 1 --total-rollouts 4} "
     "--reward-fn docs/rewards/formats.py:shown --prompts-per-rollout 16 --total-rollouts 20 "
     "--learning-rate 1e-4 --eval-every 2"
 )
 ROUNDS = {"1": RARELY_SHOWN, "10": f"{RARELY_SHOWN} --max-sampling-rounds 10"}
-COMMANDS = {name: f"grpo.py {flags}" for name, flags in RECIPES.items()} | {"pass@k": PASS_AT_K}
+COMMANDS = {name: f"grpo_variants.py {flags}" for name, flags in RECIPES.items()}
+COMMANDS |= {"pass@k": PASS_AT_K}
 COMMANDS |= {f"rounds {rounds}": command for rounds, command in ROUNDS.items()}
 
 

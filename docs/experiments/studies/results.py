@@ -16,11 +16,11 @@ FAMILIES = {  # an algorithm's command by its values of beta
         beta: f"ppo_rlhf.py --kl-placement loss --beta {beta}" for beta in ("0.2", "0.5", "1")
     },
     "GRPO, KL in the reward": {
-        beta: f"{GRPO_REVIEWS} --beta {beta} --kl-placement reward"
+        beta: f"grpo_variants.py {GRPO_REVIEWS} --beta {beta} --kl-placement reward"
         for beta in ("0.1", "0.2", "0.5")
     },
     "GRPO, KL in the loss": {
-        beta: f"{GRPO_REVIEWS} --beta {beta}" for beta in ("0.1", "0.2", "0.5", "1")
+        beta: f"grpo.py {GRPO_REVIEWS} --beta {beta}" for beta in ("0.1", "0.2", "0.5", "1")
     },
     "DPO": {"0.1": "dpo.py --beta 0.1", "0.3": DPO, "1": "dpo.py --beta 1"},
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import common.generation
-import grpo
+import grpo_variants
 from docs.experiments.lib.experiment import Experiment, Table
 from docs.experiments.lib.metrics import average, kl_of_samples, last, measured
 from docs.experiments.lib.runs import train
@@ -49,7 +49,7 @@ def stale() -> Callable:
 
 def in_rollouts(sampler: Callable, model: Any, prompts: list, **options: Any) -> tuple:
     """Evaluations are the policy's own."""
-    is_evaluation = len(prompts) == grpo.Args.eval_rows
+    is_evaluation = len(prompts) == grpo_variants.Args.eval_rows
     return (generate if is_evaluation else sampler)(model, prompts, **options)
 
 
@@ -66,9 +66,9 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     for name, cap in product(SAMPLERS, (0, 2)):
         if name == "the policy itself" and cap > 0:
             continue
-        grpo.generate = partial(in_rollouts, SAMPLERS[name]())
+        grpo_variants.generate = partial(in_rollouts, SAMPLERS[name]())
         with tempfile.TemporaryDirectory() as folder:
-            run = train(grpo, output_dir=folder, seed=seed, importance_cap=cap)
+            run = train(grpo_variants, output_dir=folder, seed=seed, importance_cap=cap)
             found = {metric.name: metric.of_run(run) for metric in METRICS}
             numbers[f"{name}, `--importance-cap {cap}`"] = found | {"KL": kl_of_samples(run)}
     return numbers
