@@ -198,8 +198,9 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
-        # 1. Roll out: a completion per prompt, from the student as it is now.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        # 1. Roll out: a completion per prompt, from the student as it is now. Random numbers
+        # depend on the seed and the step alone, so resume is exact.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds]
         sequences, teacher_sequences, sampler_logprobs = sample(prompts, rng)  # B of each

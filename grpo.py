@@ -252,9 +252,10 @@ def main(args: Args) -> Path:
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: G completions per prompt, from the policy as it is now.
+        # 1. Roll out and score: G completions per prompt, from the policy as it is now. Random
+        # numbers depend on the seed and the step alone, so resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)

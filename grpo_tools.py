@@ -93,8 +93,7 @@ class Args:
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     num_minibatches: PositiveInt = 2  # optimiser steps per rollout
     # --- optimisation and evaluation ---
-    # completions per forward pass of training: sets memory and speed, not the result
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     learning_rate: PositiveFloat = 3e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
@@ -237,8 +236,9 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: G completions per prompt, from the policy as it is now.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        # 1. Roll out and score: G completions per prompt, from the policy as it is now. Random
+        # numbers depend on the seed and the step alone, so resume is exact.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs, mask, ended = sample(prompts, rng)

@@ -361,9 +361,10 @@ def main(args: Args) -> Path:
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: G completions per prompt, from the policy as it is now.
+        # 1. Roll out and score: G completions per prompt, from the policy as it is now. Random
+        # numbers depend on the seed and the step alone, so resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
         sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
             args, policy, stop_ids, reward_fns, next_prompts, rng
         )
@@ -377,9 +378,8 @@ def main(args: Args) -> Path:
         rollout_end = time.perf_counter()
 
         # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the first pass, so that the first ratio is exactly 1 (unless
-        # --mask-truncated takes completions out of them). With a single optimiser step pi_old is
-        # pi_theta, and step 4 has its log-probs anyway.
+        # the micro-batches of the first pass, so that the first ratio is exactly 1. With a single
+        # optimiser step pi_old is pi_theta, and step 4 has its log-probs anyway.
         minibatches = []  # each: the completions of an optimiser step
         for _ in range(args.update_epochs):
             order = torch.randperm(len(sequences), generator=rng)

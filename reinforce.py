@@ -170,8 +170,9 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
-        # 1. Roll out: k completions per prompt, from the policy as it is now.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # so resume is exact
+        # 1. Roll out: k completions per prompt, from the policy as it is now. Random numbers
+        # depend on the seed and the step alone, so resume is exact.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, 1.0, rng)  # B
