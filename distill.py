@@ -200,7 +200,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: a completion per prompt, from the student as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds]
         sequences, teacher_sequences, sampler_logprobs = sample(prompts, rng)  # B of each
@@ -217,7 +217,7 @@ def main(args: Args) -> Path:
         for inds in batches:
             if args.divergence == "sampled":
                 logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
                 loss = distillation_loss(logprobs, advantages[inds], num_completions=len(sequences))
             else:
                 with adapters_off(policy):
@@ -337,7 +337,7 @@ def evaluate(
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -374,7 +374,7 @@ def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -388,7 +388,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -400,7 +400,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -427,7 +427,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -443,7 +443,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

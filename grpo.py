@@ -9,19 +9,19 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of o_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-pi_old is the policy before the update. Deviations from the paper: outcome rewards only, one
-reference, std divides by G - 1; by default four optimiser steps per rollout and a linear decay.
-grpo_variants.py is this program with the flags of DAPO, GSPO and others: docs/recipes.md.
+pi_old is the policy before the update. Deviations from the paper: outcome rewards only; a fixed
+reference; std divides by G - 1, plus 1e-4; by default four optimiser steps per rollout, and a
+learning rate that falls to 0. DAPO, GSPO and others are flags of grpo_variants.py: docs/recipes.md.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 --beta 0 \
         --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
-        --total-rollouts 460                             # one epoch of GSM8K, on a GPU of 24 GB
+        --total-rollouts 460                             # about one epoch, on a 24 GB GPU
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
 
-A healthy run: `reward/mean`, `eval/accuracy` and `reward/frac_reward_zero_std` rise;
-`policy/entropy` falls; clip fractions and `completions/truncated_fraction` stay low.
+A healthy run: `reward/mean`, `eval/accuracy` and, as prompts are solved,
+`reward/frac_reward_zero_std` rise; `policy/entropy` falls; clip fractions stay low.
 """
 
 import json
@@ -92,25 +92,25 @@ class Args:
     reward_weights: list[float] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
     # --- GRPO ---
-    total_rollouts: PositiveInt = 60  # rollouts, each followed by its optimiser steps
+    total_rollouts: PositiveInt = 60  # batches of completions, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
-    clip_coef_high: PositiveFloat | None = None  # another eps in 1 + eps (DAPO: 0.28)
+    clip_coef_high: PositiveFloat | None = None  # eps of 1 + eps; default: --clip-coef (DAPO: 0.28)
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
     scale_rewards: Literal["group", "none"] = "group"  # divide by the group's std; none: Dr. GRPO
-    # mean over each completion's tokens (GRPO), over all (DAPO), or sum over a constant (Dr. GRPO)
+    # mean over each completion's tokens (GRPO), over all (DAPO), or sum / max_new_tokens (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    anneal_lr: bool = True  # the learning rate falls linearly to 0; if not, it is constant
+    anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -141,8 +141,8 @@ class Prompt(NamedTuple):
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "none" nothing is
-    divided (Dr. GRPO, arXiv 2503.20783).
+    The G completions of a prompt are neighbours in the rewards (B,). `scale` "none" does not divide
+    (Dr. GRPO, arXiv 2503.20783).
     """
     groups = rewards.double().view(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
@@ -156,24 +156,24 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
-    loss it has the expected gradient of KL(pi_ref || pi).
+    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. But as
+    a loss its expected gradient is that of the other direction, KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
+    return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (b, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
+    """Weights (b, T) with which sum(weights * x) is a mean over completions and their tokens.
 
-    The mask (b, T) is true at the sampled tokens of b completions. Lengths (n,) are the |o_i| of
-    all n completions of their optimiser step, so its micro-batches and ranks add up.
+    The mask (b, T) is true at the sampled tokens of a micro-batch. Lengths (n,) are the |o_i| of
+    its whole optimiser step: n, not G or b, divides, so that micro-batches and ranks add up.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
-        return mask / (mask.sum(dim=1, keepdim=True) * len(lengths))
+        return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum().item()
-    return mask / (max_new_tokens * len(lengths))  # a constant for |o_i| (Dr. GRPO)
+    return mask / (len(lengths) * max_new_tokens)  # a constant for |o_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -186,15 +186,15 @@ def grpo_loss(
     clip_high: float,
     beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums of tokens for the log.
+    """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums over them for the log.
 
-    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, and 0
-    elsewhere; without those under pi_ref there is no KL. Advantages are (b,).
+    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats; elsewhere
+    they are 0, and the loss counts only with a weight of 0. Advantages are (b,).
     """
     advantages = advantages[:, None]
     ratio = (logprobs - old_logprobs).exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
+    # No gradient once the ratio has passed the bound on the side that A favours (PPO, equation 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     sums = {
         "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
@@ -204,7 +204,7 @@ def grpo_loss(
     if ref_logprobs is None:
         return -objective, sums
     kl = k3_kl(logprobs, ref_logprobs)
-    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1, KL(pi_old || pi_ref)
+    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # logged: k1 of pi_old
     return beta * kl - objective, sums
 
 
@@ -217,6 +217,7 @@ def main(args: Args) -> Path:
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
+    eval_fns = [load_reward_fn(args.eval_reward_fn, tokenizer)] if args.eval_reward_fn else []
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -226,7 +227,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -234,9 +235,7 @@ def main(args: Args) -> Path:
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
-    eval_fns = reward_fns
-    if args.eval_reward_fn:
-        eval_fns = {"eval": load_reward_fn(args.eval_reward_fn, tokenizer)}
+    eval_fns = eval_fns or list(reward_fns.values())
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -252,42 +251,42 @@ def main(args: Args) -> Path:
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: G completions per prompt, from the policy as it is now. Random
-        # numbers depend on the seed and the step alone, so resume is exact.
+        # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
+        # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
-        prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B
+        prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B, groups adjacent
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
         terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
         rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
-        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
         rollout_end = time.perf_counter()
 
         # 2. Advantages: rewards against the group's mean, the same for each token of a completion.
         advantages = group_advantages(rewards, args.group_size, args.scale_rewards).to(device)
         if not advantages.any():
-            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
+            warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the first pass, so that the first ratio is exactly 1. With a single
-        # optimiser step pi_old is pi_theta, and step 4 has its log-probs anyway.
-        minibatches = []  # each: the completions of an optimiser step
+        # 3. Log-probs under pi_old and pi_ref, fixed during the update. The sampler's are rounded
+        # differently; these, in the micro-batches of the first pass, let ratios begin at exactly 1.
+        # With a single optimiser step pi_old is pi_theta, whose log-probs the update has anyway.
+        minibatches = []  # index tensors, one for each optimiser step
         for _ in range(args.update_epochs):
-            order = torch.randperm(len(sequences), generator=rng)
+            order = torch.randperm(len(sequences), generator=rng)  # it may split groups
             minibatches += order.tensor_split(args.num_minibatches)
-        batches = []
+        first_pass = []
         for minibatch in minibatches[: args.num_minibatches]:
-            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
+            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs = ref_logprobs = None
         if len(minibatches) > 1:
-            old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
+            old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+            with adapters_off(policy):  # in case it is the reference
+                ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
-        # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
+        # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
         if args.anneal_lr:
             remaining = (args.total_rollouts - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
@@ -297,7 +296,7 @@ def main(args: Args) -> Path:
                 logprobs, entropy = completion_logprobs(
                     policy, sequences, inds, args.temperature, entropy=True
                 )  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
                 old = logprobs.detach() if old_logprobs is None else old_logprobs[inds]
                 ref = None if ref_logprobs is None else ref_logprobs[inds]
                 losses, loss_sums = grpo_loss(
@@ -313,7 +312,7 @@ def main(args: Args) -> Path:
                     mask[inds], lengths[minibatch], args.loss_norm, args.max_new_tokens
                 )
                 loss = (weights * losses).sum()
-                loss.backward()
+                loss.backward()  # adds to the gradient, which `shard` sums over ranks
                 loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
                 loss_sums["policy/sampling_kl"] = k3_kl(sampler_logprobs[inds], old).sum()
                 for name, value in loss_sums.items():
@@ -333,7 +332,8 @@ def main(args: Args) -> Path:
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             if ref_model is not None:
-                columns["log_ratio"] = sampler_logprobs - ref_logprobs
+                pi_old = sampler_logprobs if old_logprobs is None else old_logprobs
+                columns["log_ratio"] = pi_old - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
@@ -350,7 +350,7 @@ def main(args: Args) -> Path:
 
 
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
+    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=rng)
@@ -378,7 +378,7 @@ def sample(
 def rollout_metrics(
     args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's B completions, over its steps, and over the tokens of all passes."""
+    """Means over a rollout's completions, its optimiser steps, or the tokens of all passes."""
     sums = sums_over_ranks(sums)
     num_tokens = lengths.sum().item() * args.update_epochs
     metrics = {name: total / num_tokens for name, total in sums.items()}
@@ -399,13 +399,13 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: dict, tokenizer: Any, prompts: list
+    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
-    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns.values()])  # (K, B)
+    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
     if all(reward in (0, 1) for reward in rewards):  # right or wrong
@@ -431,7 +431,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
+    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
     rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -467,7 +467,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
-        with adapters_off(model):  # of a critic, in ppo_rlhf.py
+        with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, rows)  # (b, d)
         inds = inds.to(model.device, non_blocking=True)
         scores[inds] = model.score(last.float()).squeeze(1)
@@ -476,7 +476,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -507,15 +507,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
             columns["answer"] = columns.pop(args.answer_column)
         return Prompt(prompt_text(row), ids, columns)
 
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    rows = load_rows(args.dataset, args.dataset_config, split, required)
     flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -529,7 +529,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -541,7 +541,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -568,7 +568,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -584,7 +584,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

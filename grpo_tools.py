@@ -97,7 +97,7 @@ class Args:
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     learning_rate: PositiveFloat = 3e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    anneal_lr: bool = True  # the learning rate falls linearly to 0; if not, it is constant
+    anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -123,8 +123,8 @@ class Prompt(NamedTuple):
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "none" nothing is
-    divided (Dr. GRPO, arXiv 2503.20783).
+    The G completions of a prompt are neighbours in the rewards (B,). `scale` "none" does not divide
+    (Dr. GRPO, arXiv 2503.20783).
     """
     groups = rewards.double().view(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
@@ -138,24 +138,24 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
-    loss it has the expected gradient of KL(pi_ref || pi).
+    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. But as
+    a loss its expected gradient is that of the other direction, KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
+    return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (b, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
+    """Weights (b, T) with which sum(weights * x) is a mean over completions and their tokens.
 
-    The mask (b, T) is true at the sampled tokens of b completions. Lengths (n,) are the |o_i| of
-    all n completions of their optimiser step, so its micro-batches and ranks add up.
+    The mask (b, T) is true at the sampled tokens of a micro-batch. Lengths (n,) are the |o_i| of
+    its whole optimiser step: n, not G or b, divides, so that micro-batches and ranks add up.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
-        return mask / (mask.sum(dim=1, keepdim=True) * len(lengths))
+        return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum().item()
-    return mask / (max_new_tokens * len(lengths))  # a constant for |o_i| (Dr. GRPO)
+    return mask / (len(lengths) * max_new_tokens)  # a constant for |o_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -168,15 +168,15 @@ def grpo_loss(
     clip_high: float,
     beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums of tokens for the log.
+    """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums over them for the log.
 
-    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, and 0
-    elsewhere; without those under pi_ref there is no KL. Advantages are (b,).
+    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats; elsewhere
+    they are 0, and the loss counts only with a weight of 0. Advantages are (b,).
     """
     advantages = advantages[:, None]
     ratio = (logprobs - old_logprobs).exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # No gradient where the ratio has left the interval to the side that A pushes to (PPO, eq. 7).
+    # No gradient once the ratio has passed the bound on the side that A favours (PPO, equation 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     sums = {
         "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
@@ -186,7 +186,7 @@ def grpo_loss(
     if ref_logprobs is None:
         return -objective, sums
     kl = k3_kl(logprobs, ref_logprobs)
-    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # k1, KL(pi_old || pi_ref)
+    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # logged: k1 of pi_old
     return beta * kl - objective, sums
 
 
@@ -217,7 +217,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
     if args.beta > 0 and args.lora_rank == 0:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
@@ -236,9 +236,9 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: G completions per prompt, from the policy as it is now. Random
-        # numbers depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
+        # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
+        # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs, mask, ended = sample(prompts, rng)
@@ -251,23 +251,23 @@ def main(args: Args) -> Path:
         # 2. Advantages: rewards against the group's mean, the same for each token of a completion.
         advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
         if not advantages.any():
-            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
+            warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the update, so that the first ratio is exactly 1.
+        # 3. Log-probs under pi_old and pi_ref, fixed during the update. The sampler's are rounded
+        # differently; these, in the micro-batches of the update, let ratios begin at exactly 1.
         minibatches = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
-        batches = []
+        first_pass = []
         for minibatch in minibatches:
-            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
+            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
+        old_logprobs = rollout_logprobs(policy, sequences, first_pass, temperature=1.0)  # (B, T)
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with adapters_off(policy):
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
+            with adapters_off(policy):  # in case it is the reference
+                ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 
-        # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
+        # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
         if args.anneal_lr:
             remaining = (args.total_rollouts - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
@@ -275,7 +275,7 @@ def main(args: Args) -> Path:
         for minibatch in minibatches:
             for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
                 logprobs, entropy = completion_logprobs(policy, sequences, inds, entropy=True)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
                 logprobs = logprobs.masked_fill(~mask[inds], 0.0)
                 entropy = entropy.masked_fill(~mask[inds], 0.0)
                 ref = None if ref_logprobs is None else ref_logprobs[inds]
@@ -292,7 +292,7 @@ def main(args: Args) -> Path:
                     mask[inds], lengths[minibatch], "sequence", args.max_new_tokens
                 )
                 loss = (weights * losses).sum()
-                loss.backward()
+                loss.backward()  # adds to the gradient, which `shard` sums over ranks
                 loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
                 for name, value in loss_sums.items():
                     sums[name] += value.detach().double()
@@ -488,7 +488,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
+    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
     rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -510,7 +510,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -541,15 +541,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
             columns["answer"] = columns.pop(args.answer_column)
         return Prompt(prompt_text(row), ids, columns)
 
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    rows = load_rows(args.dataset, args.dataset_config, split, required)
     flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -563,7 +563,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -575,7 +575,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -602,7 +602,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -618,7 +618,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

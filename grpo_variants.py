@@ -102,7 +102,7 @@ class Args:
     # length penalty N: rises from 0 to 1 over the last N of --max-new-tokens (DAPO); 0: off
     overlong_buffer: NonNegativeInt = 0
     # --- GRPO ---
-    total_rollouts: PositiveInt = 60  # rollouts, each followed by its optimiser steps
+    total_rollouts: PositiveInt = 60  # batches of completions, each followed by its optimiser steps
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: Annotated[int, Field(ge=2)] = 8  # G, completions per prompt (DeepSeekMath: 64)
     # sampling rounds; in all but the last, new prompts replace groups of equal rewards (DAPO)
@@ -123,7 +123,7 @@ class Args:
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
     # advantages are divided by the rewards' standard deviation, or by the group's mean (MaxRL)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    # mean over each completion's tokens (GRPO), over all (DAPO), or sum over a constant (Dr. GRPO)
+    # mean over each completion's tokens (GRPO), over all (DAPO), or sum / max_new_tokens (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     mask_truncated: bool = False  # leave cut-off completions out of the loss and its means (DAPO)
     importance_cap: NonNegativeFloat = 0.0  # cap C, if another policy samples (usual: 2); 0: off
@@ -182,8 +182,8 @@ class Prompt(NamedTuple):
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4) within each group (DeepSeekMath, section 4.1.2).
 
-    The G completions of a prompt are neighbours in the rewards (B,). With `scale` "none" nothing is
-    divided (Dr. GRPO, arXiv 2503.20783).
+    The G completions of a prompt are neighbours in the rewards (B,). `scale` "none" does not divide
+    (Dr. GRPO, arXiv 2503.20783).
     """
     groups = rewards.double().view(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
@@ -230,24 +230,24 @@ def length_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
 def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. As a
-    loss it has the expected gradient of KL(pi_ref || pi).
+    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. But as
+    a loss its expected gradient is that of the other direction, KL(pi_ref || pi).
     """
     log_ratio = ref_logprobs - logprobs
-    return log_ratio.expm1() - log_ratio  # float32 would round exp(x) - 1 near 0
+    return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (b, T) with which (1/G) sum_i (1/|o_i|) sum_t x_it becomes sum(weights * x).
+    """Weights (b, T) with which sum(weights * x) is a mean over completions and their tokens.
 
-    The mask (b, T) is true at the sampled tokens of b completions. Lengths (n,) are the |o_i| of
-    all n completions of their optimiser step, so its micro-batches and ranks add up.
+    The mask (b, T) is true at the sampled tokens of a micro-batch. Lengths (n,) are the |o_i| of
+    its whole optimiser step: n, not G or b, divides, so that micro-batches and ranks add up.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
-        return mask / (mask.sum(dim=1, keepdim=True) * len(lengths))
+        return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum().item()
-    return mask / (max_new_tokens * len(lengths))  # a constant for |o_i| (Dr. GRPO)
+    return mask / (len(lengths) * max_new_tokens)  # a constant for |o_i| (Dr. GRPO)
 
 
 def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -320,6 +320,7 @@ def main(args: Args) -> Path:
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
+    eval_fns = [load_reward_fn(args.eval_reward_fn, tokenizer)] if args.eval_reward_fn else []
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -329,7 +330,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -337,9 +338,7 @@ def main(args: Args) -> Path:
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
-    eval_fns = reward_fns
-    if args.eval_reward_fn:
-        eval_fns = {"eval": load_reward_fn(args.eval_reward_fn, tokenizer)}
+    eval_fns = eval_fns or list(reward_fns.values())
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -361,10 +360,10 @@ def main(args: Args) -> Path:
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: G completions per prompt, from the policy as it is now. Random
-        # numbers depend on the seed and the step alone, so resume is exact.
+        # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
+        # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
             args, policy, stop_ids, reward_fns, next_prompts, rng
         )
@@ -377,23 +376,23 @@ def main(args: Args) -> Path:
         mask = (torch.arange(lengths.max()) < (lengths * is_trained)[:, None]).to(device)  # (B, T)
         rollout_end = time.perf_counter()
 
-        # 2. Log-probs under the old policy and the reference, fixed during the update. Computed in
-        # the micro-batches of the first pass, so that the first ratio is exactly 1. With a single
-        # optimiser step pi_old is pi_theta, and step 4 has its log-probs anyway.
-        minibatches = []  # each: the completions of an optimiser step
+        # 2. Log-probs under pi_old and pi_ref, fixed during the update. The sampler's are rounded
+        # differently; these, in the micro-batches of the first pass, let ratios begin at 1.
+        # With a single optimiser step pi_old is pi_theta, whose log-probs the update has anyway.
+        minibatches = []  # index tensors, one for each optimiser step
         for _ in range(args.update_epochs):
-            order = torch.randperm(len(sequences), generator=rng)
+            order = torch.randperm(len(sequences), generator=rng)  # it may split groups
             minibatches += order.tensor_split(args.num_minibatches)
-        batches = []
+        first_pass = []
         for minibatch in minibatches[: args.num_minibatches]:
-            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
+            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
         old_logprobs, ref_logprobs = torch.zeros_like(sampler_logprobs), None
         needs_old_pass = len(minibatches) > 1 or kl_in_reward
         if needs_old_pass:
-            old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
+            old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+            with adapters_off(policy):  # in case it is the reference
+                ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
         returns = rewards - args.missing_eos_penalty * ~ended
@@ -407,10 +406,10 @@ def main(args: Args) -> Path:
             advantages = scaled_advantages(returns, args.group_size, args.scale_rewards)
         if not (advantages * is_trained).any():
             reason = "rewards are equal in each group, or --mask-truncated leaves no completion"
-            warnings.warn(f"a rollout teaches nothing: {reason}", stacklevel=1)
+            warnings.warn(f"a rollout has no advantages to train on: {reason}", stacklevel=1)
         advantages = advantages.to(device)
 
-        # 4. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
+        # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         sums, grad_norms = defaultdict(float), []
         for minibatch in minibatches:
@@ -424,7 +423,7 @@ def main(args: Args) -> Path:
                     entropy=True,
                     entropy_gradient=args.ent_coef > 0,
                 )  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
                 if not needs_old_pass:
                     old_logprobs[inds] = logprobs.detach()
                 old = old_logprobs[inds]
@@ -451,7 +450,7 @@ def main(args: Args) -> Path:
                 loss = (weights * losses).sum()
                 if args.ent_coef > 0:
                     loss = loss - args.ent_coef * (weights * entropy).sum()
-                loss.backward()
+                loss.backward()  # adds to the gradient, which `shard` sums over ranks
                 loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
                 if ref is not None:
                     loss_sums["objective/kl"] = (old - ref).sum()  # k1, KL(pi_old || pi_ref)
@@ -479,7 +478,7 @@ def main(args: Args) -> Path:
         if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
             columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             if ref_model is not None:
-                columns["log_ratio"] = sampler_logprobs - ref_logprobs
+                columns["log_ratio"] = (old_logprobs - ref_logprobs) * mask
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step + 1 == args.total_rollouts
         if is_last or (step + 1) % args.eval_every == 0:
@@ -496,7 +495,7 @@ def main(args: Args) -> Path:
 
 
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
+    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=rng)
@@ -584,7 +583,7 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: dict, tokenizer: Any, prompts: list
+    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of --eval-samples completions per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
@@ -592,7 +591,7 @@ def evaluate(
     prompts = [prompt for prompt in prompts for _ in range(n)]
     sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
-    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns.values()])  # (K, B)
+    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
     if all(reward in (0, 1) for reward in rewards):  # right or wrong
@@ -622,7 +621,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
+    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
     rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -658,7 +657,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
-        with adapters_off(model):  # of a critic, in ppo_rlhf.py
+        with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, rows)  # (b, d)
         inds = inds.to(model.device, non_blocking=True)
         scores[inds] = model.score(last.float()).squeeze(1)
@@ -667,7 +666,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -698,15 +697,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
             columns["answer"] = columns.pop(args.answer_column)
         return Prompt(prompt_text(row), ids, columns)
 
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    rows = load_rows(args.dataset, args.dataset_config, split, required)
     flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -720,7 +719,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -732,7 +731,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -759,7 +758,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -775,7 +774,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

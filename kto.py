@@ -230,7 +230,7 @@ def main(args: Args) -> Path:
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
-            inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
             losses = kto_loss(
                 r, z0, labels[inds], args.beta, args.desirable_weight, args.undesirable_weight
             )
@@ -355,7 +355,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
+    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
     rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -377,7 +377,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -420,7 +420,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -434,7 +434,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -446,7 +446,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -473,7 +473,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -489,7 +489,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

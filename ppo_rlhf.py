@@ -136,7 +136,7 @@ class Args:
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
     critic_learning_rate: PositiveFloat = 1e-3  # the critic's; 0.5B parameters or more: 1e-5
-    anneal_lr: bool = True  # learning rates fall linearly to 0; if not, they are constant
+    anneal_lr: bool = True  # learning rates fall linearly to 0; else they are constant
     max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down, each model's by itself
     eval_every: PositiveInt = 10  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -239,7 +239,7 @@ def policy_loss(
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()  # rho
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    # No gradient where rho has left the interval to the side that A pushes to.
+    # No gradient once rho has passed the bound on the side that A favours.
     losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
     return losses, {
         "policy/loss": losses.sum(),
@@ -276,6 +276,7 @@ def main(args: Args) -> Path:
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     reward_fns = {spec.split(":")[-1]: load_reward_fn(spec, tokenizer) for spec in args.reward_fn}
+    eval_fns = [load_reward_fn(args.eval_reward_fn, tokenizer)] if args.eval_reward_fn else []
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
@@ -283,7 +284,7 @@ def main(args: Args) -> Path:
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
     shard(policy, device)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -294,9 +295,7 @@ def main(args: Args) -> Path:
         if args.lora_rank == 0 or args.critic_init != "reward_model":
             reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
-    eval_fns = reward_fns
-    if args.eval_reward_fn:
-        eval_fns = {"eval": load_reward_fn(args.eval_reward_fn, tokenizer)}
+    eval_fns = eval_fns or list(reward_fns.values())
     if args.activation_checkpointing:
         for model in {policy, critic.backbone}:
             checkpoint_activations(model)
@@ -320,7 +319,7 @@ def main(args: Args) -> Path:
         # 1. Roll out, from the policy as it is now. Random numbers depend on the seed and the step
         # alone, so resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
@@ -340,15 +339,15 @@ def main(args: Args) -> Path:
         # of the first epoch, so that the first ratio is exactly 1.
         orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
         epochs = [order.tensor_split(args.num_minibatches) for order in orders]
-        batches = []
+        first_pass = []
         for minibatch in epochs[0]:
-            batches += micro_batches(sequences, minibatch, args.micro_batch_size)
-        old_logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (B, T)
+            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
+        old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
         ref_logprobs = torch.zeros_like(old_logprobs)  # without a reference beta is 0
         if ref_model is not None:
-            with adapters_off(policy):
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
-        old_values = rollout_values(critic, sequences, batches)  # (B, T)
+            with adapters_off(policy):  # in case it is the reference
+                ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
+        old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
         # 4. A reward per token: the score at the last, and the KL penalty. Advantages and returns.
         k1 = old_logprobs - ref_logprobs  # (B, T), the plain estimate of KL(pi_old || pi_ref)
@@ -452,7 +451,7 @@ def main(args: Args) -> Path:
 
 
 def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """All rows in a random order, then in another, endlessly; the first `skip` are left out."""
+    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
     rng = Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=rng)
@@ -499,13 +498,13 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: dict, tokenizer: Any, prompts: list
+    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
-    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns.values()])  # (K, B)
+    all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
     length_mean = np.mean([len(ids) for _, ids in sequences])
     metrics = {"eval/reward": np.mean(rewards), "eval/length_mean": length_mean}
@@ -585,7 +584,7 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
     values = torch.zeros(len(sequences), width, device=critic.backbone.device)
     for inds in batches:
         of_batch = critic_values(critic, sequences, inds)
-        inds = inds.to(values.device, non_blocking=True)  # CPU indices would make a GPU wait
+        inds = inds.to(values.device, non_blocking=True)  # CPU indices would force a GPU sync
         values[inds] = of_batch
     return all_reduce_sum(values)
 
@@ -602,7 +601,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
+    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
     rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -638,7 +637,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
-        with adapters_off(model):  # of a critic, in ppo_rlhf.py
+        with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, rows)  # (b, d)
         inds = inds.to(model.device, non_blocking=True)
         scores[inds] = model.score(last.float()).squeeze(1)
@@ -647,7 +646,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -678,15 +677,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
             columns["answer"] = columns.pop(args.answer_column)
         return Prompt(prompt_text(row), ids, columns)
 
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    rows = load_rows(args.dataset, args.dataset_config, split, required)
     flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -700,7 +699,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -712,7 +711,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -739,7 +738,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -755,7 +754,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

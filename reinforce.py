@@ -93,7 +93,7 @@ class Args:
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     learning_rate: PositiveFloat = 1e-3  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    anneal_lr: bool = True  # the learning rate falls linearly to 0; if not, it is constant
+    anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
 
@@ -151,7 +151,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # its adapters are off where it is the reference
+    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
     if args.beta > 0 and (args.reference or args.lora_rank == 0):
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
@@ -172,7 +172,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: k completions per prompt, from the policy as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # no other seed's
+        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, 1.0, rng)  # B
@@ -183,7 +183,7 @@ def main(args: Args) -> Path:
         log_ratio = torch.zeros_like(rewards)  # log(pi(o|q) / pi_ref(o|q)), nats; no gradient
         if ref_model is not None:
             policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
-            with adapters_off(policy):
+            with adapters_off(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
             log_ratio = (policy_logprobs - ref_logprobs).sum(dim=1)
         returns = rewards - args.beta * log_ratio
@@ -191,14 +191,14 @@ def main(args: Args) -> Path:
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
         advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
         if not advantages.any():
-            warnings.warn("a rollout teaches nothing: equal rewards in each group", stacklevel=1)
+            warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
         if args.anneal_lr:
             remaining = (args.total_rollouts - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            inds = inds.to(device, non_blocking=True)  # CPU indices would make a GPU wait
+            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
             loss = policy_gradient_loss(logprobs, advantages[inds], num_completions=len(sequences))
             loss.backward()
             step_logprobs[inds] = logprobs.detach()
@@ -284,7 +284,7 @@ def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,); rank 0 calls it with all completions, which it may compare."""
+    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
     rewards = None
     if RANK == 0:
         completion_ids = [completion for _, completion in sequences]
@@ -306,7 +306,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths; in eval mode, so never with dropout."""
+    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
     if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
         raise ValueError(f"the tokenizer of {source} is not that of --model")
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
@@ -337,15 +337,15 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
             columns["answer"] = columns.pop(args.answer_column)
         return Prompt(prompt_text(row), ids, columns)
 
-    columns = {args.prompt_column, args.answer_column} - {"answer"}  # not all data have answers
-    rows = load_rows(args.dataset, args.dataset_config, split, columns)
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    rows = load_rows(args.dataset, args.dataset_config, split, required)
     flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
 def parse_args(argv: list[str]) -> Args:
-    """Flags from the command line; a run that is resumed keeps its own."""
+    """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for flag in flags:
@@ -359,7 +359,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # rank 0's counts
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
@@ -371,7 +371,7 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, a tied weight once; a kill at any moment leaves the last one whole."""
+    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
     for key, (model, optimizer) in training.items():  # all ranks
         weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
@@ -398,7 +398,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
 
 
 def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollouts=()) -> None:
-    """Append to metrics, samples and rollouts.jsonl, tell wandb, and print evaluations."""
+    """Append to metrics, samples and rollouts.jsonl, log to wandb, and print evaluations."""
     if RANK > 0:
         return
     for name, rows in (("metrics", [metrics]), ("samples", samples), ("rollouts", rollouts)):
@@ -414,7 +414,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's own, which may ask for top-k, or which transformers refuses to save.
+    # The base model's own may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -312,5 +312,5 @@ def test_rewards_that_are_equal_are_told_once(name, tmp_path):
     flags |= short_flags(name, critic_init="sft", kl_placement="loss", max_new_tokens=5)
     if name == "reinforce":
         flags["beta"] = 0.0
-    with pytest.warns(UserWarning, match="a rollout teach(es)? nothing"):
+    with pytest.warns(UserWarning, match="a rollout (has no advantages|teach nothing)"):
         run(name, tmp_path / "runs", total_rollouts=1, **flags)

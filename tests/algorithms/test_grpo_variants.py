@@ -249,7 +249,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion(monkeypatch
     monkeypatch.setattr(grpo_variants, "sample", sample)
 
     def evaluate(**flags):
-        rules = {"rule": lambda *_: torch.tensor(outcomes).flatten().float()}
+        rules = [lambda *_: torch.tensor(outcomes).flatten().float()]
         tokenizer = AutoTokenizer.from_pretrained(POLICY)
         args = Args(eval_samples=5, **flags)
         return grpo_variants.evaluate(args, None, [], rules, tokenizer, prompts)
