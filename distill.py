@@ -293,6 +293,7 @@ def states_and_head(teacher: Any, sequences: Sequences, inds: Tensor) -> tuple[T
     return states, head
 
 
+@forward_method
 def divergence_loss(
     policy: Any,
     sequences: Sequences,
@@ -306,13 +307,15 @@ def divergence_loss(
     Logits (c, V) exist for a chunk of their tokens at a time.
     """
 
-    def of_chunk(logits: Tensor, states: Tensor) -> list[Tensor]:
-        teacher_logits = head_logits(states, teacher_head)
-        teacher_logits = teacher_logits[:, : logits.shape[1]]  # its further ids are no tokens
-        log_pi, log_teacher = logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1)
-        return [divergence(log_pi, log_teacher, kind, beta)]
+    def of_logits(logits: Tensor, chunk: slice) -> list[Tensor]:
+        with torch.no_grad():
+            teacher_logits = head_logits(teacher_states[chunk], teacher_head)
+            # Its further ids are no tokens.
+            log_teacher = teacher_logits[:, : logits.shape[1]].log_softmax(dim=1)
+        return [divergence(logits.log_softmax(dim=1), log_teacher, kind, beta)]
 
-    (divergences,), _, _ = map_logits(policy, sequences, inds, of_chunk, teacher_states)  # (n,)
+    states, _, _ = completion_states(policy, [sequences[i] for i in inds])
+    (divergences,) = map_logits(policy, states, of_logits)  # (n,)
     return divergences.sum() / len(sequences)
 
 

@@ -61,6 +61,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
 from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
 from common.model import save_atomically, save_weights, shard, sums_over_ranks
@@ -368,7 +369,7 @@ def evaluate(
     means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
     prompts = [pair.prompt for pair in pairs]
     prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, _ = generate(
+    completion_ids, sampler_logprobs = generate(
         policy,
         prompt_ids,
         max_new_tokens=args.max_new_tokens,
@@ -389,6 +390,7 @@ def evaluate(
         size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
         logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
+        sampling_metrics(logprobs, sampler_logprobs, sampler_logprobs < 0)  # warns if they differ
         with adapters_off(policy):
             ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
         metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)

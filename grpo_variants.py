@@ -656,9 +656,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        rows = [prompt + completion for prompt, completion in (sequences[i] for i in inds)]
         with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
-            last = last_states(model, rows)  # (b, d)
+            last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         inds = inds.to(model.device, non_blocking=True)
         scores[inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)

@@ -95,8 +95,9 @@ class Args:
 
 
 class Comparison(NamedTuple):
-    chosen_ids: list[int]  # token ids of the prompt and the preferred completion
-    rejected_ids: list[int]  # token ids of the prompt and the other completion
+    prompt_ids: list[int]  # token ids of the prompt
+    chosen_ids: list[int]  # token ids of the preferred completion
+    rejected_ids: list[int]  # token ids of the other one
     margin: float  # m
 
 
@@ -190,7 +191,7 @@ def main(args: Args) -> Path:
 
         # 3. Log, evaluate, save.
         r_w, r_l = all_reduce_sum(scores)  # (B,) each
-        num_tokens = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
+        num_tokens = sum(len(2 * p.prompt_ids + p.chosen_ids + p.rejected_ids) for p in pairs)
         metrics = {
             "objective/loss": bradley_terry_loss(r_w, r_l, margins, args.center_coef).mean().item(),
             "reward/accuracy": wins(r_w - r_l).mean().item(),
@@ -238,12 +239,8 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
 
 # --- scores ------------------------------------------------------------------------------------
 def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs: a pair is one sequence, whose prompt is what both begin with."""
-    sequences = []
-    for pair in pairs:
-        prompt = os.path.commonprefix([pair.chosen_ids, pair.rejected_ids])
-        rest = pair.chosen_ids[len(prompt) :] + pair.rejected_ids[len(prompt) :]
-        sequences.append((prompt, rest))
+    """`micro_batches` of pairs, with the tokens of both completions."""
+    sequences = [(pair.prompt_ids, pair.chosen_ids + pair.rejected_ids) for pair in pairs]
     return micro_batches(sequences, torch.arange(len(pairs)), size)
 
 
@@ -251,8 +248,9 @@ def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
     """r_w and r_l (2, b), float32: the head's output at the last token of both completions of each
     pair, from one forward pass.
     """
-    rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
-    last = last_states(model, rows)  # (2b, d)
+    batch = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+    batch += [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
+    last = last_states(model, batch)  # (2b, d)
     scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
     return scores.view(2, len(pairs))
 
@@ -313,8 +311,7 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
         return [prompt_ids, *both]
 
     def to_item(row: dict, prompt_ids: list[int], *both: list[int]) -> Comparison:
-        chosen_ids, rejected_ids = [prompt_ids + ids for ids in both]
-        return Comparison(chosen_ids, rejected_ids, row.get(args.margin_column, 0.0))
+        return Comparison(prompt_ids, *both, row.get(args.margin_column, 0.0))
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
     columns -= {"prompt", "margin", None}  # these need not be there

@@ -25,10 +25,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +90,15 @@ class Args:
     temperature: NonNegativeFloat = 1.0  # sampling temperature at evaluation; 0 is greedy
 
 
+class Demonstration(NamedTuple):
+    ids: list[int]  # token ids of a text that ends with a learned turn
+    is_learned: list[int]  # 1 for the tokens of learned turns, 0 for all others
+
+    def prompt(self) -> list[int]:
+        """What the last turn answers."""
+        return self.ids[: len(self.ids) - self.is_learned[::-1].index(0)]
+
+
 # --- the mathematics ---------------------------------------------------------------------------
 def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
     """-(1/N) sum of log-probs (b, T), in nats; N is the whole step's, so micro-batches add up."""
@@ -108,7 +116,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_data = load_demonstrations(args, args.train_split, tokenizer, stop_ids)
     eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
-    longest_prompt = max(len(turns[0][0]) for turns in eval_data[: args.eval_samples])
+    longest_prompt = max(len(texts[-1].prompt()) for texts in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -148,14 +156,14 @@ def main(args: Args) -> Path:
         # 1. Draw the demonstrations of this step.
         start_time = time.perf_counter()
         rows = [train_data[i] for i in batches[step]]
-        sequences = loss_sequences(args, rows)
-        num_tokens = sum(len(completion) for _, completion in sequences)  # N, over all ranks
+        sequences, is_learned = loss_sequences(args, rows)
+        num_tokens = sum(map(sum, is_learned))  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for inds in micro_batches_of_turns(rows, args.micro_batch_size):
-            logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
+        for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
+            logprobs = completion_logprobs(policy, sequences, inds, is_learned=is_learned)  # (b, T)
             loss = negative_log_likelihood(logprobs, num_tokens)
             loss.backward()
             loss_sum += loss.detach()
@@ -164,7 +172,7 @@ def main(args: Args) -> Path:
         optimizer.zero_grad()
 
         # 3. Log, evaluate, save.
-        num_tokens_read = sum(len(prompt) + len(completion) for (prompt, completion), *_ in rows)
+        num_tokens_read = sum(len(prompt) + len(completion) for prompt, completion in sequences)
         metrics = {
             "objective/loss": all_reduce_sum(loss_sum).item(),
             "policy/grad_norm": grad_norm,
@@ -186,14 +194,14 @@ def main(args: Args) -> Path:
 
 
 def evaluate(
-    args: Args, policy: Any, tokenizer: Any, stop_ids: list[int], data: list[Sequences]
+    args: Args, policy: Any, tokenizer: Any, stop_ids: list[int], data: list[list[Demonstration]]
 ) -> tuple[dict[str, float], list[dict]]:
     """Held-out loss, and a last turn sampled for each of the first --eval-samples rows."""
-    sequences = loss_sequences(args, data)
-    num_tokens = sum(len(completion) for _, completion in sequences)
-    batches = micro_batches_of_turns(data, args.micro_batch_size)
-    logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    prompts = [turns[0][0] for turns in data[: args.eval_samples]]
+    sequences, is_learned = loss_sequences(args, data)
+    num_tokens = sum(map(sum, is_learned))
+    batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
+    logprobs = rollout_logprobs(policy, sequences, batches, 1.0, is_learned=is_learned)  # (B, T)
+    prompts = [texts[-1].prompt() for texts in data[: args.eval_samples]]
     completions, _ = generate(
         policy,
         prompts,
@@ -216,21 +224,19 @@ def evaluate(
     return metrics, samples
 
 
-def loss_sequences(args: Args, data: list[Sequences]) -> Sequences:
-    """What is given and what is learned, in token ids: prompt and completion of all turns."""
-    turns = [turn for row in data for turn in row]
-    if args.train_on_prompt:  # all tokens are learned but the first, which has no context
-        return [(x[:1], x[1:] + y) for x, y in turns]
-    return turns
-
-
-def micro_batches_of_turns(data: list[Sequences], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of rows, as inds of `loss_sequences`: a row's turns stay together, since
-    common/tree.py reads once what they share.
+def loss_sequences(
+    args: Args, data: list[list[Demonstration]]
+) -> tuple[Sequences, list[list[int]]]:
+    """The texts of all rows, cut before the first learned token, and which of the tokens behind the
+    cut are learned.
     """
-    row_of_turn = torch.tensor([i for i, row in enumerate(data) for _ in row])
-    for rows in micro_batches([row[0] for row in data], torch.arange(len(data)), size):
-        yield torch.isin(row_of_turn, rows).nonzero().squeeze(1)
+    sequences, masks = [], []
+    for ids, is_learned in (text for texts in data for text in texts):
+        # With --train-on-prompt all tokens but the first, which has no context.
+        start = 1 if args.train_on_prompt else is_learned.index(1)
+        sequences.append((ids[:start], ids[start:]))
+        masks.append([1] * len(ids[1:]) if args.train_on_prompt else is_learned[start:])
+    return sequences, masks
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -251,8 +257,8 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
-    """The rows of a split: each its learned turns, pairs of the token ids of prompt and completion,
-    the last turn first. Without those that are empty or longer than --max-length.
+    """The rows of a split: each a text, or several if the chat template changes earlier turns.
+    Without those that are empty or longer than --max-length.
     """
     lost = Counter()  # turns of conversations that keep others
 
@@ -266,23 +272,27 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
         return prompt_ids, ids
 
     def encode_row(row: dict) -> list[list[int]]:
-        turns, reasons = [], []
+        texts, reasons = [], []
         for prompt, completion in to_texts(args, row):
             try:
-                prompt_ids, ids = encode_turn(prompt, completion)
-                if turns and len(prompt_ids + ids) > args.max_length:
+                prompt_ids, completion_ids = encode_turn(prompt, completion)
+                if texts and len(prompt_ids + completion_ids) > args.max_length:
                     raise UnusableRow("longer than --max-length")
-                turns.insert(0, (prompt_ids, ids))
             except UnusableRow as reason:
                 reasons.append(str(reason))
-        if not turns:
+                continue
+            if not texts or prompt_ids[: len(texts[-1].ids)] != texts[-1].ids:
+                texts.append(Demonstration([], []))  # the template has changed earlier turns
+            ids, is_learned = texts[-1]
+            is_learned += [0] * (len(prompt_ids) - len(ids)) + [1] * len(completion_ids)
+            ids[:] = prompt_ids + completion_ids
+        if not texts:
             raise UnusableRow(reasons[0])
         lost.update(reasons)
-        return [[], *[x + y for x, y in turns], *[y for _, y in turns]]  # whole ones have no prompt
+        return [[], *[numbers for text in texts for numbers in text]]  # no common beginning
 
-    def to_item(_: dict, empty: list[int], *ids: list[int]) -> Sequences:
-        whole, completions = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-        return [(x[: -len(y)], y) for x, y in zip(whole, completions, strict=True)]
+    def to_item(_: dict, beginning: list[int], *numbers: list[int]) -> list[Demonstration]:
+        return [Demonstration(*text) for text in zip(numbers[::2], numbers[1::2], strict=True)]
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

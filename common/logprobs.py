@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from common.model import RANK, WORLD_SIZE, all_reduce_sum, autocast, backbone, failure_of
 from common.model import forward_method, use_bfloat16
-from common.tree import PrefixTree, padded_states, reads_trees, tree_states
+from common.prompts import Sequences, SharedPrompts, padded_states, shared_states, shares_prompts
 
-Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
 MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
 MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives about 0.0004
 
 
+@forward_method
 def completion_logprobs(
     model: Any,
     sequences: Sequences,
@@ -29,100 +28,127 @@ def completion_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    is_learned: list[list[int]] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]], with
     logits divided by the temperature. T is the length of the longest completion of all; `inds` may
     be empty. With `entropy` also the entropy of pi(. | x, y_<t), by default without a gradient.
+    Where `is_learned[i][t]` is given and 0, they stay 0 and are not computed.
     """
     batch = [sequences[i] for i in inds]
-    tokens = torch.tensor([token for _, completion in batch for token in completion])
-    tokens = tokens.long().to(model.device, non_blocking=True)  # (n,)
+    states, row, t = completion_states(model, batch)  # (n, d), (n,)
+    tokens = torch.tensor([token for _, completion in batch for token in completion]).long()
+    if is_learned is not None:
+        learned = torch.tensor([flag for i in inds for flag in is_learned[i]]).nonzero().squeeze(1)
+        tokens = tokens[learned]
+        learned = learned.to(model.device, non_blocking=True)
+        states, row, t = states[learned], row[learned], t[learned]
+    tokens = tokens.to(model.device, non_blocking=True)
 
-    def of_chunk(logits: Tensor, tokens: Tensor) -> list[Tensor]:
-        log_pi = (logits / temperature).log_softmax(dim=1)  # (c, V)
-        values = [log_pi.gather(1, tokens[:, None]).squeeze(1)]
-        if entropy:
-            log_pi = log_pi if entropy_gradient else log_pi.detach()
+    def of_logits(logits: Tensor, chunk: slice) -> list[Tensor]:
+        scaled = logits if temperature == 1 else logits / temperature
+        log_pi = scaled.log_softmax(dim=1)  # (c, V)
+        values = [log_pi.gather(1, tokens[chunk, None]).squeeze(1)]
+        is_forward = not torch.is_grad_enabled()  # `InChunks` has autograd in its backward pass
+        if entropy_gradient or (entropy and is_forward):
             values.append(-(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(dim=1))  # 0, not 0 * -inf
         return values
 
-    values, row, t = map_logits(model, sequences, inds, of_chunk, tokens)
+    values = map_logits(model, states, of_logits)
     width = max(len(completion) for _, completion in sequences)
-    empty = torch.zeros(len(batch), width, device=model.device)
-    logprobs, *entropies = (empty.index_put((row, t), value) for value in values)
-    return (logprobs, *entropies) if entropy else logprobs
+    zeros = torch.zeros(len(batch), width, device=model.device)
+    logprobs = zeros.index_put((row, t), values[0])
+    if not entropy:
+        return logprobs
+    entropies = zeros.index_put((row, t), values[1])
+    return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
-@forward_method
-def map_logits(
-    model: Any, sequences: Sequences, inds: Tensor, function: Callable, *per_token: Tensor
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Results (n,) of function(logits (c, V), *parts (c, ...)) at all n completion tokens of
-    sequences[inds], where `per_token` are tensors (n, ...); and the tokens' rows and columns (n,).
-
-    Over a large vocabulary the logits are the largest tensor of all: they exist for a chunk of
-    tokens at a time, and the backward pass computes them again.
+def map_logits(model: Any, states: Tensor, function: Callable) -> tuple[Tensor, ...]:
+    """Results (n,) of function(logits (c, V), chunk) from hidden states (n, d), where a chunk is a
+    slice of the n tokens. Over a large vocabulary the logits are the largest tensor of all.
     """
-    hidden, row, t = completion_states(model, [sequences[i] for i in inds])  # (n, d)
     head = output_head(model)
-    if head.weight.requires_grad:  # gradients of chunks are added up in float32
-        head = head._replace(weight=head.weight.float())
+    # Gradients of chunks are added up in float32; sharded weights may be gathered in bfloat16.
+    weight = head.weight.float() if head.weight.requires_grad else head.weight
 
-    def of_chunk(states: Tensor, *parts: Tensor) -> list[Tensor]:
-        return function(head_logits(states, head), *parts)
+    def of_chunk(weight: Tensor, bias: Tensor | None, states: Tensor, chunk: slice) -> list[Tensor]:
+        logits = head_logits(states[chunk], head._replace(weight=weight, bias=bias))
+        return function(logits, chunk)
 
-    size = max(1, MAX_LOGITS // len(head.weight))
-    chunks = zip(*(tensor.split(size) for tensor in (hidden, *per_token)), strict=True)
-    results = [
-        checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    ]
-    return [torch.cat(values) for values in zip(*results, strict=True)], row, t
+    return InChunks.apply(of_chunk, weight, head.bias, states)
+
+
+class InChunks(torch.autograd.Function):
+    """The results of of_chunk(W, b, states, chunk) for each chunk of tokens, concatenated. Only one
+    chunk's logits exist at a time: the backward pass computes them again, now with autograd, which
+    adds up the gradients of chunks in place. There of_chunk may leave out results at the end that
+    have no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, of_chunk: Callable, weight: Tensor, bias: Tensor | None, states: Tensor
+    ) -> tuple[Tensor, ...]:
+        size = max(1, MAX_LOGITS // len(weight))
+        ctx.chunks = [slice(i, i + size) for i in range(0, max(1, len(states)), size)]
+        ctx.of_chunk = of_chunk
+        ctx.save_for_backward(weight, bias, states)
+        results = [of_chunk(weight, bias, states, chunk) for chunk in ctx.chunks]
+        return tuple(torch.cat(values) for values in zip(*results, strict=True))
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [
+            tensor if tensor is None else tensor.detach().requires_grad_(needs_grad)
+            for tensor, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        ]
+        for chunk in ctx.chunks:
+            values = ctx.of_chunk(*inputs, chunk)
+            torch.autograd.backward(values, [grad[chunk] for grad in grads[: len(values)]])
+        return None, *(getattr(tensor, "grad", None) for tensor in inputs)
 
 
 @forward_method
 def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     """The hidden states (n, d) before each of the n completion tokens of a batch, from which a head
-    computes log-probs or values, and the tokens' rows and columns (n,) in a tensor (b, T). What
-    several rows begin with is computed once: tree.py.
+    computes log-probs or values, and the tokens' rows and columns (n,) in a tensor (b, T).
     """
     if not all(prompt for prompt, _ in batch):
-        raise ValueError(
-            "a prompt needs at least one token: the first one of a text has no log-prob"
-        )
-    # A rank without rows reads a dummy: sharded, all ranks must run every forward pass.
-    rows = [prompt + completion[:-1] for prompt, completion in batch] or [[0]]
+        raise ValueError("a prompt needs a token: the first one of a text has no log-prob")
+    lengths = torch.tensor([len(completion) for _, completion in batch], dtype=torch.long)
+    row = torch.arange(len(batch)).repeat_interleave(lengths)
+    starts = lengths.cumsum(dim=0) - lengths
+    t = torch.arange(len(row)) - starts[row]
+    batch = batch or [([0], [])]  # sharded, all ranks must run every forward pass
+    can_share = shares_prompts(model)
     with autocast(model.device):
-        if reads_trees(model):
-            hidden = tree_states(model, PrefixTree(rows, model.device))  # (b, L, d)
+        if can_share:
+            states = shared_states(model, SharedPrompts(batch, model.device))
         else:
-            hidden = padded_states(model, rows)
-    places = [
-        (row, t, len(prompt) + t - 1)
-        for row, (prompt, completion) in enumerate(batch)
-        for t in range(len(completion))
-    ]
-    places = torch.tensor(places, dtype=torch.long).view(-1, 3)
-    row, t, before = places.T.to(model.device, non_blocking=True)
-    return hidden[row, before], row, t
+            states = padded_states(model, batch)
+    return states, row.to(model.device, non_blocking=True), t.to(model.device, non_blocking=True)
 
 
-def last_states(model: Any, rows: list[list[int]]) -> Tensor:
-    """The hidden states (b, d) of the last tokens of b rows, from which a head computes scores:
-    those before one more token, whichever it is.
+def last_states(model: Any, batch: Sequences) -> Tensor:
+    """The hidden states (b, d) of the last tokens of a batch, from which a head computes scores:
+    those before one more token, here 0, which is not read.
     """
-    return completion_states(model, [(row, [0]) for row in rows])[0]
+    states, _, _ = completion_states(model, [(prompt, [*ids, 0]) for prompt, ids in batch])
+    ends = torch.tensor([len(ids) + 1 for _, ids in batch], dtype=torch.long).cumsum(dim=0) - 1
+    return states[ends.to(model.device, non_blocking=True)]
 
 
 @torch.no_grad()
 def rollout_logprobs(
-    model: Any, sequences: Sequences, batches: Iterable[Tensor], temperature: float
+    model: Any, sequences: Sequences, batches: Iterable[Tensor], temperature: float, **options: Any
 ) -> Tensor:
     """`completion_logprobs` (B, T) of all sequences; each must be in one batch of one rank."""
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for inds in batches:
-        values = completion_logprobs(model, sequences, inds, temperature)
+        values = completion_logprobs(model, sequences, inds, temperature, **options)
         inds = inds.to(model.device, non_blocking=True)  # CPU indices would make a GPU wait
         logprobs[inds] = values
     return all_reduce_sum(logprobs)
@@ -150,12 +176,13 @@ def check_sampling_kl(kl: float) -> None:
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:
     """This rank's micro-batches of sequences[inds]: inds (b,), b <= size. Groups of rows with one
     prompt are dealt to the ranks in turn, those with the most tokens first; they stay neighbours,
-    since tree.py reads the prompt once. All ranks get equally many micro-batches, as FSDP runs
+    since prompts.py reads the prompt once. All ranks get equally many micro-batches, as FSDP runs
     every forward pass on all ranks; the last may be empty.
     """
     groups = defaultdict(list)
     for i in inds.tolist():
-        groups[tuple(sequences[i][0])].append(i)
+        prompt, _ = sequences[i]
+        groups[tuple(prompt) if len(prompt) > 1 else i].append(i)  # not all rows with a BOS
 
     def num_tokens(group: list[int]) -> int:
         return len(sequences[group[0]][0]) + sum(len(sequences[i][1]) for i in group)

@@ -96,8 +96,8 @@ def autocast(device: torch.device) -> torch.autocast:
 @torch.no_grad()
 def failure_of(model: Any, attempt: Callable, exact: Callable, rounded: Callable) -> str | None:
     """What is wrong with an attempt to compute the `exact` numbers of a model in another way, if
-    anything. It may be as far from them as rounding takes a deep model: a few times as far as
-    `rounded`, the same numbers in a way that is right. Computed in float32 where all weights are.
+    anything. It may be off by a little, or three times as far as `rounded`, which computes them in
+    a way that is right but rounds differently. In float32 if all weights are.
     """
     # On a GPU the matrices of a frozen model are in bfloat16: `set_types`.
     in_float32 = all(weight.dtype.itemsize >= 4 for weight in model.parameters())
@@ -115,12 +115,6 @@ def failure_of(model: Any, attempt: Callable, exact: Callable, rounded: Callable
     return None if distance <= limit else f"it changes numbers by {distance / expected.norm():.1%}"
 
 
-def trial_tokens(model: Any) -> list[int]:
-    """Five tokens for trials. Not the first of the vocabulary: special ones round further."""
-    vocab = model.get_input_embeddings().num_embeddings
-    return [vocab * i // 8 for i in range(1, 6)]
-
-
 def backbone(model: Any) -> torch.nn.Module:
     """All but the head. Llama 4 and Mllama are their own base model."""
     return model.get_decoder().model if model.base_model is model else model.base_model
@@ -136,7 +130,7 @@ def transformer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
     """Keep only each layer's input for the backward pass, which computes the rest again (Chen et
-    al., arXiv 1604.06174). The switch of transformers works in training mode alone, with dropout.
+    al., arXiv 1604.06174). The switch of transformers acts in training mode alone, with dropout.
     """
     recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for layer in transformer_layers(model):
@@ -170,14 +164,16 @@ def adapters_off(model: Any) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer._disable_adapters = True  # peft's public switch freezes A and B too
-    yield
-    for layer in layers:
-        layer._disable_adapters = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def forward_method(function: Callable) -> Callable:
     """Decorator: FSDP gathers a sharded model's weights around `function(model, ...)`, as it does
-    around `model(...)`. Those that it calls find them gathered: gatherings cannot be nested.
+    around `model(...)`. Such a function called by another finds them gathered: FSDP cannot nest it.
     """
 
     @wraps(function)

@@ -82,11 +82,12 @@ def encode_rows(
     max_length: int,
     flag: str = "--max-length",
 ) -> EncodedRows:
-    """The items of a split. `encode_row` returns the token ids of a prompt and of each of its
-    completions; `to_item` makes an item of a row and these ids; both may pop from the row. Rows
-    that are unusable, or longer than `max_length`, the value of `flag`, are dropped and counted: a
-    warning if most are, a ValueError if all are, or if a row fails otherwise. Prints the counts,
-    the columns that are no text, and the first row. Each rank encodes a part of the rows.
+    """The items of a split. `encode_row` returns token ids: what all texts of a row begin with, a
+    prompt or [], and how each goes on; `to_item` makes an item of the row and these lists.
+    Both may pop from the row. Rows that are unusable, or longer than `max_length`, the value of
+    `flag`, are dropped and counted: a warning if most are, a ValueError if all are, or if a row
+    fails otherwise. Prints the counts, the columns that are no text, and the first row. Each rank
+    encodes a part of the rows.
     """
     split, encoded, dropped, longest = str(rows.split), [], Counter(), 0
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))

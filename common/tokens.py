@@ -179,9 +179,7 @@ def encode_completions(
     tokenizer: Any, prompt: Any, completions: list, stop_ids: list[int]
 ) -> tuple[list[int], list[list[int]]]:
     """Token ids of a prompt and of each of its completions, which end with their first stop id. A
-    completion is tokenised as one text with the prompt and cut at the end of the sampling prompt.
-    If the template opens or closes a thought in sampled or in trained answers alone, the cut is
-    where they part; then a warning. An `UnusableRow` if prompt and completion cannot be told apart,
+    completion is tokenised as one text with the prompt, and cut where it begins. An `UnusableRow`
     if one of them is empty or left out, if a completion is several messages, or if a string goes on
     after a stop id. A warning if a string begins with the whole prompt.
     """
@@ -203,18 +201,7 @@ def encode_completions(
         ids = encode(tokenizer, prompt + completion)
         if isinstance(completion, list) and completion[0]["role"] != "assistant":
             raise UnusableRow("whose completion is not an assistant's turn")
-        start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
-        if start < len(sampled_ids):
-            turns = sampled_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
-            if start < len(commonprefix([sampled_ids, turns])):
-                raise UnusableRow("whose prompt's last token changes with the completion: a space?")
-            sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
-            answer = message_text(completion[0]).rpartition("</think>")[2].strip()
-            if not answer or answer not in trained:
-                raise UnusableRow("whose answer begins as the chat template's opening of a thought")
-            opening = trained.partition(answer)[0]
-            difference = f"an answer is sampled after {sampled!r}, trained after {opening!r}"
-            warnings.warn(f"--chat-template-kwargs: {difference}", stacklevel=2)
+        start = completion_start(tokenizer, prompt, completion, sampled_ids, ids)
         ids = [*ids, stop_ids[0]]
         end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
         if end == start and isinstance(completion, list):  # no token of what the message says
@@ -226,3 +213,27 @@ def encode_completions(
     # All completions share one prompt, which ends where the first of them begins.
     start = min(start for start, _ in sequences)
     return sampled_ids[:start], [ids[start:] for _, ids in sequences]
+
+
+def completion_start(
+    tokenizer: Any, prompt: Any, completion: Any, sampled_ids: list[int], ids: list[int]
+) -> int:
+    """Where a completion begins in the ids of the whole text: after the ids from which it is
+    sampled, if the text begins with these. If not, because the template opens or closes a thought
+    in sampled or in trained answers alone: where the two part, and a warning. An `UnusableRow` if
+    they part in the prompt itself, or if the answer cannot be told from the opening.
+    """
+    start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
+    if start == len(sampled_ids):
+        return start
+    prompt_ids = sampled_ids if isinstance(prompt, str) else encode(tokenizer, prompt)
+    if start < len(commonprefix([sampled_ids, prompt_ids])):
+        raise UnusableRow("whose prompt's last token changes with the completion: a space?")
+    sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:])
+    answer = message_text(completion[0]).rpartition("</think>")[2].strip()
+    if not answer or answer not in trained:
+        raise UnusableRow("whose answer begins as the chat template's opening of a thought")
+    opening = trained.partition(answer)[0]
+    difference = f"an answer is sampled after {sampled!r}, trained after {opening!r}"
+    warnings.warn(f"--chat-template-kwargs: {difference}", stacklevel=3)
+    return start

@@ -124,12 +124,12 @@ BESIDE_ONE = "reinforce ppo_rlhf grpo grpo_variants grpo_tools dpo kto distill".
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in BESIDE_ONE])
 def test_micro_batch_size_does_not_change_the_gradient(name, tmp_path, monkeypatch):
     steps = watch_steps(monkeypatch)
-    passes = spy_on(common.logprobs, monkeypatch, "PrefixTree")
+    passes = spy_on(common.logprobs, monkeypatch, "SharedPrompts")
     largest = []
     for size in (16, 3):
         run(name, tmp_path, micro_batch_size=size, **short_flags(name, center_coef=0.01))
-        batches = [rows for (rows, _), _ in passes]
-        lengths = {len(row) for rows in batches for row in rows}
+        batches = [batch for (batch, _), _ in passes]
+        lengths = {len(prompt + completion) for batch in batches for prompt, completion in batch}
         assert len(lengths) > 1, "the test needs ragged lengths"
         largest.append(max(map(len, batches)))
         passes.clear()

@@ -32,25 +32,21 @@ spy_by_name = partial(spies.spy_by_name, grpo)
 # --- passes -------------------------------------------------------------------------------------
 def test_every_pass_reads_each_prompt_once(tmp_path, monkeypatch):
     """The reward model's, those of pi_old and of the reference, and the two updates' passes."""
-    trees = spies.spy_on(common.logprobs, monkeypatch, "PrefixTree")
+    passes = spies.spy_on(common.logprobs, monkeypatch, "SharedPrompts")
     sampled = spy_on(monkeypatch, "generate")
     flags = REVIEWS | dict(reward_fn=[], eval_reward_fn=None, beta=0.1, max_new_tokens=6)
     run(tmp_path, micro_batch_size=4, update_epochs=2, train_split="train[:8]", **flags)
     (arguments, (completions, _)) = sampled[1]  # after those of the evaluation
     sequences = [*zip(arguments[1], completions, strict=True)]
-    scored, predicted = set(), set()  # prefixes by prompt; the last token predicts nothing
-    for prompt, completion in sequences:
-        row = prompt + completion
-        prefixes = [(tuple(prompt), tuple(row[: end + 1])) for end in range(len(row))]
-        scored.update(prefixes)
-        predicted.update(prefixes[:-1])
-    passes = [(rows, len(tree.ids)) for (rows, _), tree in trees]
-    prompt, completion = sequences[0]
-    first = next(i for i, (rows, _) in enumerate(passes) if prompt + completion in rows)
-    num_nodes = [number for _, number in passes[first : first + 20]]  # a pass for each prompt
-    assert sum(num_nodes[:4]) == len(scored)
+    num_read = [(batch, len(shared.ids)) for (batch, _), shared in passes]
+    # After the evaluation's. The reward model reads the last token of a completion too.
+    first = next(i for i, (batch, _) in enumerate(num_read) if batch[0][1][:-1] in completions)
+    in_passes = [number for _, number in num_read[first : first + 20]]  # a pass for each prompt
+    of_completions = sum(map(len, completions))
+    of_prompts = sum(len(prompt) for prompt, _ in sequences[::4])
+    assert sum(in_passes[:4]) == of_prompts + of_completions
     for start in (4, 8, 12, 16):
-        assert sum(num_nodes[start : start + 4]) == len(predicted)
+        assert sum(in_passes[start : start + 4]) == of_prompts + of_completions - len(completions)
 
 
 # --- advantages ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer
 
-from common.tree import reads_trees
+from common.prompts import shares_prompts
 from common.model import transformer_layers
 from grpo import model_rewards
 from reviews import dataset, plain_model
@@ -64,7 +64,7 @@ def load(folder, **flags):
 
 def scores_of(model, rows):
     """Scores of lists of token ids."""
-    return pair_scores(model, [Comparison(row, row, 0.0) for row in rows])[0]
+    return pair_scores(model, [Comparison(row[:1], row[1:], [3], 0.0) for row in rows])[0]
 
 
 def rewards_of(model, rows):
@@ -151,7 +151,7 @@ def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are
 
 def test_no_rows_still_run_both_passes_and_add_nothing():
     model = tiny_classifier("llama")
-    assert reads_trees(model)  # tried before passes are counted
+    assert shares_prompts(model)  # tried before passes are counted
     passes = []
     model.base_model.register_forward_pre_hook(lambda *args: passes.append(1))
     scores = pair_scores(model, [])
@@ -167,7 +167,7 @@ def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
     take_gpu_types(monkeypatch)
     model = tiny_classifier("llama")
     model.model.bfloat16()
-    assert reads_trees(model)
+    assert shares_prompts(model)
     hidden, types = [], []
     model.score.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     up = model.model.layers[0].mlp.up_proj

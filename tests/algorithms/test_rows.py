@@ -46,12 +46,12 @@ def as_messages(row):
 def sequences_of(name, row):
     """Prompt and completion of a loaded row, or both sides of a pair with the prompt."""
     if name == "sft":
-        return [prompt_ids + completion_ids for prompt_ids, completion_ids in row]
+        return [text.ids for text in row]
     if name == "kto":
         return [row.prompt.ids + row.completion_ids]
     if name == "dpo":
         return [row.prompt.ids + row.chosen_ids, row.prompt.ids + row.rejected_ids]
-    return [row.chosen_ids, row.rejected_ids]
+    return [row.prompt_ids + row.chosen_ids, row.prompt_ids + row.rejected_ids]
 
 
 def assert_sequences(name, rows, prompt, completions):

@@ -85,6 +85,12 @@ def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_p
         assert row["policy/sampling_ratio_max"] == pytest.approx(largest, rel=1e-4)
 
 
+def test_dpo_warns_if_its_samples_are_not_of_the_policy(other_sampler, tmp_path):
+    other_sampler("dpo")
+    with pytest.warns(UserWarning, match="policy/sampling_kl"):
+        run("dpo", tmp_path, epochs=0.1, eval_split="test", eval_rows=5)
+
+
 def test_the_gradient_with_a_cap_is_trls_token_truncate(other_sampler, tmp_path, monkeypatch):
     """By the definition of vllm_importance_sampling_correction: a token's loss times
     min(exp(log pi_old - log pi_sampler), cap)."""

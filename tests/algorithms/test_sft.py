@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from itertools import groupby
 
 import algorithms
 import pytest
@@ -13,9 +14,7 @@ from spies import spy_on, watch_steps
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-import common.logprobs
 import sft
-from common.logprobs import completion_states
 from runs import metrics_of, read
 
 BASE = "tiny/arithmetic/base"
@@ -50,7 +49,10 @@ class Rows(list):
 def test_only_completion_tokens_are_learned_unless_asked(
     train_on_prompt, expected, tmp_path, monkeypatch
 ):
-    data = [[([1, 5, 6], [7, 2])], [([1], [8, 9, 9, 2])]]
+    data = [
+        [sft.Demonstration([1, 5, 6, 7, 2], [0, 0, 0, 1, 1])],
+        [sft.Demonstration([1, 8, 9, 9, 2], [0, 1, 1, 1, 1])],
+    ]
     monkeypatch.setattr(sft, "load_demonstrations", lambda *args: Rows(data))
     calls = {}
     for name in ("rollout_logprobs", "generate", "completion_logprobs"):
@@ -107,7 +109,7 @@ DATA = [FOUR, conversation("5+1", "6"), conversation("1+2", "3", "1", "1", "2+2"
 
 
 def load(folder, template, conversations, **flags):
-    """Their turns, and the texts of these."""
+    """Their rows, and of each text what is given, learned, given, learned ..."""
     folder.mkdir()
     lines = "".join(json.dumps({"messages": turns}) + "\n" for turns in conversations)
     for split in ("train", "test"):
@@ -116,20 +118,28 @@ def load(folder, template, conversations, **flags):
     tokenizer.chat_template = template
     args = sft.Args(dataset=str(folder), **flags)
     rows = [*sft.load_demonstrations(args, "train", tokenizer, [2])]
-    return rows, [[(tokenizer.decode(x), tokenizer.decode(y)) for x, y in row] for row in rows]
+
+    def parts(text):
+        pairs = groupby(zip(text.is_learned, text.ids, strict=True), key=lambda pair: pair[0])
+        found = [(is_learned, [token for _, token in pairs]) for is_learned, pairs in pairs]
+        assert [is_learned for is_learned, _ in found] == [0, 1] * (len(found) // 2)
+        return [tokenizer.decode(ids) for _, ids in found]
+
+    return rows, [[parts(text) for text in row] for row in rows]
 
 
 @pytest.mark.parametrize(
     ("template", "flags", "expected"),
     [
-        (KEEPS, {}, [("1+2=#1,3<eos>3+4=", "#4,7<eos>"), ("1+2=", "#1,3<eos>")]),
-        (DROPS, {}, [("1+2=#3<eos>3+4=", "#4,7<eos>"), ("1+2=", "#1,3<eos>")]),
-        (KEEPS, dict(train_on_prompt=True), [("1+2=#1,3<eos>3+4=", "#4,7<eos>")]),
-        (KEEPS, dict(max_length=17), [("1+2=", "#1,3<eos>")]),
-        (KEEPS, dict(max_length=18), [("1+2=#1,3<eos>3+4=", "#4,7<eos>"), ("1+2=", "#1,3<eos>")]),
+        (KEEPS, {}, [["1+2=", "#1,3<eos>", "3+4=", "#4,7<eos>"]]),
+        # A text of its own, if the template has changed an earlier turn.
+        (DROPS, {}, [["1+2=", "#1,3<eos>"], ["1+2=#3<eos>3+4=", "#4,7<eos>"]]),
+        (KEEPS, dict(train_on_prompt=True), [["1+2=#1,3<eos>3+4=", "#4,7<eos>"]]),
+        (KEEPS, dict(max_length=17), [["1+2=", "#1,3<eos>"]]),
+        (KEEPS, dict(max_length=18), [["1+2=", "#1,3<eos>", "3+4=", "#4,7<eos>"]]),
     ],
 )
-def test_a_conversation_is_a_row_of_its_turns_the_last_one_first(
+def test_a_conversation_is_one_text_of_which_the_answers_are_learned(
     template, flags, expected, tmp_path, capsys
 ):
     _, texts = load(tmp_path / "data", template, [FOUR], **flags)
@@ -143,7 +153,7 @@ def test_a_conversation_keeps_the_turns_that_are_usable(tmp_path, capsys):
     turns = conversation("1", "", "2", "3", "4", "5")
     turns[1]["tool_calls"] = [{"name": "add"}]
     _, texts = load(tmp_path / "data", KEEPS, [turns, conversation("1", ""), FOUR[:2]])
-    assert texts[0] == [("1=#<eos>2=#3<eos>4=", "#5<eos>"), ("1=#<eos>2=", "#3<eos>")]
+    assert texts[0] == [["1=#<eos>2=", "#3<eos>", "4=", "#5<eos>"]]
     printed = capsys.readouterr().out
     assert (
         "train: of these rows, turns dropped {'with a tool call instead of a text': 1}" in printed
@@ -151,47 +161,15 @@ def test_a_conversation_keeps_the_turns_that_are_usable(tmp_path, capsys):
     assert "train: 2 rows, dropped {'with an empty prompt or completion (in a csv" in printed
 
 
-@pytest.mark.parametrize("template", [KEEPS, DROPS])
-def test_turns_that_are_read_together_are_those_read_alone(template, tmp_path, monkeypatch):
-    """In float64, states and gradients; and a conversation's tokens are read once."""
-    rows, _ = load(tmp_path / "data", template, DATA)
-    sequences = sft.loss_sequences(sft.Args(), rows)
-    model = plain_model(BASE).double()
-    for name in ("float32", "float"):  # what the model computes in them
-        monkeypatch.setattr(torch, name, torch.float64)
-    trees = spy_on(common.logprobs, monkeypatch, "PrefixTree")
-    (inds,) = sft.micro_batches_of_turns(rows, 9)
-    together = completion_states(model, [sequences[i] for i in inds])[0]
-    (_, tree) = trees[-1]
-    if template == KEEPS:  # the last token is predicted, not read
-        (one, _, other, _), lengths = rows, [len(x) + len(y) - 1 for (x, y), *_ in rows]
-        shared = len("1+2=#")  # by the first, the third and the last
-        assert len(tree.ids) == sum(lengths) - 2 * shared - len("1,3") and one[0] != other[0]
-    gradients = []
-    for states in (together, torch.cat([completion_states(model, [s])[0] for s in sequences])):
-        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
-        gradients.append([weight.grad.clone() for weight in model.model.parameters()])
-        model.zero_grad()
-    torch.testing.assert_close(together, states, rtol=1e-11, atol=1e-11)
-    for ours, alone in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, alone, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(1, 1), (2, 1), (2, 9), (3, 1)])
-def test_a_conversation_stays_in_one_micro_batch(ranks, size, tmp_path, monkeypatch):
-    rows, _ = load(tmp_path / "data", KEEPS, DATA)
-    row_of = [i for i, row in enumerate(rows) for _ in row]
-    monkeypatch.setattr(common.logprobs, "WORLD_SIZE", ranks)
-    batches = []
-    for rank in range(ranks):
-        monkeypatch.setattr(common.logprobs, "RANK", rank)
-        batches.append([inds.tolist() for inds in sft.micro_batches_of_turns(rows, size)])
-    assert len({len(of_rank) for of_rank in batches}) == 1  # as FSDP needs
-    batches = [inds for of_rank in batches for inds in of_rank]
-    assert sorted(i for inds in batches for i in inds) == [*range(len(row_of))]
-    for inds in batches:
-        found = [row_of[i] for i in inds]
-        assert len({*found}) <= size and all(found.count(i) == row_of.count(i) for i in found)
+def test_a_turn_of_weight_0_is_read_and_not_learned(tmp_path):
+    turns = conversation("1", "2", "3", "4", "5", "6")
+    turns[3]["weight"] = 0
+    (row,), (texts,) = load(tmp_path / "data", KEEPS, [turns])
+    assert texts == [["1=", "#2<eos>", "3=#4<eos>5=", "#6<eos>"]]
+    ((prompt, completion),), (is_learned,) = sft.loss_sequences(sft.Args(), [row])
+    assert prompt + completion == row[0].ids and len(prompt) == 2
+    assert is_learned == row[0].is_learned[2:]
+    assert row[0].prompt() == row[0].ids[:-3]
 
 
 def test_a_step_learns_all_turns_of_its_conversations(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def counting():
     model.model.__class__ = CountingBackbone
     torch.nn.init.eye_(model.lm_head.weight)
     model.batch_sizes = model.model.batch_sizes = []
-    sample(model, [[1]], 1)  # the trial of its cache
+    sample(model, [[1]], 1)  # the trial of its head
     model.batch_sizes.clear()
     return model
 
@@ -109,7 +109,6 @@ def plain_greedy(name):
 @pytest.mark.parametrize("name", some_slow(FREE))
 def test_greedy_equals_plain_forward_passes_in_every_family(name, cache_kind, monkeypatch):
     model, made = plain_greedy(name)
-    monkeypatch.delattr(model, "cache_is_known", raising=False)
     for stop_ids in ([], [made[0][2]], [made[3][1], made[5][0]]):
         found = sample(model, FAMILY_ROWS, 8, temperature=0, stop_ids=stop_ids)
         assert found == [cut(tokens, stop_ids) for tokens in made]
@@ -121,22 +120,6 @@ def test_windows_that_slide_keep_the_growing_cache(architecture, kind, cache_kin
     """How they move is decided in Python, which a captured step would not run again."""
     decoder = make_decoder(tiny_model(architecture), [[1, 2]], 2)
     assert type(decoder).__name__ == kind
-
-
-@pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
-def test_a_failing_cache_is_named_with_its_error_and_too_little_memory_is_none(error, monkeypatch):
-    model = tiny_model("llama")
-    forward = model.model.forward
-
-    def fails_with_a_cache(use_cache, **inputs):
-        if use_cache:
-            raise error("2 GiB")
-        return forward(use_cache=use_cache, **inputs)
-
-    monkeypatch.setattr(model.model, "forward", fails_with_a_cache)
-    with pytest.raises(ValueError if error is KeyError else error, match="2 GiB"):
-        sample(model, FAMILY_ROWS)
-    assert not hasattr(model, "cache_is_known")
 
 
 @pytest.mark.parametrize("name", [*some_slow(APART), *REFUSED, "XLNetLMHeadModel"])
@@ -238,7 +221,7 @@ def test_tokens_do_not_depend_on_the_batch_size_nor_on_when_other_rows_end(monke
 
 
 def test_ranks_sample_together_what_one_process_samples(monkeypatch):
-    """Of 8 ranks some get no row, and do not try the cache; all move their generators alike."""
+    """Of 8 ranks some get no row; all move their generators alike."""
     model, rows = tiny_model("llama"), ragged_rows((7, 2, 5, 1, 4, 3))
     stop_ids = [a_stop_id(sample(model, rows))]
     generator = seeded(0)
@@ -249,10 +232,7 @@ def test_ranks_sample_together_what_one_process_samples(monkeypatch):
     for rank in range(8):
         monkeypatch.setattr(common.generation, "RANK", rank)
         of_rank = seeded(0)
-        vars(model).pop("cache_is_known", None)
-        part = sample(model, rows, stop_ids=stop_ids, rng=of_rank)
-        assert hasattr(model, "cache_is_known") == bool(part)
-        made += part
+        made += sample(model, rows, stop_ids=stop_ids, rng=of_rank)
         assert torch.equal(of_rank.get_state(), generator.get_state())
     assert made == expected
 
@@ -301,7 +281,7 @@ def test_equal_prompts_are_read_once(counting):
 @both_caches
 def test_each_step_feeds_the_model_one_new_token_a_row(monkeypatch):
     model = tiny_model("llama")
-    sample(model, [[1]], 1)  # the trial of its cache
+    sample(model, [[1]], 1)  # the trial of its head
     calls = spy_on(model.model, monkeypatch, "forward")
     heads = spy_on(common.generation, monkeypatch, "head_logits")
     sample(model, ragged_rows(), 3)

@@ -259,7 +259,7 @@ def test_every_row_is_dealt_out_once_in_as_many_micro_batches(monkeypatch, proce
 @pytest.mark.parametrize(("size", "processes"), [(8, 1), (4, 2), (8, 2), (12, 1)])
 def test_rows_of_one_prompt_are_neighbours(monkeypatch, size, processes):
     """In a shuffled minibatch of eight groups of four, each micro-batch has whole groups."""
-    sequences = [([i // 4], [1] * (i + 1)) for i in range(32)]
+    sequences = [([i // 4] * 2, [1] * (i + 1)) for i in range(32)]
     rows = torch.randperm(32, generator=torch.Generator().manual_seed(0))
     of_ranks = deal(sequences, rows, size, processes, monkeypatch)
     tokens = [[sum(len(sequences[i][1]) for i in inds) for inds in of_rank] for of_rank in of_ranks]
@@ -277,14 +277,21 @@ def test_rows_of_one_prompt_are_neighbours(monkeypatch, size, processes):
 
 def test_groups_are_ordered_by_the_tokens_that_are_computed(monkeypatch):
     """A prompt counts once: 10 + 4 tokens before 1 + 20."""
-    sequences = [([1] * 10, [2])] * 4 + [([1], [2] * 5)] * 4
+    sequences = [([1] * 10, [2])] * 4 + [([1] * 2, [2] * 5)] * 4
     (of_rank,) = deal(sequences, torch.arange(8), 4, 1, monkeypatch)
     assert of_rank == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
+def test_a_lone_first_token_makes_no_group(monkeypatch):
+    """As in texts without a prompt: they are dealt by their lengths."""
+    sequences = [([1], [2] * n) for n in (3, 9, 5, 1)]
+    (of_rank,) = deal(sequences, torch.arange(4), 2, 1, monkeypatch)
+    assert of_rank == [[1, 2], [0, 3]]
+
+
 def test_a_rank_without_rows_runs_as_many_passes(monkeypatch):
     assert [len(inds) for inds in micro_batches(make_pairs(), torch.arange(0), 2)] == [0]
-    sequences = [([1], [2] * n) for n in range(1, 6)]  # one group is cut: each rank has rows
+    sequences = [([1, 1], [2] * n) for n in range(1, 6)]  # one group is cut: each rank has rows
     of_ranks = deal(sequences, torch.arange(5), 2, 2, monkeypatch)
     assert [[len(inds) for inds in of_rank] for of_rank in of_ranks] == [[2, 1], [2, 0]]
 
@@ -374,7 +381,40 @@ def test_logits_exist_at_the_completions_tokens_only_and_in_chunks(monkeypatch, 
     assert forward == [3] * (scored // 3) + [scored % 3] * (scored % 3 > 0)
     calls.clear()
     sum(values.sum() for values in (outputs if entropy else (outputs,))).backward()
-    assert [len(hidden) for (hidden, *_), _ in calls] == forward[::-1]  # computed again
+    assert [len(hidden) for (hidden, *_), _ in calls] == forward  # computed again
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_an_entropy_without_a_gradient_is_computed_once(entropy_gradient):
+    model, pairs = model_of("llama"), make_pairs()
+    with Record() as record:
+        logprobs, entropies = completion_logprobs(
+            model, pairs, range(4), 1.0, True, entropy_gradient
+        )
+        (logprobs.sum() + entropies.sum()).backward()
+    clamped = [out for function, out in record.outputs if function == torch.ops.aten.clamp.default]
+    assert len([out for out in clamped if out.shape == (13, VOCAB)]) == 1 + entropy_gradient
+
+
+def test_what_is_not_learned_is_0_and_has_no_logits(monkeypatch):
+    model, pairs = model_of("llama"), make_pairs()
+    flags = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) < 0.5
+    is_learned = [flags[i, : len(completion)].tolist() for i, (_, completion) in enumerate(pairs)]
+    mask = flags & mask_of(pairs)
+    assert 3 < mask.sum() < 10
+    whole = completion_logprobs(model, pairs, range(4), 0.6)
+    expected = gradients(model, (whole * mask).sum())
+    calls = spy_on(common.logprobs, monkeypatch, "head_logits")
+    found = completion_logprobs(model, pairs, torch.arange(4), 0.6, is_learned=is_learned)
+    assert [len(hidden) for (hidden, *_), _ in calls] == [mask.sum()]
+    torch.testing.assert_close(found, whole * mask)
+    assert_same_gradients(gradients(model, found.sum()), expected)
+    inds = torch.tensor([2, 0])
+    some = rollout_logprobs(model, pairs, [inds], 0.6, is_learned=is_learned)
+    torch.testing.assert_close(some[inds], (whole * mask)[inds])
+    none = [[0] * len(completion) for _, completion in pairs]
+    found = completion_logprobs(model, pairs, torch.arange(4), is_learned=none)
+    assert (found == 0).all() and found.requires_grad
 
 
 def test_inputs_are_left_as_they_were():

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 import common.logprobs
 from common.logprobs import OutputHead, completion_logprobs
 from common.model import add_adapters, checkpoint_activations, transformer_layers
-from common.tree import PrefixTree, reads_trees, tree_states
+from common.prompts import SharedPrompts, shared_states, shares_prompts
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
 from docs.experiments.lib.measuring import peak, reset_peak
 
@@ -118,7 +118,7 @@ SMALL = dict(hidden=128, query=128, kv=32, ffn=352, vocab=64, layers=2, tied=Tru
 ROWS, LENGTH = 2, 24
 
 
-def kept_bytes(kind, layers, checkpointing=False, train_layers=None, lora_rank=0, rows=None):
+def kept_bytes(kind, layers, checkpointing=False, train_layers=None, lora_rank=0, batch=None):
     """Of all storages that the graph of a forward pass of a `SMALL` model holds on to."""
     heads = dict(num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=layers)
     config = Qwen2Config(vocab_size=64, hidden_size=128, intermediate_size=352, **heads)
@@ -149,9 +149,9 @@ def kept_bytes(kind, layers, checkpointing=False, train_layers=None, lora_rank=0
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=kind != "float32"),
     ):
-        if rows:
-            assert reads_trees(net)
-            tree_states(net, PrefixTree(rows, net.device))
+        if batch:
+            assert shares_prompts(net)
+            shared_states(net, SharedPrompts(batch, net.device))
         else:
             net.model(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.long), use_cache=False)
     return sum(sizes.values())
@@ -179,15 +179,15 @@ def test_activations_are_what_autograd_keeps(kind, lora_rank):
 
 @pytest.mark.parametrize(("prompt", "completion"), [(20, 12), (12, 20)])
 def test_rows_of_one_prompt_keep_what_the_formula_says(prompt, completion):
-    """A group of three, read as a prefix tree: two models that differ by a layer."""
-    rows = [[*range(prompt)] + [i] * completion for i in range(3)]
+    """A group of three, whose prompt is read once: two models that differ by a layer."""
+    batch = [([*range(prompt)], [i] * completion + [0]) for i in range(3)]  # the last is not read
 
     def predicted(layers):
         work = DEFAULTS | dict(micro_batch=3, prompt=prompt, completion=completion, group=3)
         model = SMALL | dict(layers=layers)
         return memory(model, ALGORITHMS["grpo"], FLOAT32, **work)["update"]["activations"]
 
-    two, three = (kept_bytes("float32", layers, rows=rows) for layers in (2, 3))
+    two, three = (kept_bytes("float32", layers, batch=batch) for layers in (2, 3))
     assert three - two == pytest.approx(predicted(3) - predicted(2), rel=0.005)
 
 

@@ -244,9 +244,9 @@ def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
     rows = [{"text": text} for text in texts]
     args = sft.Args(dataset=write_dataset(tmp_path / "data", rows))
     rows = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
-    for [(prompt_ids, completion_ids)], text in zip(rows, expected, strict=True):
-        assert len(prompt_ids) == 1  # the BOS
-        assert tokenizer.decode(prompt_ids + completion_ids) == text
+    for [(ids, is_learned)], text in zip(rows, expected, strict=True):
+        assert is_learned == [0] + [1] * (len(ids) - 1)  # all but the BOS
+        assert tokenizer.decode(ids) == text
 
 
 TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]

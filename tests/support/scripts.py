@@ -42,7 +42,7 @@ SPECS = {
         loader="load_demonstrations",
         models=("policy",),
         short_flags=SHORT_ROWS,
-        row_tokens=lambda turns: len(turns[0][0] + turns[0][1]),
+        row_tokens=lambda texts: sum(len(text.ids) for text in texts),
     ),
     "reinforce": ScriptSpec(
         module=reinforce,
@@ -58,7 +58,7 @@ SPECS = {
         loader="load_comparisons",
         models=("model",),
         short_flags=SHORT_ROWS | dict(center_coef=0.01),
-        row_tokens=lambda row: len(row.chosen_ids + row.rejected_ids),
+        row_tokens=lambda row: len(2 * row.prompt_ids + row.chosen_ids + row.rejected_ids),
     ),
     "ppo_rlhf": ScriptSpec(
         module=ppo_rlhf,

@@ -229,8 +229,8 @@ def memory(
         update["copies"] = compute_bytes * (gathered_ends + two_layers)
 
     # 3. Activations of a micro-batch, and the logits of a chunk with the gradient of the head. Rows
-    # that share a prompt read it once: tokens are the nodes of their prefix tree. Attention reads
-    # the prompt again for each row, and gathers the results of all nodes.
+    # that share a prompt read it once. Attention reads the prompt again for each row, and gathers
+    # the results of all tokens.
     # Nothing is kept below the first trained layer. Checkpointing keeps the inputs of the layers.
     # Of each adapter's two matrices the second keeps its input too; the ends are then frozen.
     # The forward pass ends with a chunk's logits and what is computed from them, the entropy too in

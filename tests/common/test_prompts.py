@@ -1,6 +1,7 @@
-"""A micro-batch as the prefix tree of its rows, beside each row alone, in float64."""
+"""A micro-batch that reads shared prompts once, beside each row alone, in float64."""
 
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from models import VOCAB, family_model, some_wide, tiny_model
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from common.logprobs import completion_logprobs, completion_states, last_states
-from common.tree import PrefixTree, reads_trees, tree_attention
+from common.prompts import SharedPrompts, shared_attention, shares_prompts
 
-# Of each family whether it reads trees. The others have recurrent layers, soft caps, sinks, or
+# Of each family whether it shares prompts. The others have recurrent layers, soft caps, sinks, or
 # positions or attention of their own.
 READERS = "GPT2 Gemma3 Gemma3n DeepseekV3 Llama Mistral Mixtral OPT Phi Qwen3Moe".split()
 REAL_MODEL = Path("runs/SmolLM2-135M-Instruct")
@@ -81,7 +82,7 @@ def assert_close(found, expected):
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ],
 )
-def test_a_tree_gives_what_each_row_gives_alone(architecture, overrides, make_sequences, request):
+def test_a_batch_gives_what_each_row_gives_alone(architecture, overrides, make_sequences, request):
     """Log-probs and entropies by a plain log-softmax, and their gradients."""
     model, sequences = tiny_model(architecture, **overrides).double(), make_sequences()
     request.getfixturevalue("float64")
@@ -101,30 +102,32 @@ def test_a_tree_gives_what_each_row_gives_alone(architecture, overrides, make_se
         return logprobs, entropies, ((logprobs + entropies) * weights).sum()
 
     found, row, t = completion_states(model, sequences)
-    assert reads_trees(model) == (architecture != "lfm2")
+    assert shares_prompts(model) == (architecture != "lfm2")
     places = [(i, t) for i, (_, completion) in enumerate(sequences) for t in range(len(completion))]
     assert [*zip(row.tolist(), t.tolist(), strict=True)] == places
-    *of_tree, loss = summary(found)
+    *of_batch, loss = summary(found)
     *of_rows, expected_loss = summary(torch.cat(expected))
-    for values, expected_values in zip(of_tree, of_rows, strict=True):
+    for values, expected_values in zip(of_batch, of_rows, strict=True):
         assert_close(values, expected_values)
     assert_close(gradients(model, loss), gradients(model, expected_loss))
-    last = last_states(model, [prompt + completion for prompt, completion in sequences])
+    last = last_states(model, sequences)
     assert_close(last, torch.stack([alone[-1] for alone in states]))
 
 
 @pytest.mark.parametrize("name", READERS + OTHERS)
-def test_families_read_trees_or_are_told_apart(name):
+def test_families_share_prompts_or_are_told_apart(name):
     model = family_model(name)
     before = model.config._attn_implementation
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert reads_trees(model) == (name in READERS)
-    caught = [str(warning.message) for warning in caught if "prefix tree" in str(warning.message)]
+        assert shares_prompts(model) == (name in READERS)
+    caught = [
+        str(warning.message) for warning in caught if "shared prompts" in str(warning.message)
+    ]
     assert len(caught) == (name in OTHERS)
     if reason := {"Gemma2": "softcap", "GptOss": "s_aux"}.get(name):
         assert reason in caught[0]
-    assert model.config._attn_implementation == (before if name in OTHERS else "prefix_tree")
+    assert model.config._attn_implementation == (before if name in OTHERS else "shared_prompts")
 
 
 def deep_model():
@@ -146,7 +149,7 @@ both_models = pytest.mark.parametrize(
 @pytest.mark.parametrize("threads", [1, 2])
 @both_models
 @pytest.mark.filterwarnings("error:slower")
-def test_depth_and_types_do_not_hide_that_a_model_reads_trees(make_model, threads, monkeypatch):
+def test_depth_and_types_do_not_hide_that_a_model_shares_prompts(make_model, threads, monkeypatch):
     """Before and after a step, in float32 and as on a GPU, where frozen weights are bfloat16."""
     model, before = make_model(), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -163,32 +166,32 @@ def test_depth_and_types_do_not_hide_that_a_model_reads_trees(make_model, thread
 
 def try_again(model):
     """The trial of a model that has not been tried."""
-    vars(model).pop("can_read_trees", None)
+    vars(model).pop("can_share_prompts", None)
     model.set_attn_implementation("sdpa")
-    return reads_trees(model)
+    return shares_prompts(model)
 
 
-def shifted(tree):
-    tree.positions = tree.positions + torch.arange(len(tree.positions)) % 2
+def shifted(shared):
+    shared.positions = shared.positions + torch.arange(len(shared.positions)) % 2
 
 
-def unbranched(tree):
+def unbranched(shared):
     """Each row sees what the first one has at its places."""
-    tree.branches = tree.branches[:1].expand_as(tree.branches)
+    shared.branches = shared.branches[:1].expand_as(shared.branches)
 
 
 @pytest.mark.parametrize("in_bfloat16", [False, True])
 @pytest.mark.parametrize("plant", [shifted, unbranched])
 @both_models
 @pytest.mark.filterwarnings("ignore:slower")
-def test_the_trial_finds_a_tree_that_is_wrong(make_model, plant, in_bfloat16, monkeypatch):
-    model, make_tree = make_model(), PrefixTree.__init__
+def test_the_trial_finds_what_is_wrong(make_model, plant, in_bfloat16, monkeypatch):
+    model, make = make_model(), SharedPrompts.__init__
 
-    def make_wrong_tree(tree, *arguments):
-        make_tree(tree, *arguments)
-        plant(tree)
+    def make_wrong(shared, *arguments):
+        make(shared, *arguments)
+        plant(shared)
 
-    monkeypatch.setattr(PrefixTree, "__init__", make_wrong_tree)
+    monkeypatch.setattr(SharedPrompts, "__init__", make_wrong)
     assert not try_again(model.bfloat16() if in_bfloat16 else model)
 
 
@@ -198,21 +201,21 @@ def test_layers_of_another_type_are_refused(layer_types):
     model = tiny_model("llama")
     model.config.layer_types = layer_types
     with pytest.warns(UserWarning, match="chunked_attention"):
-        assert not reads_trees(model)
+        assert not shares_prompts(model)
 
 
 def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
     model = tiny_model("mistral", sliding_window=32)
 
     def without_window(*arguments, sliding_window, **options):
-        return tree_attention(*arguments, **options)
+        return shared_attention(*arguments, **options)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "prefix_tree", without_window)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "shared_prompts", without_window)
     with pytest.warns(UserWarning, match="sliding window"):
-        assert not reads_trees(model)
+        assert not shares_prompts(model)
 
 
-def count_nodes(model):
+def count_tokens(model):
     """Numbers of tokens that the backbone embeds, from now on."""
     counts = []
     model.get_input_embeddings().register_forward_hook(
@@ -224,44 +227,56 @@ def count_nodes(model):
 def test_a_prompt_is_read_once():
     model = tiny_model("llama")
     prompt = [*range(1, 21)]
-    completions = [[20 + i] + [i] * i for i in range(1, 9)]  # they part at their first token
+    completions = [[20 + i] + [i] * i for i in range(1, 9)]
     sequences = [(prompt, completion) for completion in completions]
     completion_logprobs(model, sequences, torch.arange(8))  # the trials
-    counts = count_nodes(model)
+    counts = count_tokens(model)
     completion_logprobs(model, sequences, torch.arange(8))
-    last_states(model, [prompt + completion for completion in completions])
+    last_states(model, sequences)
     total = sum(map(len, completions))
     assert counts == [len(prompt) + total - 8, len(prompt) + total]
 
 
-def test_nodes_are_the_prefixes_of_the_rows():
-    rows = [prompt + completion for prompt, completion in make_sequences()]
-    tree = PrefixTree(rows, torch.device("cpu"))
-    prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
-    assert len(tree.ids) == len(prefixes)
-    for row, path in zip(rows, tree.paths, strict=True):
-        path = path[: len(row)]
-        assert tree.ids[path].tolist() == row
-        assert tree.positions[path].tolist() == [*range(len(row))]
+def test_each_branch_is_its_row_with_the_positions_that_it_has_alone():
+    sequences = make_sequences()
+    shared = SharedPrompts(sequences, torch.device("cpu"))
+    prompts = {tuple(prompt) for prompt, _ in sequences}
+    rows = [prompt + completion[:-1] for prompt, completion in sequences]
+    read = sum(len(completion[:-1]) for _, completion in sequences)
+    assert len(shared.ids) == sum(map(len, prompts)) + read
+    before, joined = shared.before.tolist(), []
+    for row, branch, (prompt, completion) in zip(rows, shared.branches, sequences, strict=True):
+        joined += [*branch.tolist()]
+        branch = branch[: len(row)]
+        assert shared.ids[branch].tolist() == row
+        assert shared.positions[branch].tolist() == [*range(len(row))]
+        start = len(prompt) - 1
+        assert branch[start : start + len(completion)].tolist() == before[: len(completion)]
+        del before[: len(completion)]
+    assert not before
+    assert [joined[place] for place in shared.in_branches] == [*range(len(shared.ids))]
 
 
-def test_rows_that_add_no_node_have_no_branch():
-    rows = [[1, 2, 3, 4, 7], [1, 2, 3], [1, 2, 5], [1, 2, 5], [6]]
-    tree = PrefixTree(rows, torch.device("cpu"))
-    assert tree.branches.tolist() == [[0, 1, 2, 3, 4], [0, 1, 5, 0, 0], [6, 0, 0, 0, 0]]
-    assert tree.places.tolist() == [0, 1, 2, 3, 4, 7, 10]
+def test_a_batch_is_made_of_ranges():
+    """A GPU waits for it: 0.025 s for 131,072 tokens on the machine of docs/performance.md."""
+    sequences = [([i] * 200, [7] * 312) for i in range(64) for _ in range(4)]
+    assert len(SharedPrompts(sequences, torch.device("cpu")).ids) == 64 * 200 + 256 * 311
+    start = time.process_time()
+    for _ in range(5):
+        SharedPrompts(sequences, torch.device("cpu"))
+    assert time.process_time() - start < 5 * 0.25  # token by token it would take longer
 
 
-def test_saved_models_and_samples_do_not_know_the_tree(tmp_path):
+def test_saved_models_and_samples_know_nothing_of_it(tmp_path):
     model = tiny_model("llama")
     ids = torch.tensor([[1, 2, 3], [0, 1, 2]])  # the second is padded
     options = dict(
         max_new_tokens=5, do_sample=False, pad_token_id=0, attention_mask=(ids > 0).long()
     )
     expected = model.generate(ids, **options)
-    assert reads_trees(model)
+    assert shares_prompts(model)
     assert torch.equal(model.generate(ids, **options), expected)
     model.save_pretrained(tmp_path)
-    assert "prefix_tree" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert "shared_prompts" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config._attn_implementation == "sdpa"
