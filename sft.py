@@ -75,7 +75,7 @@ class Args:
     # --- optimisation and evaluation ---
     epochs: PositiveFloat = 4.0  # passes over the training rows
     batch_size: PositiveInt = 32  # rows per optimiser step; a conversation is one row
-    micro_batch_size: PositiveInt = 32  # rows per forward pass: sets memory, not the result
+    micro_batch_size: PositiveInt = 32  # texts per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     learning_rate: PositiveFloat = 1e-3  # AdamW's peak; 0.5B parameters or more: 1e-5 (LoRA: 1e-4)
@@ -95,7 +95,7 @@ class Demonstration(NamedTuple):
     is_learned: list[int]  # 1 for the tokens of learned turns, 0 for all others
 
     def prompt(self) -> list[int]:
-        """What the last turn answers."""
+        """The ids before the last run of learned tokens."""
         return self.ids[: len(self.ids) - self.is_learned[::-1].index(0)]
 
 
@@ -124,19 +124,14 @@ def main(args: Args) -> Path:
     if args.activation_checkpointing:
         checkpoint_activations(policy)
     optimizer = AdamW(
-        policy.parameters(),
-        lr=args.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=args.weight_decay,
-        fused=True,
+        policy.parameters(), betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
 
     # --- the loop ---
     rng = Generator().manual_seed(args.seed)
-    num_shuffles = math.ceil(args.epochs)
-    shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(num_shuffles)]
+    epochs = [torch.randperm(len(train_data), generator=rng) for _ in range(math.ceil(args.epochs))]
     num_rows = math.ceil(args.epochs * len(train_data))
-    batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
+    batches = torch.cat(epochs)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
     # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
@@ -216,20 +211,14 @@ def evaluate(
         "eval/length_mean": np.mean([len(ids) for ids in completions]),
         "eval/truncated_fraction": np.mean([ids[-1] not in stop_ids for ids in completions]),
     }
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    samples = [
-        {"prompt": tokenizer.decode(prompt), "completion": text}
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
+    asked = tokenizer.batch_decode(prompts)
+    answers = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    samples = [{"prompt": x, "completion": y} for x, y in zip(asked, answers, strict=True)]
     return metrics, samples
 
 
-def loss_sequences(
-    args: Args, data: list[list[Demonstration]]
-) -> tuple[Sequences, list[list[int]]]:
-    """The texts of all rows, cut before the first learned token, and which of the tokens behind the
-    cut are learned.
-    """
+def loss_sequences(args: Args, data: list[list[Demonstration]]) -> tuple[Sequences, list]:
+    """The texts cut before the first learned token, and which tokens behind the cut are learned."""
     sequences, masks = [], []
     for ids, is_learned in (text for texts in data for text in texts):
         # With --train-on-prompt all tokens but the first, which has no context.
@@ -257,35 +246,31 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 
 
 def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
-    """The rows of a split: each a text, or several if the chat template changes earlier turns.
-    Without those that are empty or longer than --max-length.
+    """The rows of a split: each a text, or several if the chat template changes earlier turns, as
+    some drop their thoughts.
     """
     lost = Counter()  # turns of conversations that keep others
 
-    def encode_turn(prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
-        if prompt is None:  # stop ids within a text, of several turns or documents, end nothing
-            ids = encode(tokenizer, completion)
+    def encode_row(row: dict) -> list[list[int]]:
+        if "text" in row and not {"messages", args.prompt_column, args.completion_column} & {*row}:
+            ids = encode(tokenizer, row["text"])  # all learned; stop ids within it end nothing
             if len(ids) == 1 or ids[-1] not in stop_ids:
                 ids = [*ids, stop_ids[0]]
-            return ids[:1], ids[1:]
-        prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
-        return prompt_ids, ids
-
-    def encode_row(row: dict) -> list[list[int]]:
+            return [[], ids, [0] + [1] * (len(ids) - 1)]
         texts, reasons = [], []
         for prompt, completion in to_texts(args, row):
             try:
-                prompt_ids, completion_ids = encode_turn(prompt, completion)
-                if texts and len(prompt_ids + completion_ids) > args.max_length:
+                prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
+                if texts and len(prompt_ids + ids) > args.max_length:
                     raise UnusableRow("longer than --max-length")
             except UnusableRow as reason:
                 reasons.append(str(reason))
                 continue
             if not texts or prompt_ids[: len(texts[-1].ids)] != texts[-1].ids:
                 texts.append(Demonstration([], []))  # the template has changed earlier turns
-            ids, is_learned = texts[-1]
-            is_learned += [0] * (len(prompt_ids) - len(ids)) + [1] * len(completion_ids)
-            ids[:] = prompt_ids + completion_ids
+            text = texts[-1]
+            text.is_learned.extend([0] * (len(prompt_ids) - len(text.ids)) + [1] * len(ids))
+            text.ids[:] = prompt_ids + ids
         if not texts:
             raise UnusableRow(reasons[0])
         lost.update(reasons)
@@ -303,9 +288,7 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
 
 
 def to_texts(args: Args, row: dict) -> list[tuple]:
-    """The prompt (None for a row of `text` alone) and the completion of each turn that is learned,
-    strings or chat messages.
-    """
+    """The prompt and the completion of each turn that is learned, strings or chat messages."""
     if "messages" in row and args.completion_column not in row:
         turns = row["messages"] or []
         if not isinstance(turns, list):
@@ -319,13 +302,11 @@ def to_texts(args: Args, row: dict) -> list[tuple]:
         if args.train_on_prompt:  # the last one has all turns, those of weight 0 too
             places = places[-1:]
         return [(turns[:i], [turns[i]]) for i in places]
-    if "text" in row and not {args.prompt_column, args.completion_column} & {*row}:
-        return [(None, row["text"])]
     for column in (args.prompt_column, args.completion_column):
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = row[args.prompt_column], row[args.completion_column]
-    return [((as_chat(prompt) if args.chat else prompt) or "", completion)]
+    return [(as_chat(prompt) if args.chat else prompt, completion)]
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -82,8 +82,8 @@ def encode_rows(
     max_length: int,
     flag: str = "--max-length",
 ) -> EncodedRows:
-    """The items of a split. `encode_row` returns token ids: what all texts of a row begin with, a
-    prompt or [], and how each goes on; `to_item` makes an item of the row and these lists.
+    """The items of a split. `encode_row` returns lists: the ids of a prompt, or none, and what goes
+    on after it, such as the ids of its completions; `to_item` makes an item of the row and these.
     Both may pop from the row. Rows that are unusable, or longer than `max_length`, the value of
     `flag`, are dropped and counted: a warning if most are, a ValueError if all are, or if a row
     fails otherwise. Prints the counts, the columns that are no text, and the first row. Each rank
