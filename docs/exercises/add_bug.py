@@ -91,10 +91,10 @@ EXERCISES = {
         bug=(
             Edit(
                 "common/logprobs.py",
-                "    empty = torch.zeros(len(batch), width, device=model.device)\n",
-                "    mask = tokens[:, None] != model.config.pad_token_id\n"
+                "    zeros = torch.zeros(len(batch), width, device=model.device)\n",
+                "    mask = tokens != model.config.pad_token_id\n"
                 "    values = [value * mask for value in values]\n"
-                "    empty = torch.zeros(len(batch), width, device=model.device)\n",
+                "    zeros = torch.zeros(len(batch), width, device=model.device)\n",
             ),
         ),
         test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
@@ -109,14 +109,13 @@ EXERCISES = {
             Edit("sft.py", "; N is the whole step's, so micro-batches add up.", "."),
             Edit(
                 "sft.py",
-                "        num_tokens = sum(len(completion) for _, completion in sequences)"
-                "  # N, over all ranks\n",
+                "        num_tokens = sum(map(sum, is_learned))  # N, over all ranks\n",
                 "",
             ),
             Edit(
                 "sft.py",
                 "            loss = negative_log_likelihood(logprobs, num_tokens)\n",
-                "            num_tokens = sum(len(sequences[i][1]) for i in inds)\n"
+                "            num_tokens = sum(sum(is_learned[i]) for i in inds)\n"
                 "            loss = negative_log_likelihood(logprobs, num_tokens)\n"
                 "            loss = loss * len(inds) / len(sequences)\n",
             ),
