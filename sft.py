@@ -123,7 +123,7 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    optimizer = AdamW(
+    optimizer = AdamW(  # its learning rate is set before each step
         policy.parameters(), betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
 
