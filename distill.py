@@ -288,8 +288,11 @@ def states_and_head(teacher: Any, sequences: Sequences, inds: Tensor) -> tuple[T
     states, _, _ = completion_states(teacher, [sequences[i] for i in inds])
     head = output_head(teacher)
     if WORLD_SIZE > 1:  # its weights are freed when this returns
-        weights = [None if weight is None else weight.clone() for weight in head[:3]]
-        head = OutputHead(*weights, head.scale, head.cap)
+        head = head._replace(
+            weight=head.weight.clone(),
+            cast_weight=head.cast_weight.clone(),
+            bias=None if head.bias is None else head.bias.clone(),
+        )
     return states, head
 
 

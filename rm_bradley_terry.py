@@ -310,8 +310,11 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
             raise UnusableRow("with chosen equal to rejected")
         return [prompt_ids, *both]
 
-    def to_item(row: dict, prompt_ids: list[int], *both: list[int]) -> Comparison:
-        return Comparison(prompt_ids, *both, row.get(args.margin_column, 0.0))
+    def to_item(
+        row: dict, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]
+    ) -> Comparison:
+        margin = row.get(args.margin_column, 0.0)
+        return Comparison(prompt_ids, chosen_ids, rejected_ids, margin)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
     columns -= {"prompt", "margin", None}  # these need not be there

@@ -277,7 +277,8 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
         return [[], *[numbers for text in texts for numbers in text]]  # no common beginning
 
     def to_item(_: dict, beginning: list[int], *numbers: list[int]) -> list[Demonstration]:
-        return [Demonstration(*text) for text in zip(numbers[::2], numbers[1::2], strict=True)]
+        texts = zip(numbers[::2], numbers[1::2], strict=True)
+        return [Demonstration(ids, is_learned) for ids, is_learned in texts]
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)

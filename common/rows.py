@@ -99,7 +99,7 @@ def encode_rows(
             longest = max(longest, length)
             if length > max_length:
                 raise UnusableRow(f"longer than {flag}")
-            encoded.append((number, [array("i", some) for some in ids]))
+            encoded.append((number, [array("i", numbers) for numbers in ids]))
         except UnusableRow as reason:
             dropped[str(reason)] += 1
         except Exception as error:

@@ -160,8 +160,8 @@ def refuse_empty(text: Any) -> None:
 
 def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -> None:
     """A ValueError if a template has left out a message, an `UnusableRow` if only the last answer,
-    a warning if it reads no such key of a message. Templates may drop earlier answers and thoughts,
-    and write what a tool says as JSON.
+    a warning if its thought, or if no such key of a message is read. Templates may drop earlier
+    answers and thoughts, and write what a tool says as JSON.
     """
     name, template = tokenizer.name_or_path, str(tokenizer.chat_template)
     for message in messages:
@@ -171,8 +171,13 @@ def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -
         for key in message.keys() - {"role", "content", "weight"}:  # such as `reasoning_content`
             if message[key] and key not in template:
                 warnings.warn(f"--dataset: {name}'s chat template reads no {key!r}", stacklevel=2)
-    if role == "assistant" and text.rpartition("</think>")[2].strip() not in rendered:
-        raise UnusableRow("whose completion the chat template leaves out")  # of the last
+    if role == "assistant":  # the last answer
+        thought, _, answer = text.rpartition("</think>")
+        if answer.strip() not in rendered:
+            raise UnusableRow("whose completion the chat template leaves out")
+        if thought.rpartition("<think>")[2].strip() not in rendered:
+            unlearned = f"{name}'s chat template leaves out the thought of a completion"
+            warnings.warn(f"--dataset: {unlearned}, which is not learned", stacklevel=2)
 
 
 def encode_completions(

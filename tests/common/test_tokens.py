@@ -233,8 +233,15 @@ def test_what_only_one_answer_is_opened_with_belongs_to_both_completions(tokeniz
 def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
     last = "m['content'].split('</think>')[-1]"
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
-    ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#</think>3")])
+    turns = [message("user", "1+2"), message("assistant", "<think>1,3#</think>3")]
+    with pytest.warns(UserWarning, match="--dataset: .* leaves out the thought of a completion"):
+        ids = encode(tokenizer, turns)
     assert tokenizer.decode(ids) == "1+2=3<eos>"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an earlier one may go, or one be kept
+        encode(tokenizer, [*turns, message("user", "4+4")], add_generation_prompt=True)
+        tokenizer.chat_template = CHAT
+        encode(tokenizer, turns)
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
     with pytest.raises(UnusableRow, match="whose completion the chat template leaves out"):
         encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#3")])
