@@ -277,8 +277,7 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
         return [[], *[numbers for text in texts for numbers in text]]  # no common beginning
 
     def to_item(_: dict, beginning: list[int], *numbers: list[int]) -> list[Demonstration]:
-        texts = zip(numbers[::2], numbers[1::2], strict=True)
-        return [Demonstration(ids, is_learned) for ids, is_learned in texts]
+        return list(map(Demonstration, numbers[::2], numbers[1::2]))
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
