@@ -51,10 +51,12 @@ from common.logprobs import OutputHead, Sequences, completion_logprobs, completi
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, WORLD_SIZE, adapters_off, add_adapters
-from common.model import all_gather, checkpoint_activations, clip_grad_norm, forward_method
-from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
+from common.model import all_gather, check_learning_rate, check_size, checkpoint_activations
+from common.model import clip_grad_norm, forward_method, join_processes, leave_processes
+from common.model import save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
+from common.tokens import as_chat, check_tokenizer, encode, find_stop_ids, load_tokenizer
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -168,27 +170,31 @@ def main(args: Args) -> Path:
 
     # --- data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
-    stop_ids = {*find_stop_ids(args.model, tokenizer)}
+    stop_ids = find_stop_ids(args.model, tokenizer)
     if args.teacher:  # the student learns to end as its teacher does
-        stop_ids |= {*find_stop_ids(args.teacher, load_tokenizer(args.teacher))}
+        teacher_ids = find_stop_ids(args.teacher, load_tokenizer(args.teacher))
+        stop_ids = [*dict.fromkeys(stop_ids + teacher_ids)]  # each once
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed)
-    shard(policy, device)
-    if args.activation_checkpointing:
-        checkpoint_activations(policy)
     teacher = policy  # without its adapters
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
+        sizes = [model.get_input_embeddings().num_embeddings for model in (policy, teacher)]
+        policy.resize_token_embeddings(min(sizes))  # further ids are padding, not tokens
         shard(teacher.requires_grad_(False), device)
+    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
+    check_learning_rate(args, policy)
+    shard(policy, device)
+    if args.activation_checkpointing:
+        checkpoint_activations(policy)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
-    sample = partial(sample_for_both, args, policy, sorted(stop_ids))
+    sample = partial(sample_for_both, args, policy, stop_ids)
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum()}
+    state = {"step": 0, "data": train_prompts.checksum(args.model, args.teacher)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -254,7 +260,7 @@ def main(args: Args) -> Path:
         if is_last or (step + 1) % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step + 1})
 
-    save_model(run_dir, policy, tokenizer, sorted(stop_ids))
+    save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
 
 
@@ -313,9 +319,9 @@ def divergence_loss(
     def of_logits(logits: Tensor, chunk: slice) -> list[Tensor]:
         with torch.no_grad():
             teacher_logits = head_logits(teacher_states[chunk], teacher_head)
-            # Its further ids are no tokens.
-            log_teacher = teacher_logits[:, : logits.shape[1]].log_softmax(dim=1)
-        return [divergence(logits.log_softmax(dim=1), log_teacher, kind, beta)]
+        vocab = min(logits.shape[1], teacher_logits.shape[1])  # further ids are no tokens
+        log_pi, log_teacher = (x[:, :vocab].log_softmax(dim=1) for x in (logits, teacher_logits))
+        return [divergence(log_pi, log_teacher, kind, beta)]
 
     states, _, _ = completion_states(policy, [sequences[i] for i in inds])
     (divergences,) = map_logits(policy, states, of_logits)  # (n,)
@@ -344,36 +350,33 @@ def evaluate(
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
-        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    check_size(model, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
 
 def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
-    columns = [args.prompt_column, args.teacher_prompt_column or args.prompt_column]
 
-    def to_texts(row: dict) -> list:
-        texts = [row[column] for column in columns]
+    def pop_texts(row: dict) -> list:
+        prompt = row.pop(args.prompt_column)
+        texts = [prompt, row.pop(args.teacher_prompt_column, prompt)]
         return [as_chat(text) for text in texts] if args.chat else texts
 
     def encode_row(row: dict) -> list[list[int]]:
-        ids = [encode(tokenizer, text, add_generation_prompt=True) for text in to_texts(row)]
+        ids = [encode(tokenizer, text, add_generation_prompt=True) for text in pop_texts(row)]
         return [[], *ids]  # two prompts, which share no beginning
 
     def to_prompt(row: dict, _: list[int], ids: list[int], teacher_ids: list[int]) -> StudentPrompt:
-        return StudentPrompt(to_texts(row)[0], ids, teacher_ids)
+        return StudentPrompt(pop_texts(row)[0], ids, teacher_ids)
 
-    rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
+    required = {args.prompt_column, args.teacher_prompt_column} - {None}
+    rows = load_rows(args.dataset, args.dataset_config, split, required)
     flag = "--max-prompt-length"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
 
@@ -420,7 +423,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

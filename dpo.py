@@ -35,7 +35,6 @@ A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); apo_zero: 1;
 import json
 import math
 import os
-import runpy
 import sys
 import time
 from collections import defaultdict
@@ -63,10 +62,12 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
-from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
-from common.model import save_atomically, save_weights, shard, sums_over_ranks
-from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import UnusableRow, as_chat, encode_completions, find_stop_ids, load_tokenizer
+from common.model import check_learning_rate, check_size, checkpoint_activations, clip_grad_norm
+from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
+from common.model import sums_over_ranks
+from common.rows import EncodedRows, encode_rows, load_function, load_rows
+from common.tokens import UnusableRow, as_chat, check_tokenizer, encode_completions, find_stop_ids
+from common.tokens import load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -202,7 +203,8 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(pair.prompt.ids) for pair in eval_pairs)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed)
+    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
+    check_learning_rate(args, policy)
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -230,7 +232,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_pairs.checksum()}
+    state = {"step": 0, "data": train_pairs.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -408,12 +410,7 @@ def evaluate(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules in its folder
-    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
-    if name not in namespace:
-        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    return partial(rule_rewards, namespace[name], tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -428,10 +425,9 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**copies)
-        except SystemExit as error:  # would end the run without an error
-            raise RuntimeError(f"reward {name} called sys.exit") from error
-        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+        except (Exception, SystemExit) as error:  # an exit would end the run without an error
+            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
     return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
@@ -440,16 +436,12 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
-        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    check_size(model, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
@@ -472,7 +464,8 @@ def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
+    rest = "reward functions" if args.eval_reward_fn else None
+    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, rest=rest)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:
@@ -537,7 +530,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

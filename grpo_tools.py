@@ -21,7 +21,6 @@ plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `ev
 
 import json
 import os
-import runpy
 import sys
 import warnings
 from collections import defaultdict
@@ -48,11 +47,12 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
-from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
-from common.model import save_atomically, save_weights, shard, sums_over_ranks
-from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
-from common.tokens import special_tokens
+from common.model import check_learning_rate, check_size, checkpoint_activations, clip_grad_norm
+from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
+from common.model import sums_over_ranks
+from common.rows import EncodedRows, encode_rows, load_function, load_rows
+from common.tokens import as_chat, check_tokenizer, encode, find_stop_ids, load_tokenizer
+from common.tokens import message_text, rollout_row, special_tokens
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -213,7 +213,8 @@ def main(args: Args) -> Path:
     # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed)
+    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
+    check_learning_rate(args, policy)
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -226,7 +227,7 @@ def main(args: Args) -> Path:
     # --- the loop ---
     sample = partial(sample_turns, args, policy, turn_ends, environment)
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum()}
+    state = {"step": 0, "data": train_prompts.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -241,7 +242,7 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, sampler_logprobs, mask, ended = sample(prompts, rng)
+        sequences, sampler_logprobs, mask, called, ended = sample(prompts, rng)
         rewards = reward_fn(prompts, sequences)  # (B,)
         # The mask (B, T) is true at tokens that the policy sampled. Elsewhere (the environment's
         # tokens, and after the end) log-probs and entropies become 0, without a gradient.
@@ -309,7 +310,8 @@ def main(args: Args) -> Path:
             "reward/mean": rewards.mean().item(),
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
         }
-        metrics |= {f"completions/{k}": x for k, x in turn_metrics(sequences, lengths).items()}
+        means = turn_metrics(sequences, lengths, called)
+        metrics |= {f"completions/{name}": x for name, x in means.items()}
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
         columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended, "sampled": mask}
         if ref_model is not None:
@@ -334,17 +336,19 @@ def main(args: Args) -> Path:
 
 def sample_turns(
     args: Args, policy: Any, turn_ends: list, environment: Callable, prompts: list, rng: Generator
-) -> tuple[Sequences, Tensor, Tensor, Tensor]:
+) -> tuple[Sequences, Tensor, Tensor, Tensor, Tensor]:
     """A completion of up to --max-turns turns for each prompt: pairs (prompt, completion) of token
-    ids; the log-probs (B, T) with which tokens were sampled; which tokens were, bool (B, T); and
-    which completions are over, bool (B,), as the environment says. The others are cut off.
+    ids; the log-probs (B, T) with which tokens were sampled; which tokens were, bool (B, T); to
+    which completions the environment has replied, and which of them it says are over, both (B,).
+    The others are cut off.
 
     The policy samples a turn, up to an id in `turn_ends`; the environment replies; the policy goes
     on after the reply. A reply that leaves no token or no turn to go on is not appended.
     """
     completions = [[] for _ in prompts]
     logprobs = torch.zeros(len(prompts), args.max_new_tokens, device=policy.device)
-    is_sampled, ended = torch.zeros(logprobs.shape).bool(), torch.zeros(len(prompts)).bool()
+    is_sampled = torch.zeros(logprobs.shape).bool()
+    called, ended = torch.zeros(2, len(prompts)).bool()
     running = [*range(len(prompts))]  # the completions that go on
     for turn in range(1, args.max_turns + 1):
         starts = [len(completions[i]) for i in running]
@@ -366,6 +370,7 @@ def sample_turns(
         replies = environment([prompts[i] for i in asking], [completions[i] for i in asking])
         running = []
         for i, reply in zip(asking, replies, strict=True):
+            called[i] |= reply is not None
             if reply is None:
                 ended[i] = True
             elif turn < args.max_turns and len(completions[i] + reply) < args.max_new_tokens:
@@ -375,16 +380,16 @@ def sample_turns(
             break
     longest = max(map(len, completions))
     sequences = [(prompt.ids, ids) for prompt, ids in zip(prompts, completions, strict=True)]
-    return sequences, logprobs[:, :longest], is_sampled[:, :longest], ended
+    return sequences, logprobs[:, :longest], is_sampled[:, :longest], called, ended
 
 
-def turn_metrics(sequences: Sequences, lengths: Tensor) -> dict[str, float]:
-    """Means over completions: tokens sampled (B,), the environment's, whether there are such."""
+def turn_metrics(sequences: Sequences, lengths: Tensor, called: Tensor) -> dict[str, float]:
+    """Means over completions: tokens sampled (B,), the environment's, whether it has replied."""
     others = torch.tensor([len(completion) for _, completion in sequences]) - lengths
     return {
         "length_mean": lengths.float().mean().item(),
         "environment_length_mean": others.float().mean().item(),
-        "called_fraction": (others > 0).float().mean().item(),
+        "called_fraction": called.float().mean().item(),
     }
 
 
@@ -393,11 +398,11 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt, sampled as in training."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _, mask, _ = sample(prompts, rng)
+    sequences, _, mask, called, _ = sample(prompts, rng)
     rewards = reward_fn(prompts, sequences).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
     lengths = mask.sum(dim=1)
-    metrics |= {f"eval/{name}": x for name, x in turn_metrics(sequences, lengths).items()}
+    metrics |= {f"eval/{name}": x for name, x in turn_metrics(sequences, lengths, called).items()}
     samples = []
     for prompt, (_, ids), reward, length in zip(prompts, sequences, rewards, lengths, strict=True):
         row = {"prompt": prompt.text, "completion": tokenizer.decode(ids, skip_special_tokens=True)}
@@ -408,12 +413,7 @@ def evaluate(
 # --- the environment ---------------------------------------------------------------------------
 def load_environment(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and completions, see `ask`."""
-    path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules in its folder
-    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
-    if name not in namespace:
-        raise ValueError(f"--environment {spec}: expected path/to/file.py:function")
-    return partial(ask, namespace[name], tokenizer)
+    return partial(ask, load_function("--environment", spec), tokenizer)
 
 
 def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) -> list:
@@ -441,28 +441,40 @@ def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list
     """
     parts = [reply] if isinstance(reply, str) else reply
     if isinstance(reply, dict):
-        parts = between_turns(tokenizer, reply["role"], reply["content"])
+        parts = between_turns(tokenizer, reply)
         if parts[0] == last_id:  # the policy has ended its turn itself
             parts = parts[1:]
     if not isinstance(parts, list) or not {*map(type, parts)} <= {str, int}:  # True is no id
         raise ValueError(f"a text, a message, or texts and token ids expected, found {reply!r}")
-    ids = []
+    ids = [last_id]
     for part in parts:
-        if isinstance(part, str):
-            part = tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids
-        ids += part if isinstance(part, list) else [part]
-    return ids
+        ids += text_ids(tokenizer, part, ids[-1]) if isinstance(part, str) else [part]
+    if len(ids) == 1:
+        warnings.warn("--environment: a reply is empty: the policy writes it itself", stacklevel=2)
+    return ids[1:]
 
 
-def between_turns(tokenizer: Any, role: str, text: str) -> list[str | int]:
+def text_ids(tokenizer: Any, text: str, last_id: int) -> list[int]:
+    """Ids of a text after a token, as a demonstration has them: some tokenizers put a space before
+    a text that stands alone.
+    """
+    if not special_tokens(tokenizer).search(text):
+        ids = tokenizer(tokenizer.decode(last_id) + text, add_special_tokens=False).input_ids
+        if last_id in ids[:2]:
+            return ids[ids.index(last_id) + 1 :]
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def between_turns(tokenizer: Any, reply: dict) -> list[str | int]:
     """What the chat template writes from the end of an assistant's turn to the start of the next,
     with a message between them: ids of its special tokens, and texts. A ValueError unless the
     template leaves what is before the message as it was.
     """
+    role, text = reply.get("role"), message_text(reply)
     turn = "<think>\nwhy\n</think>\n\nthe turn"  # some drop the thought once a message follows
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
     before = tokenizer.apply_chat_template(messages, tokenize=False)
-    messages.append({"role": role, "content": "the reply"})
+    messages.append(reply | {"content": "the reply"})
     after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turn_end = before.rfind(turn) + len(turn)
     _, *pieces = special_tokens(tokenizer).split(after[turn_end:])
@@ -479,12 +491,7 @@ def between_turns(tokenizer: Any, role: str, text: str) -> list[str | int]:
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules in its folder
-    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
-    if name not in namespace:
-        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    return partial(rule_rewards, namespace[name], tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -499,10 +506,9 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**copies)
-        except SystemExit as error:  # would end the run without an error
-            raise RuntimeError(f"reward {name} called sys.exit") from error
-        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+        except (Exception, SystemExit) as error:  # an exit would end the run without an error
+            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
     return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
@@ -511,16 +517,12 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
-        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    check_size(model, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
@@ -528,23 +530,29 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def prompt_text(row: dict) -> str | list[dict]:
-        text = row[args.prompt_column]
+    def pop_prompt(row: dict) -> str | list[dict]:
+        text = row.pop(args.prompt_column)
         return as_chat(text) if args.chat else text
 
     def encode_row(row: dict) -> list[list[int]]:
-        return [encode(tokenizer, prompt_text(row), add_generation_prompt=True)]
+        return [encode(tokenizer, pop_prompt(row), add_generation_prompt=True)]
 
     def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        columns = {name: value for name, value in row.items() if name != args.prompt_column}
-        if args.answer_column in columns:
-            columns["answer"] = columns.pop(args.answer_column)
-        return Prompt(prompt_text(row), ids, columns)
+        return Prompt(pop_prompt(row), ids, columns=row)
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required)
-    flag = "--max-prompt-length"
-    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
+    if args.answer_column != "answer":
+        rows = rows.rename_column(args.answer_column, "answer")  # an error if there are two
+    return encode_rows(
+        rows,
+        encode_row,
+        to_prompt,
+        tokenizer,
+        args.max_prompt_length,
+        "--max-prompt-length",
+        rest="reward functions",
+    )
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -589,7 +597,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

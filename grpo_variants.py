@@ -31,7 +31,6 @@ A healthy run looks like one of grpo.py. With SAPO and DPPO, clip fractions coun
 import json
 import math
 import os
-import runpy
 import sys
 import time
 import warnings
@@ -63,10 +62,12 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
-from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
-from common.model import leave_processes, save_atomically, save_weights, shard, sums_over_ranks
-from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer, rollout_row
+from common.model import all_reduce_sum, check_learning_rate, check_size, checkpoint_activations
+from common.model import clip_grad_norm, join_processes, leave_processes, save_atomically
+from common.model import save_weights, shard, sums_over_ranks
+from common.rows import EncodedRows, encode_rows, load_function, load_rows
+from common.tokens import as_chat, check_tokenizer, encode, find_stop_ids, load_tokenizer
+from common.tokens import rollout_row
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -154,6 +155,8 @@ class Args:
             raise ValueError("--loss-norm: sequence ratios need sequence, or constant at --beta 0")
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: there are not as many completions")
+        if self.overlong_buffer > self.max_new_tokens:  # even one token would be penalised
+            raise ValueError("--overlong-buffer: more than --max-new-tokens")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
         shaped = self.kl_placement == "reward" or self.missing_eos_penalty or self.overlong_buffer
         if is_gdpo and (shaped or self.scale_rewards != "group"):
@@ -326,7 +329,8 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed)
+    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
+    check_learning_rate(args, policy)
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -347,7 +351,8 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "prompts_read": 0, "data": train_prompts.checksum()}
+    checksum = train_prompts.checksum(args.model, args.reference, args.reward_model)
+    state = {"step": 0, "prompts_read": 0, "data": checksum}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -612,12 +617,7 @@ def evaluate(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules in its folder
-    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
-    if name not in namespace:
-        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    return partial(rule_rewards, namespace[name], tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -632,10 +632,9 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**copies)
-        except SystemExit as error:  # would end the run without an error
-            raise RuntimeError(f"reward {name} called sys.exit") from error
-        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+        except (Exception, SystemExit) as error:  # an exit would end the run without an error
+            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
     return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
@@ -666,16 +665,12 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
-        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    check_size(model, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
@@ -683,23 +678,29 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
 def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def prompt_text(row: dict) -> str | list[dict]:
-        text = row[args.prompt_column]
+    def pop_prompt(row: dict) -> str | list[dict]:
+        text = row.pop(args.prompt_column)
         return as_chat(text) if args.chat else text
 
     def encode_row(row: dict) -> list[list[int]]:
-        return [encode(tokenizer, prompt_text(row), add_generation_prompt=True)]
+        return [encode(tokenizer, pop_prompt(row), add_generation_prompt=True)]
 
     def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        columns = {name: value for name, value in row.items() if name != args.prompt_column}
-        if args.answer_column in columns:
-            columns["answer"] = columns.pop(args.answer_column)
-        return Prompt(prompt_text(row), ids, columns)
+        return Prompt(pop_prompt(row), ids, columns=row)
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required)
-    flag = "--max-prompt-length"
-    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
+    if args.answer_column != "answer":
+        rows = rows.rename_column(args.answer_column, "answer")  # an error if there are two
+    return encode_rows(
+        rows,
+        encode_row,
+        to_prompt,
+        tokenizer,
+        args.max_prompt_length,
+        "--max-prompt-length",
+        rest="reward functions",
+    )
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
@@ -744,7 +745,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

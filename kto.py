@@ -24,7 +24,6 @@ A healthy run: the first loss is half the mean weight, and `reward/margin` rises
 import json
 import math
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -49,10 +48,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
-from common.model import all_reduce_sum, checkpoint_activations, clip_grad_norm, join_processes
-from common.model import leave_processes, save_atomically, save_weights, shard
-from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
+from common.model import all_reduce_sum, check_learning_rate, check_size, checkpoint_activations
+from common.model import clip_grad_norm, join_processes, leave_processes, save_atomically
+from common.model import save_weights, shard
+from common.rows import EncodedRows, encode_rows, load_function, load_rows
+from common.tokens import as_chat, check_tokenizer, encode_completions, find_stop_ids
+from common.tokens import load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -171,7 +172,8 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(row.prompt.ids) for row in eval_rows)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed)
+    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
+    check_learning_rate(args, policy)
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -201,7 +203,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_rows.checksum()}
+    state = {"step": 0, "data": train_rows.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -346,12 +348,7 @@ def evaluate(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    path, _, name = spec.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # for modules in its folder
-    namespace = runpy.run_path(path, run_name=path) if path.endswith(".py") else {}
-    if name not in namespace:
-        raise ValueError(f"--(eval-)reward-fn {spec}: expected path/to/file.py:function")
-    return partial(rule_rewards, namespace[name], tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -366,10 +363,9 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            result = function(**copies)
-        except SystemExit as error:  # would end the run without an error
-            raise RuntimeError(f"reward {name} called sys.exit") from error
-        rewards = np.asarray(result, dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+        except (Exception, SystemExit) as error:  # an exit would end the run without an error
+            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
     return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
@@ -378,16 +374,12 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
-        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    check_size(model, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
@@ -412,7 +404,8 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
         return LabelledRow(Prompt(text, prompt_ids, row), completion_ids, label)
 
     rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
-    labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
+    rest = "reward functions" if args.eval_reward_fn else None
+    labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, rest=rest)
     labels = rows.select(number for number, _ in labelled.encoded)[args.label_column]
     print(f"{split}: {sum(map(bool, labels))} of them desirable")
     return labelled
@@ -460,7 +453,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

@@ -46,8 +46,9 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, g
 
 from common.logprobs import last_states, micro_batches
 from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all_reduce_sum
-from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
-from common.model import save_atomically, save_weights, shard, transformer_layers
+from common.model import check_learning_rate, check_size, checkpoint_activations, clip_grad_norm
+from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
+from common.model import transformer_layers
 from common.rows import EncodedRows, encode_rows, load_rows
 from common.tokens import UnusableRow, as_chat, encode_completions, find_stop_ids, load_tokenizer
 
@@ -142,6 +143,7 @@ def main(args: Args) -> Path:
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     model = load_classifier(args, tokenizer, stop_ids, device)
+    check_learning_rate(args, model)
     if args.activation_checkpointing:
         checkpoint_activations(model)
     optimizer = AdamW(
@@ -160,7 +162,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
-    state = {"step": 0, "data": train_pairs.checksum(), "score_mean": 0.0}
+    state = {"step": 0, "data": train_pairs.checksum(args.model), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -266,11 +268,7 @@ def load_classifier(
     )
     if missing := {*info["missing_keys"]} - {"score.weight"}:  # they would be random
         raise ValueError(f"{args.model} has no weights for {sorted(missing)}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{args.model}: the tokenizer has more tokens than the embedding")
-    config = model.config.get_text_config()  # an image model has another for its text
-    if args.max_length > getattr(config, "max_position_embeddings", args.max_length):
-        raise ValueError(f"{args.model} has fewer positions than --max-length {args.max_length}")
+    check_size(model, tokenizer, args.max_length)
     torch.manual_seed(args.seed)
     model.score.float()
     if "score.weight" in info["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
@@ -280,7 +278,8 @@ def load_classifier(
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    config.pad_token_id = tokenizer.pad_token_id
+    # An image model has a config of its own for its text.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if args.train_layers is not None:
         layers = transformer_layers(model)
         if args.train_layers > len(layers):
@@ -301,7 +300,7 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
     def encode_row(row: dict) -> list[list[int]]:
-        margin = row.get(args.margin_column, 0.0)
+        margin = row.pop(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
         prompt, *completions = to_pair(args, row)
@@ -313,7 +312,7 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
     def to_item(
         row: dict, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]
     ) -> Comparison:
-        margin = row.get(args.margin_column, 0.0)
+        margin = row.pop(args.margin_column, 0.0)
         return Comparison(prompt_ids, chosen_ids, rejected_ids, margin)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
@@ -386,7 +385,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

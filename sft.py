@@ -44,10 +44,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all_reduce_sum
-from common.model import checkpoint_activations, clip_grad_norm, join_processes, leave_processes
-from common.model import save_atomically, save_weights, shard
+from common.model import check_learning_rate, check_size, checkpoint_activations, clip_grad_norm
+from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
 from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import UnusableRow, as_chat, encode, encode_completions
+from common.tokens import UnusableRow, as_chat, check_tokenizer, encode, encode_completions
 from common.tokens import find_stop_ids, load_tokenizer
 
 
@@ -119,7 +119,8 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(texts[-1].prompt()) for texts in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed)
+    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
+    check_learning_rate(args, policy)
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -138,7 +139,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_data.checksum()}
+    state = {"step": 0, "data": train_data.checksum(args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -231,16 +232,12 @@ def loss_sequences(args: Args, data: list[list[Demonstration]]) -> tuple[Sequenc
 # --- model and data ----------------------------------------------------------------------------
 def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    if not tokenizer.get_vocab().items() <= load_tokenizer(source).get_vocab().items():
-        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    if positions > getattr(model.config.get_text_config(), "max_position_embeddings", positions):
-        raise ValueError(f"{source} has fewer positions than the {positions} of the --max flags")
+    check_size(model, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 
@@ -253,7 +250,9 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
 
     def encode_row(row: dict) -> list[list[int]]:
         if "text" in row and not {"messages", args.prompt_column, args.completion_column} & {*row}:
-            ids = encode(tokenizer, row["text"])  # all learned; stop ids within it end nothing
+            if args.chat:
+                raise ValueError("--chat: a column `text` is learned as it is, without a template")
+            ids = encode(tokenizer, row.pop("text"))  # all learned; stop ids within it end nothing
             if len(ids) == 1 or ids[-1] not in stop_ids:
                 ids = [*ids, stop_ids[0]]
             return [[], ids, [0] + [1] * (len(ids) - 1)]
@@ -279,7 +278,9 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
     def to_item(_: dict, beginning: list[int], *numbers: list[int]) -> list[Demonstration]:
         return list(map(Demonstration, numbers[::2], numbers[1::2]))
 
-    columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
+    columns = {args.prompt_column, args.completion_column}
+    if columns == {"prompt", "completion"}:  # without flags it may also be `messages` or `text`
+        columns = set()
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
     data = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
     if lost := sum(all_gather([lost]), Counter()):
@@ -290,7 +291,7 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
 def to_texts(args: Args, row: dict) -> list[tuple]:
     """The prompt and the completion of each turn that is learned, strings or chat messages."""
     if "messages" in row and args.completion_column not in row:
-        turns = row["messages"] or []
+        turns = row.pop("messages") or []
         if not isinstance(turns, list):
             raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
         # OpenAI's `weight`: a turn of weight 0 is read, not learned.
@@ -305,7 +306,7 @@ def to_texts(args: Args, row: dict) -> list[tuple]:
     for column in (args.prompt_column, args.completion_column):
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
-    prompt, completion = row[args.prompt_column], row[args.completion_column]
+    prompt, completion = row.pop(args.prompt_column), row.pop(args.completion_column)
     return [(as_chat(prompt) if args.chat else prompt, completion)]
 
 
@@ -351,7 +352,7 @@ def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict
     run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: the training rows of {args.dataset} have changed")
+        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -75,10 +75,21 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
     """
     modules = [module for name, module in model.named_modules() if name != "score"]
     matrices = {module.weight for module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
+    matrices |= {*stacked_experts(model).values()}
     matrices -= {model.get_input_embeddings().weight}  # a head tied to it
     for weight in model.parameters():
         bfloat16 = use_bfloat16(device) and weight in matrices and not weight.requires_grad
         weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
+
+
+def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The matrices of a mixture of experts that are one tensor, by name; convolutions are not."""
+    parameters = dict(model.named_parameters())
+    return {
+        name: weight
+        for name, weight in parameters.items()
+        if weight.dim() == 3 and not name.endswith("weight")
+    }
 
 
 def use_bfloat16(device: torch.device) -> bool:
@@ -120,6 +131,28 @@ def backbone(model: Any) -> torch.nn.Module:
     return model.get_decoder().model if model.base_model is model else model.base_model
 
 
+def check_size(model: Any, tokenizer: Any, positions: int) -> None:
+    """A ValueError if a model is too small for a tokenizer or for texts of so many tokens. LongRoPE
+    (Phi-3) rotates all rows of a batch in another way once one is longer than the original length.
+    """
+    source, config = model.name_or_path, model.config.get_text_config()
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
+    limits = [getattr(config, "max_position_embeddings", None) or positions]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # of all layers, or of each type of layers
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            limits.append(part["original_max_position_embeddings"])
+    if positions > min(limits):
+        raise ValueError(f"{source} has {min(limits)} positions, the --max flags want {positions}")
+
+
+def check_learning_rate(args: Any, model: Any) -> None:
+    """A warning if a model with over 10M parameters would be trained with the default rate."""
+    if args.learning_rate == type(args).learning_rate and model.num_parameters() > 10_000_000:
+        warnings.warn("--learning-rate: the default is for tiny models, see --help", stacklevel=2)
+
+
 def transformer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated layers, from the first to the last; a ValueError if none is known."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -137,21 +170,27 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
         layer.forward = partial(recomputed, layer.forward)
 
 
-def add_adapters(model: Any, rank: int, seed: int) -> None:
+def add_adapters(model: Any, rank: int, seed: int, stop_id: int | None = None) -> None:
     """LoRA (Hu et al., arXiv 2106.09685): W of each linear layer but the output head is frozen and
-    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Rank 0: none.
+    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Rank 0: none. A
+    warning if the frozen embedding cannot tell the token that is to end a completion from others.
     """
     if rank == 0:
         return
+    embedding = model.get_input_embeddings().weight
+    ends = RANK == 0 and stop_id is not None  # the others have no weights yet
+    if ends and (embedding == embedding[stop_id]).all(dim=1).sum() > 1:
+        warnings.warn(f"--lora-rank: token {stop_id}, which ends texts, is untrained", stacklevel=2)
     model.requires_grad_(False)
     torch.manual_seed(seed)  # of A
-    stacked = [name for name, weight in model.named_parameters() if weight.dim() == 3]
-    experts = [name for name in stacked if not name.endswith("weight")]  # no convolutions
+    # Their kernels read this weight themselves, without an adapter.
+    is_fused = model.config.model_type in ("falcon_h1", "mamba2", "nemotron_h")
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
-        target_parameters=experts,
+        target_parameters=[*stacked_experts(model)],
+        exclude_modules=["out_proj"] if is_fused else None,
         task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
@@ -224,6 +263,18 @@ def save_atomically(state: dict, path: Path) -> None:
     os.replace(beside, path)
 
 
+def merge_adapter(layer: LoraLayer) -> None:
+    """W becomes W + 2 B A. Sharded, peft's `merge` leaves it to chance how B A is sharded."""
+    if WORLD_SIZE == 1:
+        layer.merge()
+        return
+    for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+        factor.weight = torch.nn.Parameter(factor.weight.redistribute(placements=[Replicate()]))
+    is_stacked = hasattr(layer, "get_param")
+    weight = layer.get_param() if is_stacked else layer.get_base_layer().weight
+    weight.data += layer.get_delta_weight("default").redistribute(placements=weight.placements)
+
+
 def save_weights(model: PreTrainedModel, folder: Path) -> None:
     """After training: whole weights, for `from_pretrained`. Adapters are merged into them, in
     float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
@@ -232,7 +283,7 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
         model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
         for layer in model.modules():
             if isinstance(layer, LoraLayer):
-                layer.merge()
+                merge_adapter(layer)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
     weights, adapter = {}, {}
@@ -242,6 +293,9 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
         if name in gathered and weight.requires_grad:  # beside adapters: A, B and heads
             adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
     if RANK == 0:
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        if "rope_theta" in rope:  # where transformers 4 and llama.cpp look for it
+            model.config.rope_theta = rope["rope_theta"]
         model.save_pretrained(folder, state_dict=weights)
     if RANK == 0 and hasattr(model, "peft_config"):
         model.peft_config["default"].save_pretrained(folder / "adapter")

@@ -1,6 +1,9 @@
 """The rows of a split of --dataset, as token ids. Those that cannot be used are counted."""
 
+import json
+import os
 import re
+import sys
 import warnings
 import zlib
 from array import array
@@ -8,21 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from glob import escape
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, load_dataset
+from pandas.errors import ParserWarning
 from tqdm import tqdm
 
 from common.model import RANK, WORLD_SIZE, all_gather
 from common.tokens import UnusableRow
 
-TEXT_TYPES = re.compile("(large_)?(string|list)|struct")  # the last two: chat messages
-
 
 def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -> Dataset:
     """The rows of a split of --dataset, a file, a folder or a hub name, which must have these
-    columns.
+    columns. Pictures and sound are left out: nothing here reads them.
     """
     path, name = Path(dataset).absolute(), split.partition("[")[0]
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
@@ -31,20 +35,69 @@ def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -
         raise ValueError(f"--dataset: {name} is several files, {[*map(str, files)]}: keep one")
     if path.is_file():  # `datasets` puts a single file into the split `train`
         files, name = [path], "train"
+    source, options = dataset, {"name": config}  # a hub name, or a folder searched for the split
     if path.is_file() or (files and config is None and "+" not in split):
         # Without its name `datasets` would take all files with NAME in them.
-        data_files = {name: escape(str(files[0]))}
-        # Some columns make it believe that a file of json is the log of an agent.
-        options = {"parse_agent_traces": False} if ".json" in files[0].name else {}
-        rows = load_dataset(str(files[0].parent), data_files=data_files, split=split, **options)
-    else:  # a name on the hub, or a folder that `datasets` searches for the split
-        rows = load_dataset(dataset, config, split=split)
+        source, options = str(files[0].parent), {"data_files": {name: escape(str(files[0]))}}
+    if ".json" in str(options):  # some columns make `datasets` believe that it is an agent's log
+        options["parse_agent_traces"] = False
+    if ".csv" in str(options):  # a field too many in the first row would move all columns by one
+        options["index_col"] = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)  # of fields that have no column
+            rows = load_dataset(source, split=split, **options)
+        rows.data.validate(full=True)  # until here any bytes are a text
+    except Exception as error:
+        reason = (broken_line(files[0]) if files else None) or repr(error.__cause__ or error)
+        raise ValueError(f"--dataset {dataset}: {reason}") from error
+    if rows.info.builder_name == "text":
+        raise ValueError(f"--dataset {dataset}: lines of text; give rows with a column `text`")
     if missing := columns - {*rows.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    mixed = [name for name in rows.features if "'content': Json" in str(rows.features[name])]
+    types = {name: str(feature) for name, feature in rows.features.items()}
+    mixed = [name for name in types if "'content': Json" in types[name]]
     if mixed:  # there `datasets` reads a string "5" as the number 5
         raise ValueError(f"--dataset: in {mixed} the content of some messages is no string")
-    return rows
+    media = [name for name in types if re.search(r"\b(Image|Audio|Video|Pdf)\(", types[name])]
+    if media:
+        warnings.warn(f"--dataset: pictures and sound are not read: {media}", stacklevel=2)
+    return rows.remove_columns(media)
+
+
+def broken_line(file: Path) -> str | None:
+    """The first line of a file that is not UTF-8, or no JSON in a file of such lines."""
+    lines = [] if file.suffix == ".parquet" else file.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            line.decode()
+            if file.suffix == ".jsonl" and line.strip():
+                json.loads(line)
+        except ValueError as error:
+            return f"line {number}: {error}"
+    return None if file.stat().st_size else "the file is empty"
+
+
+def load_function(flag: str, spec: str) -> Callable | None:
+    """The function of path/to/file.py:function, on rank 0, which calls it for all. The file is a
+    module, loaded once until it changes: its functions share what it holds, and pickle knows it.
+    """
+    file, _, name = spec.rpartition(":")
+    path = os.path.realpath(file)
+    if RANK > 0:
+        return None
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
+    changed = os.path.getmtime(path)
+    if getattr(sys.modules.get(path), "changed", None) != changed:
+        sys.path.append(os.path.dirname(path))  # for modules in its folder
+        module_spec = spec_from_file_location(path, path)
+        sys.modules[path] = module_from_spec(module_spec)
+        module_spec.loader.exec_module(sys.modules[path])
+        sys.modules[path].changed = changed
+    if not hasattr(sys.modules[path], name):
+        raise ValueError(f"{flag} {spec}: there is no {name} in that file")
+    return getattr(sys.modules[path], name)
 
 
 @dataclass(eq=False)
@@ -66,11 +119,16 @@ class EncodedRows(Sequence):
         number, ids = self.encoded[index]
         return self.to_item(self.rows[number], *map(list, ids))
 
-    def checksum(self) -> int:
-        """CRC-32 of all rows and columns, by which --resume sees that they have changed."""
+    def checksum(self, *models: str | None) -> int:
+        """CRC-32 of all rows and columns, and of the weights in folders of models, by which
+        --resume sees that they have changed.
+        """
         checksum = 0
         for batch in self.rows.with_format("arrow").iter(1000):  # an image by its bytes
             checksum = zlib.crc32(repr(batch.to_pydict()).encode(), checksum)
+        for folder in filter(None, models):
+            for file in sorted(Path(folder).glob("*.safetensors")):
+                checksum = zlib.crc32(np.memmap(file), checksum)
         return checksum
 
 
@@ -81,15 +139,16 @@ def encode_rows(
     tokenizer: Any,
     max_length: int,
     flag: str = "--max-length",
+    rest: str | None = None,
 ) -> EncodedRows:
-    """The items of a split. `encode_row` returns lists: the ids of a prompt, or none, and what goes
-    on after it, such as the ids of its completions; `to_item` makes an item of the row and these.
-    Both may pop from the row. Rows that are unusable, or longer than `max_length`, the value of
-    `flag`, are dropped and counted: a warning if most are, a ValueError if all are, or if a row
-    fails otherwise. Prints the counts, the columns that are no text, and the first row. Each rank
-    encodes a part of the rows.
+    """The items of a split. `encode_row` pops the columns that it reads; it returns lists: the ids
+    of a prompt, or none, and what goes on after it, such as the ids of its completions. `to_item`
+    makes an item of the row and these. Rows that are unusable, or longer than `max_length`, the
+    value of `flag`, are dropped and counted: a warning if most are, a ValueError if all are, or if
+    a row fails otherwise. Prints the counts, the columns that are left for `rest`, or for nobody,
+    and the first row. Each rank encodes a part of the rows.
     """
-    split, encoded, dropped, longest = str(rows.split), [], Counter(), 0
+    split, encoded, dropped, longest, unread = str(rows.split), [], Counter(), 0, []
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
     for number, row in enumerate(mine, first):
@@ -100,6 +159,7 @@ def encode_rows(
             if length > max_length:
                 raise UnusableRow(f"longer than {flag}")
             encoded.append((number, [array("i", numbers) for numbers in ids]))
+            unread = [*row]
         except UnusableRow as reason:
             dropped[str(reason)] += 1
         except Exception as error:
@@ -111,8 +171,8 @@ def encode_rows(
     if not encoded:
         raise ValueError(f"--dataset: no row is left of {report}")
     types = {column.name: str(column.type) for column in rows.features.arrow_schema}
-    if no_text := {name: types[name] for name in types if not TEXT_TYPES.match(types[name])}:
-        report += f"; no text in {no_text}"
+    if unread := {name: types[name] for name in unread}:
+        report += f"; for {rest}: {unread}" if rest else f"; not read: {[*unread]}"
     prompt_ids, *completions = map(list, encoded[0][1])
     text = tokenizer.decode(prompt_ids + completions[0] if completions else prompt_ids)
     if len(text) > 1000:

@@ -1,6 +1,7 @@
 """Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
 
 import json
+import os
 import re
 import warnings
 from contextlib import suppress
@@ -23,18 +24,33 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
     flags = "--model, --reference, --reward-model, --teacher"
     if find_adapter_config_file(source):  # transformers would go on with the model below it
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
-    config = PretrainedConfig.get_config_dict(source)[0]
-    if not config:
-        raise ValueError(f"{flags}: {source} has no config.json: is it an unfinished run?")
+    try:
+        config = PretrainedConfig.get_config_dict(source)[0]
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        expected = f"{source} is no folder with a model and a tokenizer, seen from {os.getcwd()}"
+        raise ValueError(f"{flags}: {expected}, and no hub name: {error}") from error
     if config.get("quantization_config"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
-    tokenizer = AutoTokenizer.from_pretrained(source)
     values = json.loads(chat_template_kwargs)
-    words = re.findall(r"\w+", str(tokenizer.chat_template))
-    if unknown := values.keys() - {*words}:
+    if unknown := values.keys() - template_words(tokenizer):
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
+    strings = [value.lower() for value in values.values() if isinstance(value, str)]
+    if {"true", "false"} & {*strings}:
+        raise ValueError(f"--chat-template-kwargs: true and false without quotes: {values}")
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return tokenizer
+
+
+def check_tokenizer(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A ValueError if a model was trained with other token ids, a warning if with another chat
+    template, than the tokenizer's.
+    """
+    trained = load_tokenizer(source)
+    if not tokenizer.get_vocab().items() <= trained.get_vocab().items():
+        raise ValueError(f"the tokenizer of {source} is not that of --model")
+    if trained.chat_template and trained.chat_template != tokenizer.chat_template:
+        warnings.warn(f"{source} reads chats in the template of --model, not its own", stacklevel=3)
 
 
 def pad_rows(rows: list[list[int]], device: Any, side: str = "right") -> tuple[Tensor, Tensor]:
@@ -74,7 +90,10 @@ def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> 
     rows = []
     for i, (prompt_ids, ids) in enumerate(sequences):
         stream = DecodeStream(skip_special_tokens=False)
-        tokens = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+        try:
+            tokens = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+        except Exception:  # bytes that are no character, of a tokenizer that falls back to bytes
+            tokens = tokenizer.convert_ids_to_tokens(ids)
         row = {"prompt": tokenizer.decode(prompt_ids), "tokens": tokens}
         for name, values in columns.items():
             numbers = values[i, : len(ids)] if values.dim() == 2 else values[i]
@@ -97,7 +116,7 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
     """
     refuse_empty(text)
     if isinstance(text, str):
-        is_rendered = special_tokens(tokenizer).search(text)
+        written, is_rendered = text, special_tokens(tokenizer).search(text)
         if add_generation_prompt and tokenizer.chat_template and not is_rendered:
             warnings.warn("--chat: without it string prompts get no chat template", stacklevel=2)
         ids = tokenizer(text).input_ids
@@ -109,16 +128,24 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         messages = [message | {"content": message_text(message)} for message in text]
         if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
             raise UnusableRow("with a special token in the text of a message")
-        rendered = tokenizer.apply_chat_template(
+        written = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        check_nothing_is_lost(tokenizer, messages, rendered)
-        ids = tokenizer(rendered, add_special_tokens=False).input_ids
+        check_nothing_is_lost(tokenizer, messages, written)
+        ids = tokenizer(written, add_special_tokens=False).input_ids
     if not ids:
         raise UnusableRow("with a text that has no tokens")
+    if tokenizer.unk_token_id in ids and tokenizer.unk_token not in written:
+        raise UnusableRow("with characters that the tokenizer of --model does not know")
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
     return ids
+
+
+@cache
+def template_words(tokenizer: Any) -> set[str]:
+    """The words of a chat template: a key of a message that is none of them is not read."""
+    return {*re.findall(r"\w+", str(tokenizer.chat_template))}
 
 
 @cache
@@ -152,6 +179,8 @@ def refuse_empty(text: Any) -> None:
     if not isinstance(text, str | list | None):
         raise ValueError(f"expected a string or a list of chat messages, found {text!r:.200}")
     last_turn = message_text(text[-1]) if text and isinstance(text, list) else text
+    if last_turn and re.match(r"""\s*\[\s*{\s*["'](role|content)["']""", last_turn):
+        raise UnusableRow("whose chat is a text: make it a list of messages")
     if not last_turn or not last_turn.strip():
         if isinstance(text, list) and text and text[-1].get("tool_calls"):
             raise UnusableRow("with a tool call instead of a text")
@@ -159,25 +188,31 @@ def refuse_empty(text: Any) -> None:
 
 
 def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -> None:
-    """A ValueError if a template has left out a message, an `UnusableRow` if only the last answer,
-    a warning if its thought, or if no such key of a message is read. Templates may drop earlier
-    answers and thoughts, and write what a tool says as JSON.
+    """A ValueError if a template has left out a message or does not know its role, an `UnusableRow`
+    if it has left out only the last answer, a warning if its thought, the indentation of a text, or
+    a key of a message. Templates may drop earlier answers and thoughts, and write what a tool says
+    as JSON.
     """
-    name, template = tokenizer.name_or_path, str(tokenizer.chat_template)
+    name, words = tokenizer.name_or_path, template_words(tokenizer)
+    lost = []
     for message in messages:
         role, text = message["role"], message["content"]
+        if role not in {"system", "user", "assistant", "tool"} | words:
+            raise ValueError(f"the chat template of {name} knows no role {role!r}")
         if role not in ("assistant", "tool") and text.strip() not in rendered:
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
-        for key in message.keys() - {"role", "content", "weight"}:  # such as `reasoning_content`
-            if message[key] and key not in template:
-                warnings.warn(f"--dataset: {name}'s chat template reads no {key!r}", stacklevel=2)
+        if text[:1].isspace() and text.strip() in rendered and text.rstrip() not in rendered:
+            lost.append("the white space before a text, such as the indentation of code")
+        keys = message.keys() - {"role", "content", "weight"} - words  # or `reasoning_content`
+        lost += [f"the key {key!r}" for key in keys if message[key] not in (None, "", [])]
     if role == "assistant":  # the last answer
         thought, _, answer = text.rpartition("</think>")
         if answer.strip() not in rendered:
             raise UnusableRow("whose completion the chat template leaves out")
         if thought.rpartition("<think>")[2].strip() not in rendered:
-            unlearned = f"{name}'s chat template leaves out the thought of a completion"
-            warnings.warn(f"--dataset: {unlearned}, which is not learned", stacklevel=2)
+            lost.append("the thought of a completion, which is not learned")
+    for what in lost:
+        warnings.warn(f"--dataset: {name}'s chat template leaves out {what}", stacklevel=2)
 
 
 def encode_completions(

@@ -37,7 +37,10 @@ def last_number(
 
 
 def find_numbers(text: str) -> list[float]:
-    text = re.sub(r"(?<=\d)\\", r" \\", text.translate(SIGNS))  # 2\frac{1}{2} is not 21/2
+    text = text.translate(SIGNS).replace("\\!", "").replace("{,}", ",")  # LaTeX's 10,\!080
+    text = re.sub(r"(frac(?:\{\d+\})?)(\d)", r"\1{\2}", text)  # \frac1{2}
+    text = re.sub(r"(frac\{\d+\})(\d)", r"\1{\2}", text)  # \frac12
+    text = re.sub(r"(?<=\d)\\", r" \\", text)  # 2\frac{1}{2} is not 21/2
     text = re.sub(FRACTION, r"\1/\2", text)
     numbers = []
     for sign, digits, denominator in re.findall(NUMBER, text, re.ASCII):
