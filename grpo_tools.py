@@ -227,7 +227,7 @@ def main(args: Args) -> Path:
     # --- the loop ---
     sample = partial(sample_turns, args, policy, turn_ends, environment)
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum(args.model, args.reference)}
+    state = {"step": 0, "data": train_prompts.checksum(args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)

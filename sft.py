@@ -278,9 +278,7 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
     def to_item(_: dict, beginning: list[int], *numbers: list[int]) -> list[Demonstration]:
         return list(map(Demonstration, numbers[::2], numbers[1::2]))
 
-    columns = {args.prompt_column, args.completion_column}
-    if columns == {"prompt", "completion"}:  # without flags it may also be `messages` or `text`
-        columns = set()
+    columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
     data = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
     if lost := sum(all_gather([lost]), Counter()):
@@ -290,7 +288,8 @@ def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[i
 
 def to_texts(args: Args, row: dict) -> list[tuple]:
     """The prompt and the completion of each turn that is learned, strings or chat messages."""
-    if "messages" in row and args.completion_column not in row:
+    columns = [args.prompt_column, args.completion_column]
+    if "messages" in row and columns[0] == "prompt" and columns[1] not in row:
         turns = row.pop("messages") or []
         if not isinstance(turns, list):
             raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
@@ -303,10 +302,10 @@ def to_texts(args: Args, row: dict) -> list[tuple]:
         if args.train_on_prompt:  # the last one has all turns, those of weight 0 too
             places = places[-1:]
         return [(turns[:i], [turns[i]]) for i in places]
-    for column in (args.prompt_column, args.completion_column):
+    for column in columns:
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
-    prompt, completion = row.pop(args.prompt_column), row.pop(args.completion_column)
+    prompt, completion = [row.pop(column) for column in columns]
     return [(as_chat(prompt) if args.chat else prompt, completion)]
 
 

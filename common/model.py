@@ -144,7 +144,8 @@ def check_size(model: Any, tokenizer: Any, positions: int) -> None:
         if isinstance(part, dict) and part.get("rope_type") == "longrope":
             limits.append(part["original_max_position_embeddings"])
     if positions > min(limits):
-        raise ValueError(f"{source} has {min(limits)} positions, the --max flags want {positions}")
+        few = f"has fewer positions than the {positions} of the --max flags"
+        raise ValueError(f"{source} {few}: {min(limits)}")
 
 
 def check_learning_rate(args: Any, model: Any) -> None:

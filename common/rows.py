@@ -82,22 +82,21 @@ def load_function(flag: str, spec: str) -> Callable | None:
     """The function of path/to/file.py:function, on rank 0, which calls it for all. The file is a
     module, loaded once until it changes: its functions share what it holds, and pickle knows it.
     """
-    file, _, name = spec.rpartition(":")
-    path = os.path.realpath(file)
     if RANK > 0:
         return None
-    if not path.endswith(".py") or not os.path.isfile(path):
-        raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
-    changed = os.path.getmtime(path)
-    if getattr(sys.modules.get(path), "changed", None) != changed:
+    file, _, function = spec.rpartition(":")
+    path = os.path.realpath(file)
+    name = path.removesuffix(".py").replace(".", "_")  # pickle would import the part before a dot
+    changed = os.path.getmtime(path) if path.endswith(".py") else None
+    if changed != getattr(sys.modules.get(name), "changed", None):
         sys.path.append(os.path.dirname(path))  # for modules in its folder
-        module_spec = spec_from_file_location(path, path)
-        sys.modules[path] = module_from_spec(module_spec)
-        module_spec.loader.exec_module(sys.modules[path])
-        sys.modules[path].changed = changed
-    if not hasattr(sys.modules[path], name):
-        raise ValueError(f"{flag} {spec}: there is no {name} in that file")
-    return getattr(sys.modules[path], name)
+        module_spec = spec_from_file_location(name, path)
+        sys.modules[name] = module_from_spec(module_spec)
+        module_spec.loader.exec_module(sys.modules[name])
+        sys.modules[name].changed = changed
+    if not hasattr(sys.modules.get(name), function):
+        raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
+    return getattr(sys.modules[name], function)
 
 
 @dataclass(eq=False)

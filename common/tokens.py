@@ -22,14 +22,15 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
     A ValueError if the model has adapters or is quantised.
     """
     flags = "--model, --reference, --reward-model, --teacher"
-    if find_adapter_config_file(source):  # transformers would go on with the model below it
-        raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
     try:
+        adapters = find_adapter_config_file(source)
         config = PretrainedConfig.get_config_dict(source)[0]
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = None if adapters else AutoTokenizer.from_pretrained(source)
     except Exception as error:
-        expected = f"{source} is no folder with a model and a tokenizer, seen from {os.getcwd()}"
-        raise ValueError(f"{flags}: {expected}, and no hub name: {error}") from error
+        found = f"{source} is no hub name, and no folder with a model and a tokenizer"
+        raise ValueError(f"{error}\n{flags}: {found} seen from {os.getcwd()}") from error
+    if adapters:  # transformers would go on with the model below them
+        raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
     if config.get("quantization_config"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     values = json.loads(chat_template_kwargs)
@@ -202,17 +203,17 @@ def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -
         if role not in ("assistant", "tool") and text.strip() not in rendered:
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
         if text[:1].isspace() and text.strip() in rendered and text.rstrip() not in rendered:
-            lost.append("the white space before a text, such as the indentation of code")
-        keys = message.keys() - {"role", "content", "weight"} - words  # or `reasoning_content`
-        lost += [f"the key {key!r}" for key in keys if message[key] not in (None, "", [])]
+            lost.append("trims the white space before a text, such as the indentation of code")
+        keys = message.keys() - {"role", "content", "weight"} - words  # `reasoning_content`
+        lost += [f"reads no {key!r}" for key in keys if message[key] not in (None, "", [])]
     if role == "assistant":  # the last answer
         thought, _, answer = text.rpartition("</think>")
         if answer.strip() not in rendered:
             raise UnusableRow("whose completion the chat template leaves out")
         if thought.rpartition("<think>")[2].strip() not in rendered:
-            lost.append("the thought of a completion, which is not learned")
+            lost.append("leaves out the thought of a completion, which is not learned")
     for what in lost:
-        warnings.warn(f"--dataset: {name}'s chat template leaves out {what}", stacklevel=2)
+        warnings.warn(f"--dataset: {name}'s chat template {what}", stacklevel=2)
 
 
 def encode_completions(

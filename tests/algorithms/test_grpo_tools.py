@@ -86,7 +86,7 @@ def test_turns_are_those_of_a_walk_by_hand(max_new_tokens, max_turns, monkeypatc
     policy = SimpleNamespace(device="cpu")
     environment = lambda asking, completions: [*map(respond, completions)]  # noqa: E731
     found = sample_turns(args, policy, ENDS, environment, prompts, None)
-    sequences, logprobs, is_sampled, ended = found
+    sequences, logprobs, is_sampled, _, ended = found
     longest = max(len(ids) for _, ids in sequences)
     assert logprobs.shape == is_sampled.shape == (40, longest)
     for i, prompt in enumerate(prompts):
@@ -114,12 +114,13 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_loops_over_sampled_toke
     flags |= dict(micro_batch_size=micro_batch_size, max_new_tokens=20, total_rollouts=2)
     run_dir = run(tmp_path, **flags)
     row = metrics_of(run_dir)[2]
-    _, (sequences, sampler_logprobs, is_sampled, ended) = rollouts[2]  # after a rollout
+    _, (sequences, sampler_logprobs, is_sampled, called, ended) = rollouts[2]  # after a rollout
     rewards, steps = judged[2][1].tolist(), steps[2:]
     minibatches = [call["inds"].tolist() for call in batched][-2:]
     policy, reference = plain_model(POLICY), plain_model(POLICY)
     places = [row.nonzero().flatten().tolist() for row in is_sampled]  # S_i
     replied = [len(ids) - len(at) for (_, ids), at in zip(sequences, places, strict=True)]
+    assert called.tolist() == [length > 0 for length in replied]
     assert sum(replied) > 30 and 0 < sum(ended) < 16
     assert torch.equal(calls[0]["logprobs"], calls[0]["old_logprobs"])  # the ratio is 1, exactly
 
@@ -175,7 +176,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_loops_over_sampled_toke
     assert row["policy/sampling_kl"] < 1e-7 and torch.equal(mask, is_sampled)
 
     # The first evaluation has turns too.
-    _, (evaluated, _, is_sampled, _) = rollouts[0]
+    _, (evaluated, _, is_sampled, _, _) = rollouts[0]
     samples, first = read(run_dir / "samples.jsonl"), metrics_of(run_dir)[0]
     assert [sample["length"] for sample in samples[:4]] == is_sampled.sum(dim=1).tolist()
     others = mean(len(ids) for _, ids in evaluated) - first["eval/length_mean"]
@@ -193,7 +194,7 @@ def test_an_impossible_reply_is_no_nan(tmp_path, monkeypatch):
     rollouts, score = spy_on(grpo_tools, monkeypatch, "sample_turns"), grpo_tools.rollout_logprobs
 
     def impossible(*arguments, **options):
-        (*_, is_sampled, _) = rollouts[-1][1]
+        (*_, is_sampled, _, _) = rollouts[-1][1]
         return score(*arguments, **options).masked_fill(~is_sampled, -math.inf)
 
     monkeypatch.setattr(grpo_tools, "rollout_logprobs", impossible)
@@ -242,7 +243,7 @@ def test_a_reply_ends_no_turn_and_begins_none(tokenizer):
 def test_templates_that_do_not_append_are_refused(change, tokenizer):
     tokenizer.chat_template = CHAT.replace(*change)
     with pytest.raises(ValueError, match="appends no 'tool' message: return texts and ids"):
-        between_turns(tokenizer, "tool", "85")
+        between_turns(tokenizer, {"role": "tool", "content": "85"})
 
 
 def test_the_calculator_for_chat_models_by_hand(tmp_path):

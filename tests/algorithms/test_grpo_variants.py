@@ -319,13 +319,14 @@ def two_rewards(tmp_path):
 def test_without_a_completion_that_ended_there_is_no_step(tmp_path, monkeypatch):
     """AdamW would move by its momentum."""
     steps = watch_steps(monkeypatch)
-    flags = dict(mask_truncated=True, num_minibatches=8, total_rollouts=2, max_new_tokens=4)
+    flags = dict(mask_truncated=True, num_minibatches=16, total_rollouts=2, max_new_tokens=4)
     run(tmp_path, **flags)
     moved = []
     for (before, gradient, _), (after, _, _) in pairwise(steps):
         is_empty = all(g.abs().max() == 0 for g in gradient)
         moved.append((is_empty, not all(map(torch.equal, before, after))))
     assert {*moved} == {(True, False), (False, True)}
+    assert moved.index((False, True)) < len(moved) - moved[::-1].index((True, False))
     with pytest.warns(UserWarning, match="--mask-truncated leaves no completion"):
         row = metrics_of(run(tmp_path, **flags | dict(max_new_tokens=1)))[-1]
     assert row["policy/grad_norm"] == row["objective/loss"] == 0

@@ -93,7 +93,7 @@ def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_pat
     if chat:
         rows, tail, length = [*map(as_messages, rows)], " <eos> . the :", 12
     else:  # one word of two: the prompt would end with another token than when it stands alone
-        rows.append(row_of("on wednesday", "s it"))
+        rows.append(row_of("the plot was we", "ak"))
         dropped[MERGED] = 1
     loaded = load(name, tmp_path, rows, chat_template=chat and CHAT, max_length=length)
     completions = ["a film <eos>", "the plot was dull <eos>"]
@@ -102,9 +102,12 @@ def test_rows_as_long_as_allowed_are_kept_and_others_dropped(name, chat, tmp_pat
     count, _, rest = report.removeprefix("train: 2 rows, dropped ").rpartition("; longest ")
     assert ast.literal_eval(count) == dropped
     longest = len(ids("<bos> " + over + tail + fits + " <eos>"))
-    assert rest == f"{longest} tokens; no text in {{'label': 'bool'}}"
+    unread = [column for column in rows[0] if column not in READ[name]]
+    assert rest == f"{longest} tokens; not read: {unread}"
 
 
+READ = dict.fromkeys(("dpo", "rm_bradley_terry"), ("prompt", "chosen", "rejected"))
+READ |= {"sft": ("prompt", "completion"), "kto": ("prompt", "completion", "label")}
 COLUMNS = dict(prompt_column="x", chosen_column="y", rejected_column="z")
 COLUMNS |= dict(completion_column="y", label_column="like")
 

@@ -35,7 +35,7 @@ def plain_loss(model, tokenizer, rows, train_on_prompt):
 
 # --- the loss -----------------------------------------------------------------------------------
 class Rows(list):
-    def checksum(self):
+    def checksum(self, *models):
         return 0
 
 

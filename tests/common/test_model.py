@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import common.model
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from common.model import checkpoint_activations, clip_grad_norm, shard
+from common.model import add_adapters, checkpoint_activations, clip_grad_norm, shard
 from common.model import transformer_layers
 
 CPU = torch.device("cpu")
@@ -75,6 +75,26 @@ def test_weights_are_float32_and_frozen_matrices_bfloat16_on_a_gpu(monkeypatch):
         if not tied:  # the embedding is one of rows, and no product; nor is a norm
             frozen.add("lm_head.weight")
         assert found == frozen
+
+
+def test_frozen_experts_are_bfloat16_on_a_gpu(monkeypatch):
+    found = []
+    for is_gpu in (False, True):
+        model = family_model("Qwen3Moe").requires_grad_(False)
+        if is_gpu:
+            take_gpu_types(monkeypatch)
+        shard(model, CPU)
+        found.append(completion_logprobs(model, SEQUENCES, torch.arange(2)))
+    experts = [w for n, w in model.named_parameters() if ".experts." in n]
+    assert experts and {weight.dtype for weight in experts} == {torch.bfloat16}
+    assert 0 < (found[0] - found[1]).abs().max() < 0.3
+
+
+def test_mamba_gets_adapters_where_its_kernels_allow(monkeypatch):
+    model = family_model("Mamba2")
+    add_adapters(model, 4, 1)
+    adapted = {n.split(".")[-4] for n, w in model.named_parameters() if "lora_A" in n}
+    assert adapted == {"in_proj"}  # peft refuses `out_proj`
 
 
 @pytest.mark.parametrize("is_real", [True, False])

@@ -31,6 +31,7 @@ CHAT = (
 def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
     tokenizer.chat_template = CHAT
+    tokenizer.add_tokens(["<think>", "</think>", '"', "\\", " "])  # what these texts have
     return tokenizer
 
 
@@ -116,7 +117,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
 
 
 NO_ROLE = "every chat message needs a role and a content, found"
-LEFT_OUT = "the chat template of tiny/arithmetic/policy leaves out what 'human' says"
+LEFT_OUT = "the chat template of tiny/arithmetic/policy knows no role 'human'"
 IMAGE = {"type": "image", "url": "x.png"}
 
 
@@ -139,7 +140,7 @@ def test_a_text_that_cannot_be_read(text, error, tokenizer):
 
 
 def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
-    with pytest.raises(ValueError, match="leaves out what 'gpt' says"):
+    with pytest.raises(ValueError, match="knows no role 'gpt'"):
         encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
 
 
@@ -369,7 +370,7 @@ def test_rows_that_are_left_are_reported(tokenizer, capsys):
         warnings.simplefilter("error")
         load(tokenizer, texts(long, "1+2=", None, "3+4="))
     counts = {"longer than --max-length": 1, EMPTY: 1}  # in the order of the rows
-    line = f"train: 2 rows, dropped {counts}; longest 11 tokens"
+    line = f"train: 2 rows, dropped {counts}; longest 11 tokens; not read: ['text']"
     assert capsys.readouterr().out.splitlines() == [line, "    '<bos>1+2='"]
     with pytest.raises(ValueError, match="--dataset: no row is left of train: 0 rows"):
         load(tokenizer, texts("", ""))

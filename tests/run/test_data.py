@@ -150,7 +150,7 @@ def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch
     with pytest.raises(ValueError, match="has fewer positions than the 9 of the --max flags"):
         grpo.load_model(AutoModelForCausalLM, POLICY, tokenizer, 9)
     args = rm_bradley_terry.Args(model=POLICY, max_length=9)
-    with pytest.raises(ValueError, match="has fewer positions than --max-length 9"):
+    with pytest.raises(ValueError, match="has fewer positions than the 9 of the --max flags"):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
 
 
@@ -338,6 +338,8 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}#{% endif %}"
     rows = [row_of(prompt, "#3", solution="three") for prompt in ("", "1+2=")]
+    for row in rows:
+        del row["answer"]  # two would be an error
     args = dict(dataset=write_dataset(tmp_path / "data", rows), chat=True)
     args = SPECS[name].module.Args(**args, **short_flags(name, answer_column="solution"))
     (prompt,) = getattr(SPECS[name].module, SPECS[name].loader)(args, "train", tokenizer)
@@ -403,16 +405,16 @@ def test_rows_that_are_warned_of(rows, said, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("suffix", "text", "types"),
     [
-        ("jsonl", '{"answer": "2024-01-02", "x": "1"}', {"answer": "timestamp[s]"}),
+        ("jsonl", '{"answer": "2024-01-02", "x": "1"}', {"answer": "timestamp[s]", "x": "string"}),
         ("jsonl", '{"answer": 3}\n{"answer": "3"}\n{"answer": "a"}', {"answer": "extension<arr"}),
         ("csv", "answer,x\n01234,TRUE\n,FALSE\n", {"answer": "double", "x": "bool"}),
     ],
 )
-def test_columns_that_are_no_text_are_named(suffix, text, types, tokenizer, tmp_path, capsys):
+def test_columns_for_reward_functions_are_named(suffix, text, types, tokenizer, tmp_path, capsys):
     (tmp_path / f"train.{suffix}").write_text(text)
     rows = load_rows(str(tmp_path), None, "train", {"answer"})
-    encode_rows(rows, lambda row: [[4]], None, tokenizer, 9)
-    assert str(types)[:-2] in capsys.readouterr().out
+    encode_rows(rows, lambda row: [[4]], None, tokenizer, 9, rest="reward functions")
+    assert f"for reward functions: {types}"[:-2] in capsys.readouterr().out
 
 
 def test_of_two_files_of_a_split_none_is_taken(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import some_wide
+from models import family_model, some_wide
 from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
 from safetensors.torch import load
 from scripts import REVIEWS, SPECS
@@ -185,8 +185,20 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
     statuses = torchrun(2, ["grpo.py", *words(flags)], tmp_path / "output")
     assert all(statuses)
     printed = "".join((tmp_path / f"output.{rank}").read_text() for rank in range(2))
-    assert printed.count("rule.py: 5 finite numbers expected") == 1
+    assert printed.count("rule: 5 finite numbers expected") == 1
     assert [*tmp_path.glob("runs/*")] == []
+
+
+@pytest.mark.wide
+def test_adapters_of_a_layer_with_fewer_outputs_than_processes(tmp_path):
+    """The gate of a shared expert has one."""
+    family_model("Qwen2Moe").save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained("tiny/arithmetic/base").save_pretrained(tmp_path / "model")
+    flags = SPECS["sft"].short_flags | dict(model=tmp_path / "model", lora_rank=4, max_length=64)
+    for ranks in (1, 2):
+        command = ["sft.py", *words(flags | {"output_dir": tmp_path / f"runs{ranks}"})]
+        assert torchrun(ranks, command, tmp_path / "output") == [0] * ranks
+    compare_runs(*(next((tmp_path / f"runs{ranks}").iterdir()) for ranks in (2, 1)))
 
 
 @pytest.mark.wide

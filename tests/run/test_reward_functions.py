@@ -120,13 +120,13 @@ def test_a_function_that_exits_ends_the_run_with_an_error(call):
     def rule(completions, **columns):
         exec("import sys; sys.exit()", {})
 
-    with pytest.raises(RuntimeError, match=r"reward rule of .*test_reward_functions called sys"):
+    with pytest.raises(RuntimeError, match=r"reward rule of .*test_reward_functions: SystemExit"):
         call(rule)
 
 
 def test_the_default_rule_without_answers(tokenizer):
     prompts = [grpo.Prompt("1+2=", [1], {})]
-    with pytest.raises(ValueError, match="--answer-column"):
+    with pytest.raises(RuntimeError, match=r"reward last_number of .*--answer-column"):
         grpo.rule_rewards(last_number, tokenizer, prompts, [([1], [5])])
 
 
@@ -152,8 +152,8 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
     def rule(prompts, completions, **columns):
         return rewards
 
-    message = r"reward rule of .*: 2 finite numbers expected: |could not convert|float"
-    with pytest.raises((ValueError, TypeError), match=message):
+    message = r"reward rule of .*: (2 finite numbers expected: |.*could not convert|.*float)"
+    with pytest.raises((ValueError, RuntimeError), match=message):
         call(rule)
 
 

@@ -1,0 +1,315 @@
+"""What users of such programs have reported: inputs that would train on something else in silence,
+or end a run late. A row each.
+"""
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+from scripts import SPECS, short_flags
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
+
+import grpo
+import sft
+from common.model import add_adapters, check_learning_rate, check_size
+from common.rows import load_function, load_rows
+from common.tokens import check_tokenizer, encode, load_tokenizer, rollout_row
+from grpo_tools import encode_reply, text_ids
+
+POLICY = "tiny/arithmetic/policy"
+ROW = {"prompt": "1+2=", "completion": "#3"}
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+# --- files ----------------------------------------------------------------------------------------
+FILES = {
+    "cut.jsonl": ('{"prompt": "1"}\n{"prompt": "2"', "line 2: Expecting"),
+    "python.jsonl": ("{'prompt': '1'}\n", "line 1: Expecting property name"),
+    "commas.jsonl": ('{"prompt": "1"},\n{"prompt": "2"}\n', "line 1: Extra data"),
+    "empty.jsonl": ("", "the file is empty"),
+    "header.csv": ("prompt,completion\n", "no data"),
+    "first.csv": ("prompt,completion\n1,2, 3\n4,5\n", "Length of header"),
+    "later.csv": ("prompt,completion\n4,5\n1,2, 3\n", "Expected 2 fields in line 3, saw 3"),
+    "quotes.csv": ('prompt,completion\n1,"a \\"b\\", c"\n', "Length of header"),
+    "latin1.jsonl": ('{"prompt": "1"}\n{"prompt": "é"}\n'.encode("latin1"), "line 2: 'utf-8'"),
+    "latin1.csv": ("prompt\n1\né\n".encode("latin1"), "line 3: 'utf-8'"),
+    "utf16.jsonl": ('{"prompt": "1"}\n'.encode("utf16"), "line 1: 'utf-8'"),
+    "lines.txt": ("a document\n", "lines of text"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_rows_is_named_with_its_line(name, tmp_path):
+    text, message = FILES[name]
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=f"--dataset .*{name}: (.*{re.escape(message)})"):
+        load_rows(str(tmp_path / name), None, "train", set())
+
+
+def test_a_comma_at_the_end_of_each_line_moves_no_column(tmp_path):
+    (tmp_path / "train.csv").write_text("prompt,completion,source\n1,2,a,\n3,4,b,\n")
+    rows = load_rows(str(tmp_path), None, "train", set())
+    assert rows[1] == {"prompt": 3, "completion": 4, "source": "b"}
+
+
+# --- columns --------------------------------------------------------------------------------------
+def load(name, tmp_path, row, **flags):
+    """A split of one row, by the loader of a script."""
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    module, tokenizer = SPECS[name].module, load_tokenizer(POLICY)
+    args = module.Args(**{"dataset": str(tmp_path), **short_flags(name, **flags)})
+    more = [[2]] if SPECS[name].kind == "rows" else []
+    return getattr(module, SPECS[name].loader)(args, "train", tokenizer, *more)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_columns_that_nothing_reads_are_named(name, tmp_path, capsys):
+    row = ROW | dict(chosen="#3", rejected="#4", label=1, system="Be brief.", input=5)
+    load(name, tmp_path, row)
+    types = {"system": "string", "input": "int64"}
+    is_rl = SPECS[name].kind == "rollouts" and name != "distill"
+    (said,) = re.findall(r"; (not read|for reward functions): (.*)", capsys.readouterr().out)
+    if is_rl:
+        assert said[0] == "for reward functions" and str(types)[1:-1] in said[1]
+    else:
+        assert said[0] == "not read" and str([*types])[1:-1] in said[1]
+
+
+def test_pictures_are_not_read(tmp_path):
+    from datasets import Dataset, Features, Image, Value
+
+    features = Features({"prompt": Value("string"), "images": [Image()]})
+    rows = [{"prompt": "1+2=", "images": [{"bytes": b"no picture", "path": None}]}]
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    with pytest.warns(UserWarning, match=r"pictures and sound are not read: \['images'\]"):
+        assert load_rows(str(tmp_path), None, "train", {"prompt"})[0] == {"prompt": "1+2="}
+
+
+CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "flags", "error"),
+    [
+        ("sft", {"question": "4", "messages": CHAT}, dict(prompt_column="question"), "no column c"),
+        ("sft", {"text": "1+2=#3"}, dict(chat=True), "--chat: a column `text` is learned as it is"),
+        ("sft", ROW | {"prompt": json.dumps(CHAT)}, {}, "whose chat is a text"),
+        ("sft", ROW | {"completion": str(CHAT[1:])}, {}, "whose chat is a text"),
+        ("grpo", {"prompt": f" {json.dumps(CHAT[:1])}"}, {}, "whose chat is a text"),
+        ("grpo", ROW | {"answer": 3, "x": 4}, dict(answer_column="x"), "answer already in the da"),
+        ("grpo", {"prompt": "What is 2 + 2?"}, {}, "that the tokenizer of --model does not know"),
+        ("sft", ROW | {"completion": "is 3"}, {}, "that the tokenizer of --model does not know"),
+    ],
+)
+def test_rows_that_would_be_something_else(name, row, flags, error, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        load(name, tmp_path, row, **flags)
+
+
+# --- chat templates -------------------------------------------------------------------------------
+NAMED = "{# renamed, trained #}{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (dict(content="  3"), "trims the white space before a text"),
+        (dict(content="3", name="5"), "reads no 'name'"),
+        (dict(content="3", train=False), "reads no 'train'"),
+        (dict(content="3", name="", tool_calls=[], train=None), None),
+        (dict(content="3\n"), None),
+    ],
+)
+def test_what_a_template_loses_is_said(message, said, tokenizer):
+    tokenizer.chat_template = NAMED
+    tokenizer.add_tokens([" ", "\n"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        encode(tokenizer, [CHAT[0], {"role": "assistant"} | message])
+    found = "".join(str(warning.message) for warning in caught)
+    assert said in found if said else not found
+
+
+def test_a_role_that_a_template_does_not_know(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[:0] + m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="knows no role 'gpt'"):
+        encode(tokenizer, [CHAT[0], {"role": "gpt", "content": "3"}])
+    other = AutoTokenizer.from_pretrained(POLICY)
+    other.chat_template = tokenizer.chat_template + "{# gpt #}"
+    encode(other, [CHAT[0], {"role": "gpt", "content": "3"}])
+
+
+def test_two_tokenizers_of_one_vocabulary(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ think }}"
+    tokenizer.save_pretrained(tmp_path)
+    for value in ('"false"', '"True"'):
+        with pytest.raises(ValueError, match="--chat-template-kwargs: true and false without quo"):
+            load_tokenizer(str(tmp_path), f'{{"think": {value}}}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_tokenizer(str(tmp_path), load_tokenizer(str(tmp_path), '{"think": false}'))
+        check_tokenizer(POLICY, tokenizer)  # it has no template
+    with pytest.warns(UserWarning, match="reads chats in the template of --model, not its own"):
+        check_tokenizer(str(tmp_path), AutoTokenizer.from_pretrained(POLICY))
+
+
+def test_a_source_that_is_no_model(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_text("GGUF")
+    AutoModelForCausalLM.from_pretrained(POLICY).save_pretrained(tmp_path / "weights")
+    monkeypatch.chdir(tmp_path)
+    for source in ("model.gguf", "weights", "tiny/arithmetic/base", "nothing"):
+        with pytest.raises(ValueError, match=rf"\n--model, .*: {source} is no hub name, and no fo"):
+            load_tokenizer(source)
+
+
+# --- rewards and environments ---------------------------------------------------------------------
+RULES = """
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+class Grade:
+    value = 1.0
+calls = []
+def one(text):
+    return float(len(text))
+def pooled(prompts, completions, **columns):
+    calls.append(pickle.loads(pickle.dumps(Grade())).value)
+    with ProcessPoolExecutor(1) as pool:
+        return [*pool.map(one, completions)]
+def count(**columns):
+    return len(calls)
+"""
+
+
+def test_a_reward_file_is_a_module_loaded_once(tmp_path, monkeypatch):
+    file = tmp_path / "rules.v2.py"
+    file.write_text(RULES)
+    pooled = load_function("--reward-fn", f"{file}:pooled")
+    assert pooled(prompts=[], completions=["1", "22"]) == [1.0, 2.0]
+    monkeypatch.chdir(tmp_path)
+    assert load_function("--environment", "rules.v2.py:count")() == 1  # the same module
+    file.write_text(RULES.replace("len(calls)", "-1 + len(calls)"))
+    assert load_function("--environment", f"{file}:count")() == -1  # in a notebook
+    monkeypatch.setattr("common.rows.RANK", 1)
+    assert load_function("--reward-fn", "nowhere.py:none") is None  # rank 0 calls it for all
+
+
+@pytest.mark.parametrize("text", [r"10,\!080", "10{,}080", r"\frac{20160}2", r"\frac12"])
+def test_numbers_as_latex_writes_them(text):
+    reward_fn = load_function("", "tiny/arithmetic/reward.py:last_number")
+    answer = "0.5" if "12" in text else "10080"
+    assert reward_fn(["?", "?"], [text, text + "1"], [answer] * 2) == [1.0, 0.0]
+
+
+def test_rewards_are_named_with_their_function(tokenizer):
+    prompts, sequences = [grpo.Prompt("1", [1], {})], [([1], [5])]
+    tensor = torch.ones(1, requires_grad=True)
+    for rewards in ([{"score": 1}], tensor, (1.0 for _ in "1"), ([1.0], {}), [1j]):
+        with pytest.raises(RuntimeError, match=r"reward rule of .*test_reports: "):
+            grpo.rule_rewards(rule(rewards), tokenizer, prompts, sequences)
+
+
+def rule(rewards):
+    def rule(**columns):
+        return rewards
+
+    return rule
+
+
+def test_a_reply_keeps_its_keys_and_an_empty_one_is_said(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<bos>{{ m.name }}{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<bos>{% endif %}"
+    )
+    reply = {"role": "tool", "name": "5", "content": "7"}
+    assert tokenizer.decode(encode_reply(tokenizer, reply, 2)) == "<bos>57<eos><bos>"
+    with pytest.raises(ValueError, match="only parts of type `text` can be read, found 7"):
+        encode_reply(tokenizer, reply | {"content": 7}, 2)
+    with pytest.warns(UserWarning, match="--environment: a reply is empty"):
+        assert encode_reply(tokenizer, "", 5) == []
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+def llama_2():
+    """One that falls back to bytes, and puts a space before a text."""
+    vocabulary = {"<unk>": 0} | {f"<0x{i:02X}>": i + 1 for i in range(256)}
+    vocabulary |= {character: 257 + i for i, character in enumerate("▁0123456789+=;")}
+    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return TokenizersBackend(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_reply_has_the_ids_of_a_demonstration():
+    tokenizer = llama_2()
+    asked, whole = (tokenizer(text).input_ids for text in ("37+48=", "37+48=85;"))
+    assert asked + text_ids(tokenizer, "85;", asked[-1]) == whole
+
+
+def test_text_for_the_log_never_ends_a_run():
+    tokenizer = llama_2()
+    smile = tokenizer("\U0001f642").input_ids[1:]
+    for ids in ([*smile, 259], [*smile, smile[0], 259], [*smile, *smile[:2], 259, 260]):
+        (row,) = rollout_row(tokenizer, [([257], ids)], {})["completions"]
+        assert len(row["tokens"]) == len(ids) and row["tokens"][-1] in "012"
+
+
+# --- models ---------------------------------------------------------------------------------------
+def test_a_checksum_sees_other_weights(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    rows = load("grpo", tmp_path, ROW)
+    sums = [rows.checksum(), rows.checksum(None, "some/name")]
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "model")
+        sums.append(rows.checksum(None, str(tmp_path / "model")))
+        model.lm_head.weight.data[0, 0] += 1
+    assert sums[0] == sums[1] and len({*sums}) == 3
+
+
+def test_the_default_rate_is_for_tiny_models():
+    model = torch.nn.Linear(5001, 2000)
+    model.num_parameters = lambda: model.weight.numel()
+    with pytest.warns(UserWarning, match="--learning-rate: the default is for tiny models"):
+        check_learning_rate(sft.Args(), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_learning_rate(sft.Args(learning_rate=1e-5), model)
+        check_learning_rate(sft.Args(), AutoModelForCausalLM.from_pretrained(POLICY))
+
+
+def test_adapters_cannot_train_an_end_that_is_like_other_tokens():
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add_adapters(model, 4, 1, stop_id=2)
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    embedding = model.get_input_embeddings().weight.data
+    embedding[2] = embedding[3]
+    with pytest.warns(UserWarning, match="--lora-rank: token 2, which ends texts, is untrained"):
+        add_adapters(model, 4, 1, stop_id=2)
+
+
+def test_longrope_ends_at_its_original_length(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    for parameters in (rope, {"full_attention": rope, "sliding_attention": {"rope_type": "x"}}):
+        model.config.rope_parameters = parameters
+        check_size(model, tokenizer, 32)
+        with pytest.raises(ValueError, match="fewer positions than the 33 of the --max flags: 32"):
+            check_size(model, tokenizer, 33)
+
+
+def test_older_programs_find_the_base_of_the_rotations(tmp_path):
+    run_dir = grpo.main(grpo.Args(**SPECS["grpo"].short_flags, output_dir=str(tmp_path)))
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
