@@ -84,12 +84,8 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
 
 def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The matrices of a mixture of experts that are one tensor, by name; convolutions are not."""
-    parameters = dict(model.named_parameters())
-    return {
-        name: weight
-        for name, weight in parameters.items()
-        if weight.dim() == 3 and not name.endswith("weight")
-    }
+    stacked = {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
+    return {name: stacked[name] for name in stacked if not name.endswith("weight")}
 
 
 def use_bfloat16(device: torch.device) -> bool:

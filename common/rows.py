@@ -23,6 +23,12 @@ from tqdm import tqdm
 from common.model import RANK, WORLD_SIZE, all_gather
 from common.tokens import UnusableRow
 
+READER_OPTIONS = {
+    ".csv": {"index_col": False},  # else a field too many in the first row moves all columns by one
+    ".json": {"parse_agent_traces": False},  # else some columns make it the log of an agent
+    ".jsonl": {"parse_agent_traces": False},
+}
+
 
 def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -> Dataset:
     """The rows of a split of --dataset, a file, a folder or a hub name, which must have these
@@ -39,10 +45,7 @@ def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -
     if path.is_file() or (files and config is None and "+" not in split):
         # Without its name `datasets` would take all files with NAME in them.
         source, options = str(files[0].parent), {"data_files": {name: escape(str(files[0]))}}
-    if ".json" in str(options):  # some columns make `datasets` believe that it is an agent's log
-        options["parse_agent_traces"] = False
-    if ".csv" in str(options):  # a field too many in the first row would move all columns by one
-        options["index_col"] = False
+        options |= READER_OPTIONS.get(files[0].suffix, {})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", ParserWarning)  # of fields that have no column
