@@ -191,7 +191,7 @@ def test_nothing_that_was_started_is_left(leaves):
 
 
 def test_a_row_without_tests_is_an_error():
-    with pytest.raises(ValueError, match="no tests for add"):
+    with pytest.raises(RuntimeError, match="no tests for add"):
         passed(RIGHT, tests="[]")
 
 
