@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -21,7 +22,7 @@ from pandas.errors import ParserWarning
 from tqdm import tqdm
 
 from common.model import RANK, WORLD_SIZE, all_gather
-from common.tokens import UnusableRow
+from common.tokens import UnusableRow, template_values
 
 READER_OPTIONS = {
     ".csv": {"index_col": False},  # else a field too many in the first row moves all columns by one
@@ -151,10 +152,13 @@ def encode_rows(
     and the first row. Each rank encodes a part of the rows.
     """
     split, encoded, dropped, longest, unread = str(rows.split), [], Counter(), 0, []
+    apply_chat_template = tokenizer.apply_chat_template
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
     for number, row in enumerate(mine, first):
         try:
+            values = template_values(tokenizer, row)
+            tokenizer.apply_chat_template = partial(apply_chat_template, **values)
             ids = encode_row(row)
             length = len(ids[0]) + max(map(len, ids[1:]), default=0)
             longest = max(longest, length)
@@ -167,6 +171,7 @@ def encode_rows(
         except Exception as error:
             where = f"--dataset: row {number} of {split}"
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    tokenizer.apply_chat_template = apply_chat_template
     encoded, longest = all_gather(encoded), max(all_gather([longest]))
     dropped = sum(all_gather([dropped]), Counter())
     report = f"{split}: {len(encoded)} rows, dropped {dict(dropped)}; longest {longest} tokens"

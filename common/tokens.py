@@ -126,7 +126,7 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
     else:
         if add_generation_prompt and text[-1]["role"] == "assistant":
             raise UnusableRow("whose prompt ends with an assistant's turn")
-        messages = [message | {"content": message_text(message)} for message in text]
+        messages = [without_none(m) | {"content": message_text(m)} for m in text]
         if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
             raise UnusableRow("with a special token in the text of a message")
         written = tokenizer.apply_chat_template(
@@ -156,6 +156,29 @@ def special_tokens(tokenizer: Any) -> re.Pattern:
     return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
+def template_values(tokenizer: Any, row: dict) -> dict:
+    """The columns `tools` and `chat_template_kwargs` of a row, or what their JSON says, for its
+    chat template. A warning if the template does not read them.
+    """
+    values = {}
+    for column in ("tools", "chat_template_kwargs"):
+        value = row.pop(column, None)
+        value = json.loads(value) if value and isinstance(value, str) else without_none(value)
+        if value:
+            values |= value if column == "chat_template_kwargs" else {column: value}
+    for name in values.keys() - template_words(tokenizer):
+        unread = f"{tokenizer.name_or_path}'s chat template reads no {name!r}"
+        warnings.warn(f"--dataset: {unread}", stacklevel=2)
+    return values
+
+
+def without_none(value: Any) -> Any:
+    """JSON without the keys that `datasets` has added: all rows have those of the others."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
 def as_chat(text: Any, role: str = "user") -> Any:
     """A string as a chat of one message; chat messages as they are."""
     return [{"role": role, "content": text}] if isinstance(text, str) else text
@@ -182,9 +205,8 @@ def refuse_empty(text: Any) -> None:
     last_turn = message_text(text[-1]) if text and isinstance(text, list) else text
     if last_turn and re.match(r"""\s*\[\s*{\s*["'](role|content)["']""", last_turn):
         raise UnusableRow("whose chat is a text: make it a list of messages")
-    if not last_turn or not last_turn.strip():
-        if isinstance(text, list) and text and text[-1].get("tool_calls"):
-            raise UnusableRow("with a tool call instead of a text")
+    is_call = text and isinstance(text, list) and text[-1].get("tool_calls")
+    if not is_call and (not last_turn or not last_turn.strip()):
         raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
 
 
