@@ -35,6 +35,12 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
     if isinstance(model, PreTrainedModel):
+        is_trained = any(weight.requires_grad for weight in model.parameters())
+        if in_4_bits(model) and (
+            WORLD_SIZE > 1 or (is_trained and not hasattr(model, "peft_config"))
+        ):
+            source = f"--model {model.name_or_path} in 4 bits"
+            raise ValueError(f"{source} needs --lora-rank above 0 and a single process")
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
         set_types(model, device)
@@ -79,7 +85,13 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
     matrices -= {model.get_input_embeddings().weight}  # a head tied to it
     for weight in model.parameters():
         bfloat16 = use_bfloat16(device) and weight in matrices and not weight.requires_grad
-        weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
+        if weight.is_floating_point():  # others are in 4 bits
+            weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
+
+
+def in_4_bits(model: torch.nn.Module) -> bool:
+    """Whether bitsandbytes has quantised a model (QLoRA, arXiv 2305.14314)."""
+    return getattr(model, "is_loaded_in_4bit", False)
 
 
 def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -107,7 +119,8 @@ def failure_of(model: Any, attempt: Callable, exact: Callable, rounded: Callable
     a way that is right but rounds differently. In float32 if all weights are.
     """
     # On a GPU the matrices of a frozen model are in bfloat16: `set_types`.
-    in_float32 = all(weight.dtype.itemsize >= 4 for weight in model.parameters())
+    types = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    in_float32 = all(dtype.itemsize >= 4 for dtype in types)
     try:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=not in_float32):
             expected = exact()
@@ -261,21 +274,27 @@ def save_atomically(state: dict, path: Path) -> None:
 
 
 def merge_adapter(layer: LoraLayer) -> None:
-    """W becomes W + 2 B A. Sharded, peft's `merge` leaves it to chance how B A is sharded."""
-    if WORLD_SIZE == 1:
-        layer.merge()
-        return
-    for factor in (layer.lora_A["default"], layer.lora_B["default"]):
-        factor.weight = torch.nn.Parameter(factor.weight.redistribute(placements=[Replicate()]))
-    is_stacked = hasattr(layer, "get_param")
-    weight = layer.get_param() if is_stacked else layer.get_base_layer().weight
-    weight.data += layer.get_delta_weight("default").redistribute(placements=weight.placements)
+    """W becomes W + 2 B A. peft's own `merge` would round it to 4 bits again, and leaves it to
+    chance how B A is sharded.
+    """
+    weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+    if WORLD_SIZE > 1:
+        for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+            factor.weight = torch.nn.Parameter(factor.weight.redistribute(placements=[Replicate()]))
+    product = layer.get_delta_weight("default")
+    if WORLD_SIZE > 1:
+        product = product.redistribute(placements=weight.placements)
+    weight.data += product
+    layer.merged_adapters.append("default")
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:
     """After training: whole weights, for `from_pretrained`. Adapters are merged into them, in
     float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
     """
+    if in_4_bits(model):
+        model.dequantize(torch.float32)
+        model.is_loaded_in_4bit = False
     if hasattr(model, "peft_config"):
         model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
         for layer in model.modules():

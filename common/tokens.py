@@ -19,7 +19,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, whose chat template gets the values of a JSON object.
-    A ValueError if the model has adapters or is quantised.
+    A ValueError if the model has adapters or is quantised, but for bitsandbytes' 4 bits.
     """
     flags = "--model, --reference, --reward-model, --teacher"
     try:
@@ -31,7 +31,7 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
         raise ValueError(f"{error}\n{flags}: {found} seen from {os.getcwd()}") from error
     if adapters:  # transformers would go on with the model below them
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
-    if config.get("quantization_config"):
+    if not config.get("quantization_config", {}).get("load_in_4bit", True):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     values = json.loads(chat_template_kwargs)
     if unknown := values.keys() - template_words(tokenizer):
