@@ -75,6 +75,7 @@ SETTINGS = [
     dict(model="Qwen2.5-7B", lora_rank=16, checkpointing=True, train_layers=4, generation_batch=16),
     dict(model="Qwen2.5-1.5B", lora_rank=64, gpus=3, micro_batch=2),
     dict(model="Llama-3.1-8B", lora_rank=1, precision="float32"),
+    dict(model="Qwen2.5-7B", lora_rank=16, bits=4, checkpointing=True, generation_batch=16),
 ]
 UNEVEN = dict(gpus=16, micro_batch=4, rollout=129, prompt=77, generation_batch=3, train_layers=4)
 

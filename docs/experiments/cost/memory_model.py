@@ -97,6 +97,8 @@ CONSTANTS = {
         "autocast": dict(hidden=18, query=6, kv=4, ffn=8),
         "bfloat16": dict(hidden=12, query=4, kv=4, ffn=8),
     },
+    # Bytes of a frozen weight of a layer in 4 bits: its code, and for each 64 a scale in float32.
+    "in_4_bits": 0.5625,
     # Bytes of a layer's input, per unit of the hidden size: what checkpointing keeps of a layer.
     "layer_input": dict(float32=4, autocast=4, bfloat16=2),
     "prefill": dict(hidden=6, ffn=3),  # numbers that are in use at one time for a token of a prompt
@@ -125,6 +127,7 @@ PARTS = {
 DEFAULTS = dict(
     gpus=1,
     lora_rank=0,
+    bits=16,
     micro_batch=1,
     prompt=512,
     completion=512,
@@ -175,6 +178,7 @@ def memory(
     checkpointing: bool = False,
     train_layers: int | None = None,  # the last layers of a reward model; None: all weights
     lora_rank: int = 0,  # of adapters, which alone are trained; 0: all weights
+    bits: int = 16,  # of the matrices of layers below adapters: 16, or 4 by bitsandbytes
 ) -> dict[str, dict[str, float]]:
     """Bytes on one GPU by part, while the script updates, and while it samples (if it does)."""
     counts = parameters(model, lora_rank)
@@ -187,6 +191,7 @@ def memory(
     freezes_layers = train_layers is not None and trained_names == ["reward"] and lora_rank == 0
     trained_layers = train_layers if freezes_layers else model["layers"]
 
+    in_4_bits = bits == 4 and lora_rank > 0 and gpus == 1
     # 1. Weights, gradients and AdamW's two moments, sharded over the GPUs: in float32, but for the
     # frozen matrices of layers and of an untied head, which are in the precision of products.
     update = dict.fromkeys(PARTS, 0.0)
@@ -207,6 +212,9 @@ def memory(
         else:
             trained, matrices = weights, 0
         update[name] = (4 * weights - (4 - compute_bytes) * matrices) / gpus
+        if in_4_bits:
+            saved = compute_bytes - CONSTANTS["in_4_bits"]
+            update[name] -= saved * model["layers"] * counts["matrices"]
         update["gradients"] += 4 * trained / gpus
         update["adamw"] += 8 * trained / gpus
     sampling = dict(update)
@@ -221,6 +229,8 @@ def memory(
         tied_head = embedding if has_policy and model["tied"] else 0
         multiplied = model["layers"] * counts["adapters"] + tied_head
     autocast_copies = 2 * multiplied if compute_bytes == 2 else 0
+    if in_4_bits:  # the largest matrix, for its product
+        autocast_copies += compute_bytes * model["hidden"] * model["ffn"]
     if gpus == 1:
         update["copies"] = autocast_copies
     else:

@@ -28,7 +28,7 @@ from docs.experiments.lib.runs import train
 MODELS, ALGORITHMS = CONSTANTS["models"], CONSTANTS["algorithms"]
 BFLOAT16, FLOAT32 = CONSTANTS["precisions"]["mixed"], CONSTANTS["precisions"]["float32"]
 NAMES = [name for name in MODELS if name != "Llama-3.1-8B"]  # of the tables
-CARDS = (16, 24, 48, 80)  # GB
+CARDS = (12, 16, 24, 48, 80)  # GB
 FITS = 0.92  # of a card, as in docs/explorer.html
 RANK = 16
 WORK = DEFAULTS | {"generation_batch": 16}
@@ -46,9 +46,9 @@ def size_of(name: str) -> str:
     return name.rpartition("-")[2]
 
 
-def largest_fitting(algorithm: str, card: int, lora_rank: int) -> str:
+def largest_fitting(algorithm: str, card: int, **adapters: int) -> str:
     """The size of the largest model whose peak is at most `FITS` of the card."""
-    work = WORK | {"checkpointing": True, "lora_rank": lora_rank}
+    work = WORK | {"checkpointing": True} | adapters
     fitting = [
         size_of(name)
         for name, model in MODELS.items()
@@ -59,13 +59,17 @@ def largest_fitting(algorithm: str, card: int, lora_rank: int) -> str:
 
 
 def fits_table() -> dict:
-    """What one card holds: with all weights / with adapters."""
+    """What one card holds: with all weights / with adapters / with adapters on 4 bits."""
     rows = []
     for card in CARDS:
-        cells = [
-            f"{largest_fitting(full, card, 0)} / {largest_fitting(adapted, card, RANK)}"
-            for full, adapted in METHODS.values()
-        ]
+        cells = []
+        for full, adapted in METHODS.values():
+            sizes = [
+                largest_fitting(full, card),
+                largest_fitting(adapted, card, lora_rank=RANK),
+                largest_fitting(adapted, card, lora_rank=RANK, bits=4),
+            ]
+            cells.append(" / ".join(sizes))
         rows.append([f"{card} GB", *cells])
     return {"columns": ["one card", *METHODS], "rows": rows}
 
