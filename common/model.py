@@ -35,12 +35,8 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.
     """
     if isinstance(model, PreTrainedModel):
-        is_trained = any(weight.requires_grad for weight in model.parameters())
-        if in_4_bits(model) and (
-            WORLD_SIZE > 1 or (is_trained and not hasattr(model, "peft_config"))
-        ):
-            source = f"--model {model.name_or_path} in 4 bits"
-            raise ValueError(f"{source} needs --lora-rank above 0 and a single process")
+        if in_4_bits(model):
+            check_4_bits(model)
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
         set_types(model, device)
@@ -92,6 +88,18 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
 def in_4_bits(model: torch.nn.Module) -> bool:
     """Whether bitsandbytes has quantised a model (QLoRA, arXiv 2305.14314)."""
     return getattr(model, "is_loaded_in_4bit", False)
+
+
+def check_4_bits(model: PreTrainedModel) -> None:
+    """A ValueError if its weights would have to be trained or sharded."""
+    is_trained = any(weight.requires_grad for weight in model.parameters())
+    if WORLD_SIZE > 1 or (is_trained and not hasattr(model, "peft_config")):
+        source = f"--model {model.name_or_path} in 4 bits"
+        raise ValueError(f"{source} needs --lora-rank above 0 and a single process")
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            # On a CPU its evaluation mode repacks the weights, for products without a gradient.
+            module.training = True
 
 
 def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -292,7 +300,11 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
     """After training: whole weights, for `from_pretrained`. Adapters are merged into them, in
     float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
     """
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     if in_4_bits(model):
+        for weight in model.parameters():
+            if hasattr(weight, "quant_state"):
+                weight.quant_state.dtype = torch.float32  # not rounded to the checkpoint's type
         model.dequantize(torch.float32)
         model.is_loaded_in_4bit = False
     if hasattr(model, "peft_config"):
@@ -303,10 +315,10 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
     weights, adapter = {}, {}
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
         if name in gathered and "lora_" not in name:
             weights[name.replace(".base_layer", "")] = gathered[name]
-        if name in gathered and weight.requires_grad:  # beside adapters: A, B and heads
+        if name in gathered and name in trained:  # beside adapters: A, B and heads
             adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
     if RANK == 0:
         rope = getattr(model.config, "rope_parameters", None) or {}

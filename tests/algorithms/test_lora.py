@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from scripts import SPECS
 from spies import spy_by_name
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import BitsAndBytesConfig
 
 import grpo
 import ppo_rlhf
@@ -22,6 +23,8 @@ from common.logprobs import completion_logprobs
 from common.model import adapters_off, add_adapters, save_weights, shard
 
 CPU = torch.device("cpu")
+POLICY = "tiny/arithmetic/policy"
+LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
 SEQUENCES = [([1, 5, 6], [7, 8, 2]), ([1, 9], [3, 4, 5, 2])]
 
 
@@ -253,6 +256,74 @@ def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
     shard(frozen.requires_grad_(False), CPU)
     assert projection.dtype == torch.bfloat16 and projection.data_ptr() == place  # never float32
     assert torch.equal(projection.float(), trained.model.layers[0].mlp.up_proj.weight)
+
+
+# --- a model in 4 bits ----------------------------------------------------------------------------
+@pytest.fixture
+def in_4_bits(tmp_path):
+    """The folder of tiny/arithmetic/policy, quantised."""
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(POLICY, quantization_config=config)
+    model.save_pretrained(tmp_path / "quantised")
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "quantised")
+    return str(tmp_path / "quantised")
+
+
+@pytest.mark.parametrize("name", some_wide(["sft", "grpo", "ppo_rlhf"], fast=["sft"]))
+def test_adapters_on_4_bits(name, in_4_bits, tmp_path):
+    """What is saved is what was trained: the quantised weights plus 2 B A, in float32."""
+    script = SPECS[name].module
+    flags = SPECS[name].short_flags | dict(model=in_4_bits, lora_rank=4, learning_rate=1e-2)
+    if name == "ppo_rlhf":
+        flags |= dict(reward_model=None, reward_fn=[LAST_NUMBER], critic_init="sft")
+        flags["dataset"] = "tiny/arithmetic/prompts"
+    with keep_earlier_checkpoints():
+        run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path / "runs")))
+    copy = killed_earlier(run_dir, tmp_path / "copy")
+    script.main(script.parse_args(["--resume", str(copy)]))
+    assert_same_run(copy, run_dir)
+    base = AutoModelForCausalLM.from_pretrained(in_4_bits, dtype=torch.float32).train()
+    start, _ = plain_logprobs(base, *SEQUENCES[0])
+    trained = PeftModel.from_pretrained(base, run_dir / "adapter").train()
+    saved = AutoModelForCausalLM.from_pretrained(run_dir)
+    assert saved.dtype == torch.float32 and not getattr(saved, "is_quantized", False)
+    for sequence in SEQUENCES:
+        expected, _ = plain_logprobs(trained, *sequence)
+        found, _ = plain_logprobs(saved, *sequence)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (plain_logprobs(saved, *SEQUENCES[0])[0] - start).abs().max() > 0.02
+
+
+def test_gradients_on_4_bits_are_those_on_the_same_weights_in_32(in_4_bits):
+    """Also after a pass without a gradient, for which bitsandbytes may repack the weights."""
+    found = []
+    for dequantised in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(in_4_bits)
+        if dequantised:
+            model = model.dequantize(torch.float32)
+            model.is_loaded_in_4bit = False
+        add_adapters(model, 4, 1)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                generator = torch.Generator().manual_seed(2)
+                torch.nn.init.normal_(weight, std=0.1, generator=generator)
+        shard(model, CPU)
+        with torch.no_grad():
+            completion_logprobs(model, SEQUENCES, torch.arange(2))
+        completion_logprobs(model, SEQUENCES, torch.arange(2)).sum().backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def test_4_bits_need_adapters_and_one_process(in_4_bits, monkeypatch):
+    for rank, processes in ((0, 1), (4, 2)):
+        monkeypatch.setattr("common.model.WORLD_SIZE", processes)
+        model = AutoModelForCausalLM.from_pretrained(in_4_bits)
+        add_adapters(model, rank, 1)
+        with pytest.raises(ValueError, match="in 4 bits needs --lora-rank above 0 and a single"):
+            shard(model, CPU)
 
 
 # --- refused --------------------------------------------------------------------------------------
