@@ -283,7 +283,7 @@ def test_adapters_on_4_bits(name, in_4_bits, tmp_path):
     copy = killed_earlier(run_dir, tmp_path / "copy")
     script.main(script.parse_args(["--resume", str(copy)]))
     assert_same_run(copy, run_dir)
-    base = AutoModelForCausalLM.from_pretrained(in_4_bits, dtype=torch.float32).train()
+    base = shard(AutoModelForCausalLM.from_pretrained(in_4_bits).requires_grad_(False), CPU)
     start, _ = plain_logprobs(base, *SEQUENCES[0])
     trained = PeftModel.from_pretrained(base, run_dir / "adapter").train()
     saved = AutoModelForCausalLM.from_pretrained(run_dir)
