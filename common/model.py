@@ -36,7 +36,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """
     if isinstance(model, PreTrainedModel):
         if in_4_bits(model):
-            check_4_bits(model)
+            prepare_4_bits(model, device)
         # torch gives the embedding at padding_idx no gradient; where pad == eos that is the EOS.
         model.get_input_embeddings().padding_idx = None
         set_types(model, device)
@@ -90,15 +90,19 @@ def in_4_bits(model: torch.nn.Module) -> bool:
     return getattr(model, "is_loaded_in_4bit", False)
 
 
-def check_4_bits(model: PreTrainedModel) -> None:
-    """A ValueError if its weights would have to be trained or sharded."""
+def prepare_4_bits(model: PreTrainedModel, device: torch.device) -> None:
+    """Products in bfloat16 where `use_bfloat16`, since autocast does not reach them, and a gradient
+    in evaluation mode. A ValueError if the weights would have to be trained or sharded.
+    """
     is_trained = any(weight.requires_grad for weight in model.parameters())
     if WORLD_SIZE > 1 or (is_trained and not hasattr(model, "peft_config")):
         source = f"--model {model.name_or_path} in 4 bits"
         raise ValueError(f"{source} needs --lora-rank above 0 and a single process")
     for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            # On a CPU its evaluation mode repacks the weights, for products without a gradient.
+        if hasattr(module, "compute_type_is_set"):
+            module.compute_dtype = torch.bfloat16 if use_bfloat16(device) else torch.float32
+            module.compute_type_is_set = True
+            # On a CPU evaluation mode repacks the weights, for products without a gradient.
             module.training = True
 
 
