@@ -10,7 +10,7 @@ import pytest
 from models import some_slow, some_wide
 from scripts import SCRIPTS
 
-from docs.exercises import add_bug
+from docs.exercises import add_bug, vote
 from docs.exercises.add_bug import EXERCISES, write_copy
 
 # --- the bugs -----------------------------------------------------------------------------------
@@ -74,3 +74,12 @@ def test_a_run_with_the_bug_shows_its_symptom(tmp_path, capsys):
         metrics_file = re.search(r"^metrics: (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
         last = json.loads(Path(metrics_file).read_text().splitlines()[-1])
         assert (last["eval/truncated_fraction"] > 0.8) == (way == "planted")
+
+
+# --- a vote -------------------------------------------------------------------------------------
+def test_a_vote_is_correct_where_the_answer_is_the_most_frequent_of_its_group():
+    answers = ["7", "3", "7", "5", "3", "3", "9", "7"]
+    assert vote.voted_and_found(answers, "7", 1) == (3 / 8, 3 / 8)
+    assert vote.voted_and_found(answers, "7", 4) == (1 / 2, 1)  # 7 3 7 5 and 3 3 9 7
+    assert vote.voted_and_found(answers, "7", 8) == (1, 1)  # three of each, and 7 came first
+    assert vote.voted_and_found(answers, "4", 4) == (0, 0)
