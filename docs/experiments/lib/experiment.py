@@ -19,6 +19,7 @@ from docs.experiments.lib.runs import Run, for_each_seed, runs_of
 from docs.experiments.lib.tables import rounded, spread
 
 RESULTS = Path("docs/results")
+CURVE_DIGITS = 4  # significant ones: a figure is drawn to a tenth of a point
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Experiment:
         for label, metric in self.kept_curves():
             if label in runs:
                 points = [[*run.values(metric).items()] for run in runs[label]]
-                curves.setdefault(label, {})[metric] = rounded(points)
+                curves.setdefault(label, {})[metric] = rounded(points, CURVE_DIGITS)
         return {"numbers": numbers, "curves": curves}
 
     def kept_metrics(self) -> list[tuple[str, Metric]]:
@@ -100,7 +101,7 @@ class Experiment:
                         label: kept[name].get(label, {}) | found
                         for label, found in results[name].items()
                     }
-            (RESULTS / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+            (RESULTS / f"{self.name}.json").write_text(as_json(results) + "\n")
         self.redraw()
 
     def redraw(self) -> None:
@@ -121,6 +122,17 @@ class Experiment:
         for name, table in self.tables.items():
             made[name] = table.make(results["numbers"], [*(self.commands or results["numbers"])])
         return made
+
+
+def as_json(value: object, margin: str = "\n") -> str:
+    """JSON: a metric is a line with its numbers of all runs; of curves each is a line."""
+    inner = f"{margin} "
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(name)}: {as_json(item, inner)}" for name, item in value.items()]
+        return "{" + inner + f",{inner}".join(entries) + margin + "}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        return "[" + inner + f",{inner}".join(map(json.dumps, value)) + margin + "]"
+    return json.dumps(value)
 
 
 def saved_results(name: str) -> dict:

@@ -38,13 +38,13 @@ def fixed(number: float, digits: int = 4) -> str:
     return text.lstrip("-") if float(text) == 0 else text
 
 
-def rounded(value: object) -> object:
-    """The same lists and dictionaries, with their numbers rounded to six significant digits."""
+def rounded(value: object, digits: int = 6) -> object:
+    """The same lists and dictionaries, with their numbers rounded to so many significant digits."""
     if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
+        return {name: rounded(item, digits) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 # --- pages -------------------------------------------------------------------------------------
