@@ -8,7 +8,6 @@ are made from them alone, so that headings and looks can be changed without new 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,11 @@ class Experiment:
         if self.measure_all:
             return {"numbers": self.measure_all()}
         commands = {label: self.commands.get(label, "") for label in labels or self.commands}
-        find_runs = self.find_runs or partial(runs_by_label, seeds=self.seeds)
-        runs = find_runs(commands)
+        if self.find_runs:
+            runs = self.find_runs(commands)
+        else:
+            by_command = runs_of(commands.values(), seeds=self.seeds)
+            runs = {label: by_command[command] for label, command in commands.items()}
         numbers = for_each_seed(self.measure_seed) if self.measure_seed and not labels else {}
         for label, metric in self.kept_metrics():
             if label in runs and metric.of_run:
@@ -142,14 +144,6 @@ def saved_results(name: str) -> dict:
 
 def saved_numbers(name: str, label: str, metric: str) -> list:
     return saved_results(name)["numbers"][label][metric]
-
-
-def runs_by_label(
-    commands: dict[str, str], seeds: tuple[int, ...] | None = None
-) -> dict[str, list[Run]]:
-    """By label, the runs of its command."""
-    runs = runs_of(commands.values(), seeds=seeds) if commands else {}
-    return {label: runs[command] for label, command in commands.items()}
 
 
 def variants(script: str, *flags: str) -> dict[str, str]:
