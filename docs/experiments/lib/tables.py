@@ -8,7 +8,7 @@ list has `rows` of one string each. What a terminal shows is a dictionary of `li
 import ast
 import re
 from difflib import SequenceMatcher
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from textwrap import dedent
@@ -21,9 +21,9 @@ LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 
 # --- cells -------------------------------------------------------------------------------------
-def spread(values: Sequence[float], digits: int, average: Callable = mean) -> str:
-    """The average (lowest-highest), or one number where they are the same."""
-    numbers = (average(values), min(values), max(values))
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean (lowest-highest), or one number where they are the same."""
+    numbers = (mean(values), min(values), max(values))
     middle, lowest, highest = (f"{number:,.{digits}f}" for number in numbers)
     if middle == lowest == highest:
         return middle
