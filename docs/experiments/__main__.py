@@ -17,7 +17,7 @@ from importlib import import_module
 
 import tyro
 
-PROGRAMS = ("memory", "speed", "gpu", "sampling")  # in cost/, with flags of their own
+PROGRAMS = ("memory", "speed", "sampling")  # in cost/, with flags of their own
 
 
 def main(

@@ -1,34 +1,25 @@
-"""Peak memory and time of log-probabilities over a large vocabulary, and of distill.py's divergence
-between all of them, forward and backward.
+"""Peak memory and time of log-probabilities over a large vocabulary, forward and backward.
 
-Each number comes from a process of its own. On a CPU it is the most resident memory that Linux has
-seen since the measurement began, less what was resident then; on a GPU what torch has allocated.
+Each number comes from a process of its own, and is the most resident memory that Linux has seen
+since the measurement began, less what was resident then.
 """
 
 from collections.abc import Callable
 from time import perf_counter
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.model import autocast
 from common.logprobs import completion_logprobs
-from distill import divergence_loss, states_and_head
-from docs.experiments.lib.measuring import (
-    DEVICE,
-    in_own_process,
-    peak,
-    random_llama,
-    reset_peak,
-)
+from docs.experiments.lib.measuring import in_own_process, peak, reset_peak
 
 VOCABULARY, HIDDEN, TOKENS = 151_936, 896, 2_048  # Qwen2.5-0.5B's head
 
 
 def plain_logprobs(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     """The usual lines: logits of all positions, log_softmax, gather."""
-    row = torch.tensor([ids], device=DEVICE)
-    with autocast(model.device):
-        logits = model(input_ids=row[:, :-1], use_cache=False).logits.float()
+    row = torch.tensor([ids])
+    logits = model(input_ids=row[:, :-1], use_cache=False).logits
     return torch.log_softmax(logits, dim=-1).gather(2, row[:, 1:, None])
 
 
@@ -36,17 +27,10 @@ def our_logprobs(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     return completion_logprobs(model, [(ids[:1], ids[1:])], [0])
 
 
-def reverse_kl(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """`--divergence reverse`, with the model as its own teacher."""
-    sequences, inds = [(ids[:1], ids[1:])], torch.arange(1)
-    states, head = states_and_head(model, sequences, inds)
-    return divergence_loss(model, sequences, inds, states, head, "reverse", beta=0.5)
-
-
 def measure_logprobs(logprobs: Callable) -> tuple[float, float]:
     """Extra bytes and seconds of log-probs, forward and backward, through the head of a model."""
     # Hardly a layer, and embeddings that are not trained: what is left to measure is the head.
-    model = random_llama(
+    config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         num_hidden_layers=1,
@@ -54,6 +38,8 @@ def measure_logprobs(logprobs: Callable) -> tuple[float, float]:
         num_attention_heads=14,
         max_position_embeddings=TOKENS + 1,
     )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.get_input_embeddings().requires_grad_(False)
     ids = torch.randint(VOCABULARY, (TOKENS + 1,)).tolist()
 
@@ -72,7 +58,6 @@ def measure_logprobs(logprobs: Callable) -> tuple[float, float]:
 def main() -> None:
     print(f"{TOKENS:,} tokens, vocabulary {VOCABULARY:,}, hidden {HIDDEN}, forward and backward")
     functions = {"log-softmax": plain_logprobs, "completion_logprobs": our_logprobs}
-    functions["--divergence reverse"] = reverse_kl
     for name, logprobs in functions.items():
         extra, seconds = in_own_process(measure_logprobs, logprobs)
         print(f"{name}: {extra / 1e6:,.0f} MB extra, {seconds:.1f} s", flush=True)

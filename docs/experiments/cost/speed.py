@@ -5,16 +5,15 @@
 
 FOLDER holds gsm8k/train.jsonl (`question`, `answer`) and gsm8k_solutions/train.jsonl (`prompt`, a
 right solution as `chosen`, a wrong one as `rejected`), both from
-github.com/openai/grade-school-math; or it is docs/real, with its sums and pairs.
+github.com/openai/grade-school-math.
 
 Both sides train the same checkpoint on the same rows with the same batch, micro-batch, lengths,
-optimiser and number of optimiser steps, in processes that take turns, on a CPU in float32. The
-clock is the same too: a hook after each step of torch's AdamW. Start-up, the first steps and
-evaluations lie outside. Memory is the highest of the whole process, libraries and evaluations
-included. Output: rows of a table in Markdown.
+optimiser and number of optimiser steps, in processes of their own, on a CPU in float32. The clock
+is the same too: a hook after each step of torch's AdamW. Start-up, the first steps and evaluations
+lie outside. Memory is the highest of the whole process, libraries and evaluations included. Output:
+rows of a table in Markdown.
 """
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,14 +24,8 @@ from typing import Any, Literal, NamedTuple
 import tyro
 from transformers import AutoTokenizer
 
-from docs.experiments.lib.measuring import (
-    in_own_process,
-    noted_steps,
-    peak,
-)
+from docs.experiments.lib.measuring import in_own_process, noted_steps, peak
 from docs.experiments.lib.runs import read_jsonl, write_jsonl
-from docs.experiments.lib.tables import spread
-
 
 # ChatML, which tells TRL what is an assistant's.
 CHAT_TEMPLATE = (
@@ -208,17 +201,15 @@ def main(
     works: tyro.conf.Positional[tuple[Literal["sft", "chats", "rm", "dpo", "grpo"], ...]],
     data: Path,
     model: Path,
-    repeats: int = 5,
     skipped: int = 4,
     steps: int = 4,
 ) -> None:
-    """Compare the speed and memory of works, which take turns.
+    """Compare the speed and memory of works.
 
     Args:
         works: which
         data: folder with the texts
         model: its folder
-        repeats: turns of each work and side
         skipped: optimiser steps before the clock starts, at least 1
         steps: optimiser steps measured
     """
@@ -227,24 +218,13 @@ def main(
         columns += [*(f"{side}, {quantity}" for side in SIDES), "ratio"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        links = {"policy": model}
-        if (data / "gsm8k").exists():
-            make_inputs(folder, data)
-        else:
-            links |= {"prompts": data / "sums", "sft": data / "sums", "preferences": data / "pairs"}
-        for name, path in links.items():
-            Path(folder, name).symlink_to(path.resolve())
+        make_inputs(folder, data)
+        Path(folder, "policy").symlink_to(model.resolve())
         all_works = works_in(folder)
-        runs = {(work, side): [] for work in works for side in SIDES}
-        for _ in range(repeats):
-            for work, side in runs:
-                turn = (side, all_works[work], skipped, steps)
-                runs[work, side].append(in_own_process(measure, *turn))
-    for work in works:
-        cells = [all_works[work].title]
-        for quantity in (0, 1):
-            values = [[run[quantity] for run in runs[work, side]] for side in SIDES]
-            cells += [spread(of_side, 0, statistics.median) for of_side in values]
-            ours, theirs = map(statistics.median, values)
-            cells.append(f"{theirs / ours:.1f}")
-        print(f"| {' | '.join(cells)} |")
+        for name in works:
+            work = all_works[name]
+            runs = [in_own_process(measure, side, work, skipped, steps) for side in SIDES]
+            cells = [work.title]
+            for ours, theirs in zip(*runs, strict=True):
+                cells += [f"{ours:,.0f}", f"{theirs:,.0f}", f"{theirs / ours:.1f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)

@@ -57,11 +57,9 @@ DARK = {  # by the colour on light pages
     GREEN: "#3fb950",
     "#00707a": "#39c5cf",
     "#4a5a78": "#a5b4d4",
-    "#8c3b2e": "#f0997b",
     "#7a3fc0": "#bc8cff",
     "#0b62c4": "#58a6ff",
     "#b84a00": "#ff9b50",
-    "#a3286a": "#f287bf",
     "#8a6100": "#d9b23c",
 }
 

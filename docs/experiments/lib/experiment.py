@@ -8,7 +8,6 @@ are made from them alone, so that headings and looks can be changed without new 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from docs.experiments.lib.runs import Run, for_each_seed, runs_of
 from docs.experiments.lib.tables import rounded, spread
 
 RESULTS = Path("docs/results")
+CURVE_DIGITS = 4  # significant ones: a figure is drawn to a tenth of a point
 
 
 @dataclass
@@ -64,8 +64,11 @@ class Experiment:
         if self.measure_all:
             return {"numbers": self.measure_all()}
         commands = {label: self.commands.get(label, "") for label in labels or self.commands}
-        find_runs = self.find_runs or partial(runs_by_label, seeds=self.seeds)
-        runs = find_runs(commands)
+        if self.find_runs:
+            runs = self.find_runs(commands)
+        else:
+            by_command = runs_of(commands.values(), seeds=self.seeds)
+            runs = {label: by_command[command] for label, command in commands.items()}
         numbers = for_each_seed(self.measure_seed) if self.measure_seed and not labels else {}
         for label, metric in self.kept_metrics():
             if label in runs and metric.of_run:
@@ -75,7 +78,7 @@ class Experiment:
         for label, metric in self.kept_curves():
             if label in runs:
                 points = [[*run.values(metric).items()] for run in runs[label]]
-                curves.setdefault(label, {})[metric] = rounded(points)
+                curves.setdefault(label, {})[metric] = rounded(points, CURVE_DIGITS)
         return {"numbers": numbers, "curves": curves}
 
     def kept_metrics(self) -> list[tuple[str, Metric]]:
@@ -100,7 +103,7 @@ class Experiment:
                         label: kept[name].get(label, {}) | found
                         for label, found in results[name].items()
                     }
-            (RESULTS / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+            (RESULTS / f"{self.name}.json").write_text(as_json(results) + "\n")
         self.redraw()
 
     def redraw(self) -> None:
@@ -123,6 +126,17 @@ class Experiment:
         return made
 
 
+def as_json(value: object, margin: str = "\n") -> str:
+    """JSON: a metric is a line with its numbers of all runs; of curves each is a line."""
+    inner = f"{margin} "
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(name)}: {as_json(item, inner)}" for name, item in value.items()]
+        return "{" + inner + f",{inner}".join(entries) + margin + "}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        return "[" + inner + f",{inner}".join(map(json.dumps, value)) + margin + "]"
+    return json.dumps(value)
+
+
 def saved_results(name: str) -> dict:
     """What docs/results/NAME.json holds."""
     return json.loads((RESULTS / f"{name}.json").read_text())
@@ -130,14 +144,6 @@ def saved_results(name: str) -> dict:
 
 def saved_numbers(name: str, label: str, metric: str) -> list:
     return saved_results(name)["numbers"][label][metric]
-
-
-def runs_by_label(
-    commands: dict[str, str], seeds: tuple[int, ...] | None = None
-) -> dict[str, list[Run]]:
-    """By label, the runs of its command."""
-    runs = runs_of(commands.values(), seeds=seeds) if commands else {}
-    return {label: runs[command] for label, command in commands.items()}
 
 
 def variants(script: str, *flags: str) -> dict[str, str]:

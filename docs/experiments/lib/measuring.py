@@ -10,18 +10,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
 )
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 
 
 def quietly(function: Callable, *arguments: Any) -> Any:
@@ -61,31 +56,16 @@ def resident(name: str) -> int:
 
 def reset_peak() -> int:
     """Bytes in use now; peaks are counted from here."""
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
 
 def peak() -> int:
     """The most bytes in use since `reset_peak`."""
-    if CUDA:
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
     return resident("VmHWM")
 
 
 # --- models ------------------------------------------------------------------------------------
-def random_llama(
-    dtype: torch.dtype = torch.float32, device: str = DEVICE, **sizes: Any
-) -> torch.nn.Module:
-    """A Llama in eval mode, as the scripts have it; the same in each call."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).eval()
-
-
 def large_models(script: Any, folder: Path, sizes: dict[str, int]) -> dict[str, str]:
     """Flags that put random models, made in the folder, in the place of tiny ones."""
     flags = {}

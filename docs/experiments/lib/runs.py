@@ -108,13 +108,11 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
     """The run of a command with a seed, made on one thread if there is none yet.
 
     A command may name the model of another run with the same seed: `{command of that run}`. With
-    `root` the script is that of another folder. A run that stops with an error is kept with its
-    message in error.txt if the error is that of a gradient norm.
+    `root` the script is that of another folder.
     """
     output_dir = RUNS / f"{command.partition('.py')[0]}_{key_of(command, seed, root)}"
-    for pattern in ("*/model.safetensors", "*/error.txt"):
-        for file in output_dir.glob(pattern):
-            return Run(file.parent)
+    for file in output_dir.glob("*/model.safetensors"):
+        return Run(file.parent)
     shutil.rmtree(output_dir, ignore_errors=True)  # a run that was interrupted
 
     def folder_of(other: re.Match) -> str:
@@ -129,12 +127,9 @@ def run_of(command: str, seed: int, root: Path = Path()) -> Run:
         capture_output=True,
         text=True,
     )
-    error = process.stderr.strip().splitlines()[-1:]
-    if process.returncode != 0 and "gradient norm" not in "".join(error):
+    if process.returncode != 0:
         raise RuntimeError(f"python {' '.join(arguments)} failed:\n{process.stderr[-3000:]}")
     (folder,) = output_dir.iterdir()
-    if process.returncode != 0:
-        (folder / "error.txt").write_text(error[0])
     print(f"    {command} --seed {seed}", flush=True)
     return Run(folder)
 

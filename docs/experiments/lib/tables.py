@@ -8,7 +8,7 @@ list has `rows` of one string each. What a terminal shows is a dictionary of `li
 import ast
 import re
 from difflib import SequenceMatcher
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from textwrap import dedent
@@ -21,9 +21,9 @@ LINE_LINK = re.compile(r"(\[`(\w+)`\]\(([\w./]+\.py)#L)(\d+)\)")
 
 
 # --- cells -------------------------------------------------------------------------------------
-def spread(values: Sequence[float], digits: int, average: Callable = mean) -> str:
-    """The average (lowest-highest), or one number where they are the same."""
-    numbers = (average(values), min(values), max(values))
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean (lowest-highest), or one number where they are the same."""
+    numbers = (mean(values), min(values), max(values))
     middle, lowest, highest = (f"{number:,.{digits}f}" for number in numbers)
     if middle == lowest == highest:
         return middle
@@ -38,13 +38,13 @@ def fixed(number: float, digits: int = 4) -> str:
     return text.lstrip("-") if float(text) == 0 else text
 
 
-def rounded(value: object) -> object:
-    """The same lists and dictionaries, with their numbers rounded to six significant digits."""
+def rounded(value: object, digits: int = 6) -> object:
+    """The same lists and dictionaries, with their numbers rounded to so many significant digits."""
     if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
+        return {name: rounded(item, digits) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 # --- pages -------------------------------------------------------------------------------------
