@@ -41,8 +41,8 @@ REVIEW_COLUMNS = {  # of the runs on the reviews that have a reference
     "grammatical": (GRAMMATICAL, 2),
     "tokens": (TOKENS, 1),
 }
-# The entropy of the demonstrations. Which of the two forms: ln 2 = 0.69 nats. Which digit is
-# guessed in an answer at once: ln 10 = 2.30. Whether and how each of five digits of the working is
+# The loss of a model that can only guess. Which of the two forms: ln 2 = 0.69 nats. Which digit is
+# an immediate answer: ln 10 = 2.30. Whether and how each of five digits of the working is
 # wrong: 2.72. So 0.69 + (2.30 + 2.72) / 2 = 3.21 for 7.5 tokens on average.
 LOWEST_SFT_LOSS = 0.43
 
@@ -95,7 +95,7 @@ EXPERIMENTS = (
             "sft": default_run(
                 "SFT",
                 "eval/loss",
-                "The loss ends near the data's entropy",
+                "The loss ends near that of a model that guesses",
                 "held-out loss, nats per token",
                 xlabel="optimiser step",
                 limits=(0, None),
