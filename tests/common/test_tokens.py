@@ -14,11 +14,12 @@ from encoded import encode_pair
 from tokenizers.processors import TemplateProcessing
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 
 from common.rows import encode_rows
 from common.tokens import UnusableRow, encode, encode_completions
-from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row
+from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row, template_words
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -139,9 +140,14 @@ def test_a_text_that_cannot_be_read(text, error, tokenizer):
         encode(tokenizer, text)
 
 
-def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
+def test_a_completion_in_a_role_that_the_template_does_not_know(tokenizer):
+    """Though it writes what any role says."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[:0] + m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="knows no role 'gpt'"):
-        encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
+        encode_pair(tokenizer, QUESTION, [message("gpt", "3")], [2])
+    tokenizer.chat_template += "{# gpt #}"
+    template_words.cache_clear()
+    encode(tokenizer, [*QUESTION, message("gpt", "3")])
 
 
 @pytest.mark.parametrize("turn", [0, 1])
@@ -157,6 +163,8 @@ def test_a_special_token_that_a_message_spells_out(turn, tokenizer):
 def test_a_prompt_that_goes_without_the_chat_template_is_warned_of(tokenizer):
     with pytest.warns(UserWarning, match="--chat: without it string prompts get no chat template"):
         encode_pair(tokenizer, "5+6=", "11", [2])
+    with pytest.warns(UserWarning, match="--dataset: a completion begins with its whole prompt"):
+        encode_pair(tokenizer, "5+6=", "5+6=11", [2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encode_pair(tokenizer, "5+6=<pad>", "11", [2])  # a rendered template
@@ -259,6 +267,9 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
     with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
         load_tokenizer(str(tmp_path), '{"thin": true}')
+    for value in ('"false"', '"True"'):
+        with pytest.raises(ValueError, match="--chat-template-kwargs: true and false without quo"):
+            load_tokenizer(str(tmp_path), f'{{"think": {value}}}')
 
 
 def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, tokenizer):
@@ -378,12 +389,16 @@ def test_rows_that_are_left_are_reported(tokenizer, capsys):
         load(tokenizer, [{"text": [message(role, "5")]} for role in ("user", None)])
 
 
-def test_a_checksum_sees_what_has_changed(tokenizer):
+def test_a_checksum_sees_what_has_changed(tokenizer, tmp_path):
     rows = [dict(text="1+2=", label=1), dict(text="1+3=", label=2)]
     changed = [rows, rows[::-1], rows[:1], [rows[0], rows[1] | dict(label=1)]]
     changed += [[rows[0], rows[1] | dict(text="1+3")]]
     sums = [load(tokenizer, rows).checksum() for rows in (rows, *changed)]
-    assert sums[0] == sums[1] and len({*sums}) == len(changed)
+    assert sums[0] == sums[1] == load(tokenizer, rows).checksum(None, "some/name")
+    for value in (1, 2):  # and weights
+        save_file({"weight": torch.tensor([value])}, tmp_path / "model.safetensors")
+        sums.append(load(tokenizer, rows).checksum(None, str(tmp_path)))
+    assert len({*sums}) == len(changed) + 2
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -62,6 +62,8 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
         assert [sample["step"] for sample in samples] == [0] * 5 + [3] * 5 + [4] * 5
         assert not any("<" in sample["completion"] for sample in samples)  # nor <eos>
     kind.from_pretrained(run_dir)
+    config = json.loads((run_dir / "config.json").read_text())  # for older programs too
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
     # The console: what is trained on what, evaluations, how to resume, and the model's folder.
     printed = capsys.readouterr().out
