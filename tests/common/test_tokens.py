@@ -29,8 +29,7 @@ CHAT = (
 
 
 @pytest.fixture
-def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+def tokenizer(tokenizer):
     tokenizer.chat_template = CHAT
     tokenizer.add_tokens(["<think>", "</think>", '"', "\\", " "])  # what these texts have
     return tokenizer

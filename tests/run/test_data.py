@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from runs import write_splits
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -28,13 +29,6 @@ POLICY = "tiny/arithmetic/policy"
 CPU = torch.device("cpu")
 
 
-def write_dataset(folder, rows):
-    folder.mkdir(exist_ok=True)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
-
-
 def row_of(prompt, completion, **columns):
     """A row that every script can use."""
     row = dict(prompt=prompt, completion=completion, label=True, answer="3")
@@ -44,7 +38,7 @@ def row_of(prompt, completion, **columns):
 def load(name, rows, tmp_path, tokenizer, **flags):
     """The split of these rows by the loader of a script."""
     script, more = SPECS[name].module, [[2]] if SPECS[name].kind == "rows" else []
-    args = script.Args(dataset=write_dataset(tmp_path / "data", rows), **flags)
+    args = script.Args(dataset=write_splits(tmp_path / "data", rows), **flags)
     return getattr(script, SPECS[name].loader)(args, "train", tokenizer, *more)
 
 
@@ -66,11 +60,6 @@ def save(folder, tokenizer, without=None):
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY)
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -162,7 +151,7 @@ def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch
 # --- rows ---------------------------------------------------------------------------------------
 @EACH_LOADER
 def test_a_column_that_is_not_there(name, tmp_path):
-    data = write_dataset(tmp_path / "data", [{"question": "1+2=", "reply": "#3"}])
+    data = write_splits(tmp_path / "data", [{"question": "1+2=", "reply": "#3"}])
     message = r"no column .* in --dataset: it has \['question', 'reply'\]"
     fails(name, tmp_path, ValueError, message, dataset=data)
 
@@ -171,7 +160,7 @@ def test_a_column_that_is_not_there(name, tmp_path):
 def test_a_column_that_was_typed_must_be_there(column, tmp_path):
     """Another one, or the beginning of two conversations, is not taken instead."""
     name = {"chosen": "dpo", "margin": "rm_bradley_terry", "answer": "grpo"}.get(column, "kto")
-    data = write_dataset(tmp_path / "data", [row_of("1+2=", "#3")])
+    data = write_splits(tmp_path / "data", [row_of("1+2=", "#3")])
     flags = {"dataset": data, f"{column}_column": "typo"}
     fails(name, tmp_path, ValueError, "no column .*typo", **flags)
 
@@ -401,7 +390,7 @@ def test_of_two_files_of_a_split_none_is_taken(tmp_path):
 
 def test_rows_that_look_like_an_agents_log_are_rows(tmp_path):
     row = dict(id="1", source="a", model="b", system_prompt="c", messages=TURNS)
-    data = write_dataset(tmp_path, [row])
+    data = write_splits(tmp_path, [row])
     assert load_rows(data, None, "train", set())[0] == row
     assert load_rows(f"{data}/train.jsonl", None, "train", set())[0] == row
 

@@ -20,11 +20,6 @@ from grpo_tools import encode_reply, text_ids
 POLICY = "tiny/arithmetic/policy"
 
 
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY)
-
-
 # --- files ----------------------------------------------------------------------------------------
 FILES = {
     "cut.jsonl": ('{"prompt": "1"}\n{"prompt": "2"', "line 2: Expecting"),

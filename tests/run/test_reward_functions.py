@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import grpo
 from common.rows import load_function
@@ -69,11 +68,6 @@ def test_last_number_refuses_answers_that_are_not_one_number(answer):
     message = "last_number, the default --reward-fn, reads answers that are one number"
     with pytest.raises(ValueError, match=message):
         last_number(["?"], ["5"], [answer])
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(grpo.Args.model)
 
 
 @pytest.fixture
