@@ -1,7 +1,6 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
 import json
-import re
 import warnings
 from collections import Counter
 from os.path import commonprefix
@@ -82,22 +81,18 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of
 
 
 @pytest.mark.parametrize(
-    ("end", "expected"),
+    ("template", "expected"),
     [
-        ("<bos><pad>", [2, 1]),  # the first special token after the assistant's turn
-        ("3<pad>", [2, 0]),  # a digit before it is none
-        ("", [2]),
+        (CHAT.replace("<eos>", "<bos><pad>"), [2, 1]),  # the first special token after the turn
+        (CHAT.replace("<eos>", "3<pad>"), [2, 0]),  # a digit before it is none
+        (CHAT.replace("<eos>", ""), [2]),
+        # It reads parts alone, and writes nothing of a string: what comes "after" is not the end.
+        ("<bos>{% for m in messages %}{% endfor %}1+", [2]),
     ],
 )
-def test_a_templates_end_of_an_assistants_turn_is_a_stop_id(end, expected, tokenizer):
-    tokenizer.chat_template = CHAT.replace("<eos>", end)
+def test_a_templates_end_of_an_assistants_turn_is_a_stop_id(template, expected, tokenizer):
+    tokenizer.chat_template = template
     assert find_stop_ids("no/such/folder", tokenizer) == expected
-
-
-def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer):
-    """Nothing is written of a string: what comes "after" it is not the whole text."""
-    tokenizer.chat_template = "<bos>{% for m in messages %}{% endfor %}1+"
-    assert find_stop_ids("no/such/folder", tokenizer) == [tokenizer.eos_token_id]
 
 
 # --- chat messages --------------------------------------------------------------------------------
@@ -315,6 +310,7 @@ def test_an_empty_prompt_or_completion_makes_a_row_unusable(prompt, completion, 
     [
         (CHAT, [message("assistant", "#"), message("assistant", "11")], "several messages"),
         (CHAT, [message("user", "11")], "is not an assistant's turn"),
+        (CHAT, [dict(message("assistant", None), tool_calls=[1])], "a tool call instead of a text"),
         # What is left would be EOS alone: training would teach to answer nothing.
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}",
@@ -335,25 +331,6 @@ def test_a_completion_that_makes_a_row_unusable(template, completion, error, tok
     tokenizer.chat_template = template
     with pytest.raises(UnusableRow, match=error):
         encode_pair(tokenizer, QUESTION, completion, [2])
-
-
-@pytest.mark.parametrize(
-    ("completion", "error"),
-    [
-        (dict(message("assistant", None), tool_calls=[{"name": "add"}]), "a tool call instead of"),
-        (None, re.escape(EMPTY)),
-        ("1<eos>1", "goes on after a stop id"),
-    ],
-)
-def test_what_a_reason_says(completion, error, tokenizer):
-    prompt = QUESTION
-    if isinstance(completion, dict):
-        completion = [completion]
-    elif completion:
-        prompt = "5+6="
-        assert encode_pair(tokenizer, prompt, "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
-    with pytest.raises(UnusableRow, match=error):
-        encode_pair(tokenizer, prompt, completion, [2])
 
 
 def load(tokenizer, rows):
