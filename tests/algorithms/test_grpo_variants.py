@@ -1,5 +1,5 @@
-"""What grpo_variants.py has beside grpo.py, against derivations of its own; and that with default
-flags the two are one.
+"""What grpo_variants.py has beside grpo.py, against derivations of its own; that with default flags
+the two are one; and whole rollouts of both.
 """
 
 import math
@@ -337,7 +337,7 @@ def test_without_a_completion_that_ended_there_is_no_step(tmp_path, monkeypatch)
     assert row["policy/grad_norm"] == row["objective/loss"] == 0
 
 
-# Each with all that belongs to it. Of grpo.py too, whose rollouts are those of the same functions.
+# Each with all that belongs to it. Runs of grpo.py are held against the functions of the other.
 WHOLE = [
     (grpo, dict(scale_rewards="none", loss_norm="token", temperature=1.3, clip_coef_high=0.05)),
     (grpo, dict(loss_norm="constant", max_new_tokens=8)),
