@@ -267,6 +267,7 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
 
 
 def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, tokenizer):
+    assert encode_pair(tokenizer, "5+6=", "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
     for eos, expected in (("<eos>", [2, 9]), (None, [9, 2])):  # 2 by the template
         tokenizer.eos_token = eos
         GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
