@@ -10,6 +10,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what a GPU is asked to do is simulate
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 pytest.register_assert_rewrite("reviews", "runs", "by_hand")  # or they would not say what failed
 
@@ -28,3 +29,8 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup():
     """Default flags name folders relative to the root of the repository."""
     os.chdir(ROOT)
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained("tiny/arithmetic/policy")

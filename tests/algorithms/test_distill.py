@@ -49,12 +49,15 @@ def token_logprobs(tables, completion):
     return torch.stack([*found, *[torch.zeros(()).double()] * (3 - len(found))])
 
 
-def expected_estimate(discount):
+TEACHER = 3 * [table(2)[1].detach()]
+
+
+def expected_estimate(discount, teacher=TEACHER):
     """E of the gradient of -distillation_loss over all completions."""
-    (logits, policy), (_, teacher) = table(1), table(2)
+    logits, policy = table(1)
     mean = torch.zeros_like(logits)
     for y in COMPLETIONS:
-        logprobs, teacher_logprobs = (token_logprobs(3 * [p], y)[None] for p in (policy, teacher))
+        logprobs, teacher_logprobs = (token_logprobs(p, y)[None] for p in (3 * [policy], teacher))
         advantages = discounted_sums((teacher_logprobs - logprobs).detach(), discount)
         loss = distillation_loss(logprobs, advantages, num_completions=1)
         (gradient,) = torch.autograd.grad(-loss, logits, retain_graph=True)
@@ -72,33 +75,22 @@ def next_token_kl(tables, t):
     return total
 
 
-def test_discount_1_is_the_gradient_of_the_kl_over_completions():
-    (logits, policy), (_, teacher) = table(1), table(2)
-    kl = 0.0
+@pytest.mark.parametrize("hint", [False, True])
+def test_discount_1_is_the_gradient_of_the_kl_over_completions(hint):
+    """To a teacher, or to one's start that reads a hint: another token before the first, with which
+    pi_0 is another row of the same table.
+    """
+    logits, policy = table(1)
+    teacher, kl = TEACHER, 0.0
+    if hint:
+        start = policy.detach()
+        teacher = [start.roll(1, dims=0), start, start]  # row 0 is that of token 2
     for y in COMPLETIONS:
-        log_pi, log_teacher = (token_logprobs(3 * [p], y).sum() for p in (policy, teacher))
+        log_pi, log_teacher = (token_logprobs(p, y).sum() for p in (3 * [policy], teacher))
         kl = kl + log_pi.exp() * (log_pi - log_teacher)
     (exact,) = torch.autograd.grad(-kl, logits)
-    assert exact.abs().max() > 0.1
-    torch.testing.assert_close(expected_estimate(1.0), exact)
-
-
-def test_discount_1_with_a_hint_is_the_gradient_of_the_kl_to_ones_start_that_reads_it():
-    """The hint is another token before the first: pi_0(. | hint) is a row of the same table."""
-    logits, policy = table(1)
-    start = policy.detach()
-    hinted = [start.roll(1, dims=0), start, start]  # row 0 is that of token 2
-    kl, mean = 0.0, torch.zeros_like(logits)
-    for y in COMPLETIONS:
-        log_pi, log_hinted = token_logprobs(3 * [policy], y), token_logprobs(hinted, y)
-        kl = kl + log_pi.sum().exp() * (log_pi.sum() - log_hinted.sum())
-        advantages = discounted_sums((log_hinted - log_pi).detach()[None], 1.0)
-        loss = distillation_loss(log_pi[None], advantages, num_completions=1)
-        (gradient,) = torch.autograd.grad(-loss, logits, retain_graph=True)
-        mean += log_pi.sum().exp().detach() * gradient
-    (exact,) = torch.autograd.grad(-kl, logits)
-    assert exact.abs().max() > 0.1  # it pulls although policy and start are one
-    torch.testing.assert_close(mean, exact)
+    assert exact.abs().max() > 0.1  # a hint pulls although policy and start are one
+    torch.testing.assert_close(expected_estimate(1.0, teacher), exact)
 
 
 def test_discount_0_is_that_of_the_next_tokens_kl_with_the_prefix_held_fixed():
@@ -142,13 +134,28 @@ def hints_by_prompt():
     return {tuple(encode(row["prompt"]).input_ids): encode(row["answer"]).input_ids for row in rows}
 
 
-@pytest.mark.parametrize(("discount", "hint"), [(0.0, False), (0.5, False), (0.0, True)])
-def test_each_step_is_that_of_plain_transformers(discount, hint, tmp_path, monkeypatch):
+HINT = dict(teacher_prompt_column="answer")
+ADAPTERS = HINT | dict(lora_rank=2, learning_rate=1e-2)  # the policy without them reads the hint
+
+
+def student_and_teacher(teacher_prompt_column=None, lora_rank=0, **flags):
+    """Models as a run with these flags has them, and the student's weights that are trained."""
+    student = plain_model(Args.model)
+    add_adapters(student, lora_rank, seed=1)
+    teacher = plain_model(Args.model if teacher_prompt_column else Args().teacher)
+    return student, teacher, [weight for weight in student.parameters() if weight.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("discount", "flags"), [(0.0, {}), (0.5, {}), (0.0, HINT), (0.0, ADAPTERS)]
+)
+def test_each_step_is_that_of_plain_transformers(discount, flags, tmp_path, monkeypatch):
     """In micro-batches of 4 and 2, without a rest of the step before; the teacher never moves."""
     sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
-    flags = dict(teacher_prompt_column="answer") if hint else {}
+    loaded, hint = spy_on(monkeypatch, "load_model"), flags != {}
     run_dir = run(tmp_path, total_rollouts=2, discount=discount, max_grad_norm=3.0, **flags)
-    policy, teacher = plain_model(Args.model), plain_model(Args.model if hint else Args().teacher)
+    assert len(loaded) == (1 if flags == ADAPTERS else 2)
+    policy, teacher, trained = student_and_teacher(**flags)
     rows, rollouts = metrics_of(run_dir), read(run_dir / "rollouts.jsonl")
     hints = hints_by_prompt()
 
@@ -171,7 +178,7 @@ def test_each_step_is_that_of_plain_transformers(discount, hint, tmp_path, monke
         for row, expected in zip(rollouts[step - 1]["completions"], advantages[:4], strict=True):
             assert row["advantage"] == pytest.approx([*map(float, expected)], abs=1e-3)
         assert clipped_to == 3.0 and max(g.abs().max() for g in gradient) > 0.01
-        for found, parameter in zip(gradient, policy.parameters(), strict=True):
+        for found, parameter in zip(gradient, trained, strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
         assert rows[step]["objective/kl"] == pytest.approx(kl, rel=1e-4)
         cut_off = sum(completion[-1] != 2 for completion in completions) / 6
@@ -186,21 +193,6 @@ def test_each_step_is_that_of_plain_transformers(discount, hint, tmp_path, monke
         assert sample["reward"] == pytest.approx(totals[-1], rel=1e-4, abs=1e-5)
         assert sample["length"] == len(completion)
     assert rows[-1]["eval/kl"] == pytest.approx(-sum(totals) / 4, rel=1e-4)
-
-
-def test_with_adapters_the_policy_without_them_reads_the_hint(tmp_path, monkeypatch):
-    """One model is loaded; the last evaluation is of the run's model, merged, and of the start."""
-    loaded, sampled = spy_on(monkeypatch, "load_model"), spy_on(monkeypatch, "generate")
-    flags = dict(teacher_prompt_column="answer", lora_rank=2, learning_rate=1e-2)
-    run_dir = run(tmp_path, total_rollouts=3, **flags)
-    assert len(loaded) == 1
-    policy, teacher, hints = plain_model(run_dir), plain_model(Args.model), hints_by_prompt()
-    ((_, prompts, *_), (completions, _)), kl = sampled[-1], 0.0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        kl += plain_logprobs(policy, prompt, completion)[0].sum().item() / 4
-        kl -= plain_logprobs(teacher, hints[tuple(prompt)], completion)[0].sum().item() / 4
-    last = metrics_of(run_dir)[-1]
-    assert last["eval/kl"] == pytest.approx(kl, rel=1e-3) and kl > 0.1
 
 
 def test_what_ends_the_teachers_completions_ends_the_students(tmp_path, monkeypatch):
@@ -248,18 +240,6 @@ def test_divergences_and_their_gradients_are_sums_by_hand(kind, beta):
         assert found[row].item() == pytest.approx(value, rel=1e-8)
         assert gradient[row].tolist() == pytest.approx(slopes, rel=1e-8)
     assert found.max() > 0.05 and divergence(policy, policy, kind, beta).abs().max() < 1e-12
-
-
-def test_reverse_is_the_mean_of_the_sampled_estimate():
-    """Over all completions: the gradients of the sampled tokens' losses."""
-    logits, policy = table(1)
-    divergences = divergence(policy, table(2)[1].detach(), "reverse", 0.5)  # (3,) by token before
-    mean = 0.0
-    for y in COMPLETIONS:
-        probability = token_logprobs(3 * [policy], y).sum().exp().detach()
-        mean = mean + probability * divergences[[0, *y][: len(y)]].sum()
-    (exact,) = torch.autograd.grad(-mean, logits)
-    torch.testing.assert_close(expected_estimate(0.0), exact)
 
 
 @every_kind
@@ -359,23 +339,28 @@ def test_on_a_gpu_products_are_rounded_and_gradients_of_chunks_are_summed_in_flo
 
 
 @every_kind
-@pytest.mark.parametrize("hint", some_wide([False, True], fast=[True]))
+@pytest.mark.parametrize("case", some_wide(["plain", "hint", "adapters"], ["hint", "adapters"]))
 def test_each_step_over_the_vocabulary_is_that_of_plain_transformers(
-    kind, beta, hint, tmp_path, monkeypatch
+    kind, beta, case, tmp_path, monkeypatch
 ):
+    """With adapters also layers that are computed once more."""
     sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
-    flags = dict(teacher_prompt_column="answer") if hint else {}
-    run(tmp_path, total_rollouts=2, divergence=kind, jsd_beta=beta, max_grad_norm=3.0, **flags)
-    policy, teacher = plain_model(Args.model), plain_model(Args.model if hint else Args().teacher)
-    hints = hints_by_prompt()
+    losses, hints = spy_on(monkeypatch, "divergence_loss"), hints_by_prompt()
+    cases = {"plain": {}, "hint": HINT, "adapters": ADAPTERS | dict(activation_checkpointing=True)}
+    flags = cases[case] | dict(divergence=kind, jsd_beta=beta)
+    run(tmp_path, total_rollouts=3, max_grad_norm=3.0, **flags)
+    policy, teacher, trained = student_and_teacher(**flags)
     for step, (weights, gradient, _) in enumerate(steps, start=1):
         set_weights(policy, weights)
         (_, prompts, *_), (completions, _) = sampled[step]
         sequences = list(zip(prompts, completions, strict=True))
-        of_teacher = [(hints[tuple(x)] if hint else x, y) for x, y in sequences]
-        (plain_divergence(policy, teacher, sequences, of_teacher, kind, beta) / 6).backward()
+        of_teacher = [(x if case == "plain" else hints[tuple(x)], y) for x, y in sequences]
+        loss = plain_divergence(policy, teacher, sequences, of_teacher, kind, beta) / 6
+        found = sum(part.item() for _, part in losses[2 * step - 2 : 2 * step])  # micro-batches
+        assert found == pytest.approx(loss.item(), rel=1e-4)
+        loss.backward()
         assert max(g.abs().max() for g in gradient) > 0.005
-        for found, parameter in zip(gradient, policy.parameters(), strict=True):
+        for found, parameter in zip(gradient, trained, strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
@@ -393,26 +378,3 @@ def test_many_chunks_of_a_trained_head_in_bfloat16_add_up(monkeypatch):
         chunked_divergence(policy, teacher, [sequences] * 2, [0], "reverse", 0.5).backward()
         found.append(head.grad.float())
     assert (found[0] - found[1]).norm() < 0.004 * found[1].norm()
-
-
-def test_with_adapters_the_teacher_is_the_policy_without_them(tmp_path, monkeypatch):
-    """With layers that are computed once more. The gradient of a later step, by the adapters."""
-    sampled, steps = spy_on(monkeypatch, "generate"), watch_steps(monkeypatch)
-    losses = spy_on(monkeypatch, "divergence_loss")
-    flags = dict(teacher_prompt_column="answer", lora_rank=2, divergence="forward")
-    flags |= dict(total_rollouts=3, activation_checkpointing=True, learning_rate=1e-2)
-    run(tmp_path, **flags)
-    (_, prompts, *_), (completions, _) = sampled[3]  # the last step's
-    found = sum(loss.item() for _, loss in losses[-2:])  # two micro-batches
-    policy, teacher, hints = plain_model(Args.model), plain_model(Args.model), hints_by_prompt()
-    add_adapters(policy, 2, seed=1)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    for parameter, weight in zip(trained, steps[-1][0], strict=True):
-        parameter.data.copy_(weight)
-    sequences = list(zip(prompts, completions, strict=True))
-    of_teacher = [(hints[tuple(x)], y) for x, y in sequences]
-    loss = plain_divergence(policy, teacher, sequences, of_teacher, "forward", 0.5) / 6
-    assert found == pytest.approx(loss.item(), rel=1e-4)
-    loss.backward()
-    for gradient, parameter in zip(steps[-1][1], trained, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)

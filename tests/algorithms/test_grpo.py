@@ -1,7 +1,8 @@
-"""The mathematics of grpo.py against derivations of its own, and the wiring of a real run."""
+"""The mathematics of grpo.py against derivations of its own, and the wiring of a real run. Whole
+rollouts, and what is computed of them: test_grpo_variants.py.
+"""
 
 import math
-from collections import defaultdict
 from fractions import Fraction
 from functools import partial
 from statistics import mean, stdev
@@ -10,19 +11,15 @@ import algorithms
 import pytest
 import spies
 import torch
-from algorithms import assert_same_gradient, set_weights
 from plain import plain_logprobs
-from reviews import EOS, plain_model
+from reviews import plain_model
 from scripts import REVIEWS
-from spies import watch_steps
 
 import common.logprobs
 import grpo
-from grpo import Args, group_advantages, grpo_loss, k3_kl, token_weights
-from runs import metrics_of
+from grpo import group_advantages, grpo_loss, k3_kl, token_weights
 
 POLICY = "tiny/arithmetic/policy"
-LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
 # Groups of four completions of four prompts, and one step on them.
 run = partial(algorithms.run, "grpo", train_split="train[:64]")
 spy_on = partial(spies.spy_on, grpo)
@@ -184,107 +181,6 @@ def test_token_weights_by_hand():
 
 
 # --- the loop -----------------------------------------------------------------------------------
-BREVITY = """
-def brevity(completions, **columns):
-    return [-len(completion) for completion in completions]
-"""
-
-
-@pytest.fixture
-def two_rewards(tmp_path):
-    (tmp_path / "brevity.py").write_text(BREVITY)
-    rewards = [LAST_NUMBER, f"{tmp_path}/brevity.py:brevity"]
-    return dict(reward_fn=rewards, reward_weights=[2.0, 0.5])
-
-
-# Each with all that belongs to it.
-WHOLE = [
-    dict(scale_rewards="none", loss_norm="token", temperature=1.3, clip_coef_high=0.05),
-    dict(loss_norm="constant", max_new_tokens=8),
-    dict(),
-]
-
-
-@pytest.mark.parametrize("flags", WHOLE)
-def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time(
-    flags, two_rewards, tmp_path, monkeypatch
-):
-    """The second rollout, of a policy that has left the reference: two passes of two steps."""
-    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
-    batched, steps = spy_by_name(monkeypatch, "micro_batches"), watch_steps(monkeypatch)
-    fixed = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, clip_coef=0.02)
-    flags = fixed | dict(beta=0.3, learning_rate=1e-3) | two_rewards | flags
-    row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
-    args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
-    (arguments, (completions, _)), steps = sampled[2], steps[4:]  # after a rollout
-    sequences = [*zip(arguments[1], completions, strict=True)]
-    lengths = torch.tensor([*map(len, completions)])
-    cut_off = torch.tensor([completion[-1] != EOS for completion in completions])
-
-    set_weights(policy, steps[0][0])
-    old, refs = [], []
-    with torch.no_grad():
-        for sequence in sequences:
-            old.append(plain_logprobs(policy, *sequence, args.temperature)[0])
-            refs.append(plain_logprobs(reference, *sequence, args.temperature)[0])
-    k1 = torch.stack([(a - b).sum() for a, b in zip(old, refs, strict=True)])
-    right, brevity = (rewards for _, rewards in judged[4:6])
-    reward_weights = torch.tensor(args.reward_weights)
-    rewards = reward_weights @ torch.stack([right, brevity])
-    advantages = group_advantages(rewards, 4, args.scale_rewards)
-
-    minibatches = [call["inds"] for call in batched][-4:]
-    epochs = [torch.cat(minibatches[:2]).tolist(), torch.cat(minibatches[2:]).tolist()]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(16)] and epochs[0] != epochs[1]
-    num_tokens = 2 * lengths.sum().item()
-    mask = torch.arange(args.max_new_tokens) < lengths[:, None]  # (16, T)
-    sums, losses, norms = defaultdict(float), [], []
-    for minibatch, (weights_before, gradient, _) in zip(minibatches, steps, strict=True):
-        set_weights(policy, weights_before)
-        rest = (lengths[minibatch], args.loss_norm, args.max_new_tokens)
-        weights = token_weights(mask[minibatch], *rest)
-        losses.append(0.0)
-        for i, row_weights in zip(minibatch, weights, strict=True):
-            logprobs, entropy = plain_logprobs(policy, *sequences[i], args.temperature)
-            both = (logprobs[None], old[i][None])
-            losses_of_tokens, loss_sums = grpo_loss(
-                *both,
-                refs[i][None],
-                advantages[i][None],
-                clip_low=args.clip_coef,
-                clip_high=flags.get("clip_coef_high", args.clip_coef),
-                beta=args.beta,
-            )
-            loss = (row_weights[: lengths[i]] * losses_of_tokens).sum()
-            loss.backward()
-            losses[-1] += loss.item()
-            sums["policy/entropy"] += entropy.sum().item() / num_tokens
-            for name in ("approx_kl", "clip_fraction_low", "clip_fraction_high"):
-                sums[f"policy/{name}"] += loss_sums[f"policy/{name}"].item() / num_tokens
-        expected = [parameter.grad for parameter in policy.parameters()]
-        assert_same_gradient(gradient, expected)
-        norms.append(sum(g.square().sum() for g in expected).sqrt().item())
-
-    groups = [rewards[i : i + 4].tolist() for i in range(0, 16, 4)]
-    expected = sums | {
-        "objective/loss": mean(losses),
-        "policy/grad_norm": mean(norms),
-        "objective/kl": k1.mean().item(),
-        "reward/mean": rewards.mean().item(),
-        "rewards/last_number": right.mean().item(),
-        "rewards/brevity": brevity.mean().item(),
-        "reward/group_std": mean(map(stdev, groups)),
-        "reward/frac_reward_zero_std": mean(len({*group}) == 1 for group in groups),
-        "completions/length_mean": lengths.float().mean().item(),
-        "completions/truncated_fraction": cut_off.float().mean().item(),
-    }
-    for name, number in expected.items():
-        assert row[name] == pytest.approx(number, rel=2e-3, abs=1e-5), name
-    assert k1.std() > 0.1 and len({*advantages.tolist()}) > 4
-    assert sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"] > 0
-    assert cut_off.any() or "max_new_tokens" not in flags
-
-
 @pytest.mark.parametrize("flags", [dict(num_minibatches=2), dict(update_epochs=2)])
 def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     flags, tmp_path, monkeypatch
@@ -310,19 +206,3 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
     found = [x for call in calls for x in call["old_logprobs"].flatten().tolist()]
     padding = len(found) - len(expected * passes)  # 0, the largest that a log-prob can be
     assert sorted(found) == pytest.approx(sorted(expected * passes) + [0] * padding, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "passes"),
-    [
-        (dict(beta=0.0), 1),  # new log-probs only
-        (dict(num_minibatches=2, beta=0.0), 2),  # old and new
-        (dict(update_epochs=2, beta=0.0), 3),  # old, and new ones twice
-        (dict(beta=0.1), 2),  # reference and new
-    ],
-)
-def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
-    calls = spies.spy_on(common.logprobs, monkeypatch, "completion_logprobs")
-    monkeypatch.setattr(grpo, "completion_logprobs", common.logprobs.completion_logprobs)
-    run(tmp_path, **flags)
-    assert sum(len(rows) for (_, _, rows, *_), _ in calls) == passes * 16

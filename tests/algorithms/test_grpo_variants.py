@@ -1,5 +1,5 @@
-"""What grpo_variants.py has beside grpo.py, against derivations of its own; and that with default
-flags the two are one.
+"""What grpo_variants.py has beside grpo.py, against derivations of its own; that with default flags
+the two are one; and whole rollouts of both.
 """
 
 import math
@@ -29,7 +29,12 @@ from grpo_variants import scaled_advantages, token_weights, variant_loss
 POLICY = "tiny/arithmetic/policy"
 LAST_NUMBER = "tiny/arithmetic/reward.py:last_number"
 # Groups of four completions of four prompts, and one step on them.
-run = partial(algorithms.run, "grpo_variants", train_split="train[:64]")
+
+
+def run(folder, script="grpo_variants", **flags):
+    return algorithms.run(script, folder, train_split="train[:64]", **flags)
+
+
 spy_on = partial(spies.spy_on, grpo_variants)
 spy_by_name = partial(spies.spy_by_name, grpo_variants)
 
@@ -332,30 +337,45 @@ def test_without_a_completion_that_ended_there_is_no_step(tmp_path, monkeypatch)
     assert row["policy/grad_norm"] == row["objective/loss"] == 0
 
 
-# Each with all that belongs to it.
-# Each with all that belongs to it.
+# Each with all that belongs to it. Runs of grpo.py are held against the functions of the other.
 WHOLE = [
-    dict(missing_eos_penalty=3.0, overlong_buffer=8, scale_rewards="none", loss_norm="token")
-    | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05)
-    | dict(ent_coef=0.3),
-    dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
-    dict(missing_eos_penalty=0.5, scale_rewards="mean", loss="sapo", max_new_tokens=8),
-    dict(missing_eos_penalty=0.5, loss="dppo", max_new_tokens=8),
-    dict(kl_placement="unbiased", importance_sampling_level="sequence")
-    | dict(multi_objective_aggregation="normalize_then_sum"),
+    (grpo, dict(scale_rewards="none", loss_norm="token", temperature=1.3, clip_coef_high=0.05)),
+    (grpo, dict(loss_norm="constant", max_new_tokens=8)),
+    (grpo, dict()),
+    (
+        grpo_variants,
+        dict(missing_eos_penalty=3.0, overlong_buffer=8, scale_rewards="none", loss_norm="token")
+        | dict(mask_truncated=True, temperature=1.3, max_new_tokens=8, clip_coef_high=0.05)
+        | dict(ent_coef=0.3),
+    ),
+    (
+        grpo_variants,
+        dict(kl_placement="reward", scale_rewards="batch", loss_norm="constant", loss="cispo"),
+    ),
+    (
+        grpo_variants,
+        dict(missing_eos_penalty=0.5, scale_rewards="mean", loss="sapo", max_new_tokens=8),
+    ),
+    (grpo_variants, dict(missing_eos_penalty=0.5, loss="dppo", max_new_tokens=8)),
+    (
+        grpo_variants,
+        dict(kl_placement="unbiased", importance_sampling_level="sequence")
+        | dict(multi_objective_aggregation="normalize_then_sum"),
+    ),
 ]
 
 
-@pytest.mark.parametrize("flags", WHOLE)
+@pytest.mark.parametrize(("script", "flags"), WHOLE)
 def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time(
-    flags, two_rewards, tmp_path, monkeypatch
+    script, flags, two_rewards, tmp_path, monkeypatch
 ):
     """The second rollout, of a policy that has left the reference: two passes of two steps."""
-    sampled, judged = spy_on(monkeypatch, "generate"), spy_on(monkeypatch, "rule_rewards")
-    batched, steps = spy_by_name(monkeypatch, "micro_batches"), watch_steps(monkeypatch)
+    sampled, judged = (spies.spy_on(script, monkeypatch, x) for x in ("generate", "rule_rewards"))
+    batched = spies.spy_by_name(script, monkeypatch, "micro_batches")
+    steps = watch_steps(monkeypatch)
     fixed = dict(update_epochs=2, num_minibatches=2, micro_batch_size=5, clip_coef=0.02)
     flags = fixed | dict(beta=0.3, learning_rate=1e-3) | two_rewards | flags
-    row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
+    row = metrics_of(run(tmp_path, script=script.__name__, total_rollouts=2, **flags))[2]
     args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
     (arguments, (completions, _)), steps = sampled[2], steps[4:]  # after a rollout
@@ -436,21 +456,26 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
         assert row[name] == pytest.approx(number, rel=2e-3, abs=1e-5), name
     assert k1.std() > 0.1 and len({*advantages.tolist()}) > 4
     assert sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"] > 0
+    assert cut_off.any() or "max_new_tokens" not in flags
     assert 0 < len(trained) < 16 or not args.mask_truncated
 
 
 @pytest.mark.parametrize(
-    ("flags", "passes"),
+    ("script", "flags", "passes"),
     [
-        (dict(beta=0.0), 1),  # new log-probs only
-        (dict(beta=0.1), 2),  # reference and new
-        (dict(beta=0.1, kl_placement="reward"), 3),  # old, reference and new
+        (grpo, dict(beta=0.0), 1),  # new log-probs only
+        (grpo, dict(num_minibatches=2, beta=0.0), 2),  # old and new
+        (grpo, dict(update_epochs=2, beta=0.0), 3),  # old, and new ones twice
+        (grpo, dict(beta=0.1), 2),  # reference and new
+        (grpo_variants, dict(beta=0.0), 1),
+        (grpo_variants, dict(beta=0.1), 2),
+        (grpo_variants, dict(beta=0.1, kl_placement="reward"), 3),  # old, reference and new
     ],
 )
-def test_no_forward_pass_is_paid_that_is_not_needed(tmp_path, monkeypatch, flags, passes):
+def test_no_forward_pass_is_paid_that_is_not_needed(script, flags, passes, tmp_path, monkeypatch):
     calls = spies.spy_on(common.logprobs, monkeypatch, "completion_logprobs")
-    monkeypatch.setattr(grpo_variants, "completion_logprobs", common.logprobs.completion_logprobs)
-    run(tmp_path, **flags)
+    monkeypatch.setattr(script, "completion_logprobs", common.logprobs.completion_logprobs)
+    run(tmp_path, script=script.__name__, **flags)
     assert sum(len(rows) for (_, _, rows, *_), _ in calls) == passes * 16
 
 

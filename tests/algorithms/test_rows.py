@@ -178,20 +178,3 @@ def test_margins_come_from_their_column(tmp_path, column):
         rows[1][column] = wrong
         with pytest.raises(ValueError, match=f"--margin-column {column}: {wrong} is no finite num"):
             load("rm_bradley_terry", tmp_path, rows, margin_column=column)
-
-
-@PAIRS
-def test_of_what_a_template_opens_one_answer_alone_with_both_have_it_in_the_completion(
-    name, tmp_path
-):
-    """The prompt of sampling ends in `a`, and so does the text before the answer that begins so."""
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    template += "{% if add_generation_prompt %}a {% endif %}"
-    row = dict(prompt=[message("user", "on monday")], chosen=[message("assistant", "a film")])
-    row["rejected"] = [message("assistant", "the film")]
-    with pytest.warns(UserWarning, match="sampled after 'a', trained after ''"):
-        (pair,) = load(name, tmp_path, [row], chat_template=template)
-    chosen, rejected = (ids(f"on monday {text} film <eos>") for text in ("a", "the"))
-    assert sequences_of(name, pair) == [chosen, rejected]
-    if name == "dpo":
-        assert pair.prompt.ids == ids("on monday")

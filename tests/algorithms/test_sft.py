@@ -1,6 +1,5 @@
 """sft.py: the loss, what is learned and what is not, and how rows become tokens."""
 
-import json
 import shutil
 from functools import partial
 from itertools import groupby
@@ -15,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 import sft
-from runs import metrics_of, read
+from runs import metrics_of, read, write_splits
 
 BASE = "tiny/arithmetic/base"
 run = partial(algorithms.run, "sft")
@@ -34,36 +33,6 @@ def plain_loss(model, tokenizer, rows, train_on_prompt):
 
 
 # --- the loss -----------------------------------------------------------------------------------
-class Rows(list):
-    def checksum(self, *models):
-        return 0
-
-
-@pytest.mark.parametrize(
-    ("train_on_prompt", "expected"),
-    [
-        (False, [([1, 5, 6], [7, 2]), ([1], [8, 9, 9, 2])]),
-        (True, [([1], [5, 6, 7, 2]), ([1], [8, 9, 9, 2])]),  # all but the first of all
-    ],
-)
-def test_only_completion_tokens_are_learned_unless_asked(
-    train_on_prompt, expected, tmp_path, monkeypatch
-):
-    data = [
-        [sft.Demonstration([1, 5, 6, 7, 2], [0, 0, 0, 1, 1])],
-        [sft.Demonstration([1, 8, 9, 9, 2], [0, 1, 1, 1, 1])],
-    ]
-    monkeypatch.setattr(sft, "load_demonstrations", lambda *args: Rows(data))
-    calls = {}
-    for name in ("rollout_logprobs", "generate", "completion_logprobs"):
-        calls[name] = spy_on(sft, monkeypatch, name)
-    run(tmp_path, train_on_prompt=train_on_prompt, batch_size=2, epochs=1, eval_samples=2)
-    second = {name: arguments[1] for name, ((arguments, _), *_) in calls.items()}
-    assert second["rollout_logprobs"] == expected
-    assert sorted(second["completion_logprobs"]) == sorted(expected)
-    assert second["generate"] == [[1, 5, 6], [1]]  # sampled from whole prompts in any case
-
-
 @pytest.mark.parametrize("train_on_prompt", [False, True])
 def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch, train_on_prompt):
     """Of two steps, with their gradients, and of the held-out rows after them."""
@@ -84,7 +53,9 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
     held_out = read("tiny/arithmetic/sft/test.jsonl")[:20]
     expected = plain_loss(plain_model(run_dir), tokenizer, held_out, train_on_prompt)
     assert last["eval/loss"] == pytest.approx(expected.item(), rel=1e-4)
-    _, (completions, _) = sampled[-1]
+    (arguments, (completions, _)) = sampled[-1]
+    # Sampled from whole prompts in any case.
+    assert arguments[1] == [tokenizer(row["prompt"]).input_ids for row in held_out[:15]]
     cut_off = sum(completion[-1] != 2 for completion in completions)
     assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
     assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
@@ -110,10 +81,7 @@ DATA = [FOUR, conversation("5+1", "6"), conversation("1+2", "3", "1", "1", "2+2"
 
 def load(folder, template, conversations, **flags):
     """Their rows, and of each text what is given, learned, given, learned ..."""
-    folder.mkdir()
-    lines = "".join(json.dumps({"messages": turns}) + "\n" for turns in conversations)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text(lines)
+    write_splits(folder, [{"messages": turns} for turns in conversations])
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = template
     args = sft.Args(dataset=str(folder), **flags)
@@ -181,9 +149,7 @@ def test_a_step_learns_all_turns_of_its_conversations(tmp_path, monkeypatch):
         for turns in DATA
         for x, y in sft.to_texts(sft.Args(), dict(messages=turns))
     ]
-    (tmp_path / "parts").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / "parts" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, parts)))
+    write_splits(tmp_path / "parts", parts)
     shutil.copytree(BASE, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(KEEPS)
     for data, size in (("data", 4), ("parts", len(parts))):

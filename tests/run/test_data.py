@@ -3,11 +3,11 @@
 import copy
 import json
 import re
-import warnings
 
 import pytest
 import torch
 from datasets import Dataset
+from runs import write_splits
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -17,7 +17,6 @@ from transformers import TokenizersBackend
 
 import dpo
 import grpo
-import kto
 import ppo_rlhf
 import rm_bradley_terry
 import sft
@@ -30,17 +29,17 @@ POLICY = "tiny/arithmetic/policy"
 CPU = torch.device("cpu")
 
 
-def write_dataset(folder, rows):
-    folder.mkdir(exist_ok=True)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
-
-
 def row_of(prompt, completion, **columns):
     """A row that every script can use."""
     row = dict(prompt=prompt, completion=completion, label=True, answer="3")
     return row | dict(chosen=completion, rejected=f"{completion}0") | columns
+
+
+def load(name, rows, tmp_path, tokenizer, **flags):
+    """The split of these rows by the loader of a script."""
+    script, more = SPECS[name].module, [[2]] if SPECS[name].kind == "rows" else []
+    args = script.Args(dataset=write_splits(tmp_path / "data", rows), **flags)
+    return getattr(script, SPECS[name].loader)(args, "train", tokenizer, *more)
 
 
 def fails(name, tmp_path, error, message, **flags):
@@ -61,11 +60,6 @@ def save(folder, tokenizer, without=None):
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY)
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -157,7 +151,7 @@ def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch
 # --- rows ---------------------------------------------------------------------------------------
 @EACH_LOADER
 def test_a_column_that_is_not_there(name, tmp_path):
-    data = write_dataset(tmp_path / "data", [{"question": "1+2=", "reply": "#3"}])
+    data = write_splits(tmp_path / "data", [{"question": "1+2=", "reply": "#3"}])
     message = r"no column .* in --dataset: it has \['question', 'reply'\]"
     fails(name, tmp_path, ValueError, message, dataset=data)
 
@@ -166,7 +160,7 @@ def test_a_column_that_is_not_there(name, tmp_path):
 def test_a_column_that_was_typed_must_be_there(column, tmp_path):
     """Another one, or the beginning of two conversations, is not taken instead."""
     name = {"chosen": "dpo", "margin": "rm_bradley_terry", "answer": "grpo"}.get(column, "kto")
-    data = write_dataset(tmp_path / "data", [row_of("1+2=", "#3")])
+    data = write_splits(tmp_path / "data", [row_of("1+2=", "#3")])
     flags = {"dataset": data, f"{column}_column": "typo"}
     fails(name, tmp_path, ValueError, "no column .*typo", **flags)
 
@@ -174,23 +168,21 @@ def test_a_column_that_was_typed_must_be_there(column, tmp_path):
 # Rows of completions: tests/algorithms/test_rows.py.
 @pytest.mark.parametrize("name", [name for name in ONE_PER_LOADER if name in WITH_ROLLOUTS])
 def test_prompts_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path, capsys):
-    module = SPECS[name].module
     rows = [row_of("1+2=", "#3"), row_of("", "#3"), row_of("1+2+3+4+5=", "#15")]
     rows += [row_of("2+2=", ""), row_of(None, "#4")]
-    args = module.Args(dataset=write_dataset(tmp_path / "data", rows), max_prompt_length=5)
-    loaded = getattr(module, SPECS[name].loader)(args, "train", tokenizer)
-    assert len(loaded) == 2
+    assert len(load(name, rows, tmp_path, tokenizer, max_prompt_length=5)) == 2
     printed, first = capsys.readouterr().out.splitlines()
     assert first == "    '<bos>1+2='"  # as the model meets it
     assert re.match(r"train: 2 rows, dropped \{", printed)
     assert re.search(r"'longer than --max-[a-z-]+': 1[,}]", printed)
     assert sum(map(int, re.findall(r"empty[^']*': (\d)[,}]", printed))) == 2
-    assert "; longest 11 tokens; " in printed  # with BOS
+    rest = "not read: ['completion'" if name == "distill" else "for reward functions: {'completion'"
+    assert f"; longest 11 tokens; {rest}" in printed  # with BOS
 
 
 def test_desirable_completions_are_counted(tokenizer, tmp_path, capsys):
     rows = [row_of("1+2=", "#3"), row_of("1+2=", "#4", label=False)]
-    kto.load_labelled(kto.Args(dataset=write_dataset(tmp_path, rows)), "train", tokenizer, [2])
+    load("kto", rows, tmp_path, tokenizer)
     assert "train: 1 of them desirable\n" in capsys.readouterr().out
 
 
@@ -241,9 +233,7 @@ def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
     """Stop ids within it are of its turns, or documents."""
     expected = ["<bos>1+2=#3<eos>", "<bos>1+2=#3<eos>", "<bos>1+2=<eos>#3<eos>4<eos>"]
     texts = ["1+2=#3", "1+2=#3<eos>", "1+2=<eos>#3<eos>4"]
-    rows = [{"text": text} for text in texts]
-    args = sft.Args(dataset=write_dataset(tmp_path / "data", rows))
-    rows = sft.load_demonstrations(args, "train", tokenizer, [tokenizer.eos_token_id])
+    rows = load("sft", [{"text": text} for text in texts], tmp_path, tokenizer)
     for [(ids, is_learned)], text in zip(rows, expected, strict=True):
         assert is_learned == [0] + [1] * (len(ids) - 1)  # all but the BOS
         assert tokenizer.decode(ids) == text
@@ -279,16 +269,7 @@ def test_pairs_without_a_side_or_a_prompt_are_dropped(row, tokenizer, tmp_path):
     whole = row_of("1+2=", "#3")
     if isinstance(row["chosen"], list):
         whole |= dict(prompt=None, chosen=TURNS, rejected=OTHER)
-    data = write_dataset(tmp_path / "data", [whole, row])
-    assert len(dpo.load_preference_pairs(dpo.Args(dataset=data), "train", tokenizer, [2])) == 1
-
-
-def test_messages_before_text_and_a_column_that_was_typed_before_both(tokenizer):
-    row = dict(messages=TURNS, text="1+2=#3")
-    assert pairs_of(row) == [(TURNS[:1], TURNS[1:])]
-    row = dict(text="1+2=#3", question="1+2=")
-    with pytest.raises(ValueError, match="no column completion"):
-        pairs_of(row, prompt_column="question")
+    assert len(load("dpo", [whole, row], tmp_path, tokenizer)) == 1
 
 
 def turn(role, text, **more):
@@ -318,19 +299,18 @@ def test_which_turns_are_learned(turns, expected):
         with pytest.raises(UnusableRow, match=re.escape(expected)):
             pairs_of(dict(messages=turns))
     else:
-        pairs = pairs_of(dict(messages=turns))
+        pairs = pairs_of(dict(messages=turns, text="1+2=#3"))
         assert len(pairs) == expected and pairs[-1] == (turns[:-1], turns[-1:])
         assert pairs_of(dict(messages=turns), train_on_prompt=True) == pairs[-1:]
 
 
 def test_an_error_names_the_row_and_a_margin_that_is_used_is_printed(tokenizer, tmp_path, capsys):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    rows = [row_of("1+2=", "#3", margin=0.5), row_of("1+2=", 4, margin=0.5)]
-    args = dict(dataset=write_dataset(tmp_path / "data", rows[:1]))
-    rm_bradley_terry.load_comparisons(rm_bradley_terry.Args(**args), "train", tokenizer, [2])
+    rows = [row_of("1+2=", "#3", margin=0.5)]
+    load("rm_bradley_terry", rows, tmp_path, tokenizer)
     assert "train: margins m from the column `margin`\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--dataset: row 0 of train: TemplateError: roles must"):
-        grpo.load_prompts(grpo.Args(chat=True, **args), "train", tokenizer)
+        load("grpo", rows, tmp_path, tokenizer, chat=True)
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
@@ -340,9 +320,8 @@ def test_a_prompt_becomes_a_chat_and_an_empty_one_is_dropped(name, tokenizer, tm
     rows = [row_of(prompt, "#3", solution="three") for prompt in ("", "1+2=")]
     for row in rows:
         del row["answer"]  # two would be an error
-    args = dict(dataset=write_dataset(tmp_path / "data", rows), chat=True)
-    args = SPECS[name].module.Args(**args, **short_flags(name, answer_column="solution"))
-    (prompt,) = getattr(SPECS[name].module, SPECS[name].loader)(args, "train", tokenizer)
+    flags = short_flags(name, chat=True, answer_column="solution")
+    (prompt,) = load(name, rows, tmp_path, tokenizer, **flags)
     assert prompt.text == TURNS[:1] and tokenizer.decode(prompt.ids) == "1+2=#"
     assert name == "distill" or prompt.columns["answer"] == "three"
 
@@ -352,54 +331,39 @@ PART = [{"type": "text", "text": "1+2="}]
 DIALOGUE = "\n\nHuman: 1+2\n\nAssistant: "
 
 
+PAIR = dict(chosen=f"{DIALOGUE}3", rejected=f"{DIALOGUE}4")
+NO_COLUMN = "no column completion in --dataset"
+NO_STRING = "in .'messages'. the content of"
+UNKNOWN = "that the tokenizer of --model does not know"
+
+
+def conversation(*turns, **columns):
+    return dict(messages=[*turns], **columns)
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "flags", "error"),
     [
         # `datasets` decodes such a string: `"3"` would lose its quotes, and `3` be a number.
-        (
-            "sft",
-            [[turn("user", PART), turn("assistant", '"3"')]],
-            {},
-            "in .'messages'. the content of",
-        ),
-        ("sft", [TURNS, [TURNS[0], turn("assistant", 3)]], {}, "in .'messages'. the content"),
-        (
-            "dpo",
-            [dict(chosen=f"{DIALOGUE}3", rejected=f"{DIALOGUE}4")],
-            dict(chat=True),
-            "--chat: ",
-        ),
+        ("sft", [conversation(turn("user", PART), turn("assistant", '"3"'))], {}, NO_STRING),
+        ("sft", [conversation(*TURNS), conversation(turn("user", 3))], {}, NO_STRING),
+        ("dpo", [PAIR], dict(chat=True), "--chat: "),
         ("dpo", [dict(prompt=None, chosen="3", rejected="4")], dict(chat=True), "no row is left"),
+        # A column that was typed comes before both.
+        ("sft", [conversation(*TURNS, question="1")], dict(prompt_column="question"), NO_COLUMN),
+        ("sft", [dict(text="1+2=#3", question="1")], dict(prompt_column="question"), NO_COLUMN),
+        ("sft", [dict(text="1+2=#3")], dict(chat=True), "--chat: a column `text` is learned as it"),
+        ("sft", [row_of(json.dumps(TURNS), "#3")], {}, "whose chat is a text"),
+        ("sft", [row_of("1+2=", str(TURNS[1:]))], {}, "whose chat is a text"),
+        ("grpo", [row_of(f" {json.dumps(TURNS[:1])}", "#3")], {}, "whose chat is a text"),
+        ("grpo", [row_of("1+2=", "#3", x=4)], dict(answer_column="x"), "answer already in the da"),
+        ("grpo", [row_of("What is 2 + 2?", "#4")], {}, UNKNOWN),
+        ("sft", [row_of("1+2=", "is 3")], {}, UNKNOWN),
     ],
 )
 def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
-    rows = [dict(messages=row) if isinstance(row, list) else row for row in rows]
-    script, data = SPECS[name].module, write_dataset(tmp_path / "data", rows)
     with pytest.raises(ValueError, match=error):
-        loader = getattr(script, SPECS[name].loader)
-        loader(script.Args(dataset=data, **flags), "train", tokenizer, [2])
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([row_of("1+2=", "1+2=#3")], "--dataset: a completion begins with its whole prompt"),
-        (
-            [dict(messages=[TURNS[0], turn("assistant", "3", thinking="1+2")])],
-            "reads no 'thinking'",
-        ),
-        ([row_of("1+2=", "#3"), dict(messages=[TURNS[0], turn("assistant", "3", name="")])], None),
-    ],
-)
-def test_rows_that_are_warned_of(rows, said, tokenizer, tmp_path):
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}#{% endfor %}"
-    for row in rows:
-        data = write_dataset(tmp_path / "data", [row])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            sft.load_demonstrations(sft.Args(dataset=data), "train", tokenizer, [2])
-        found = [str(warning.message) for warning in caught]
-        assert any(said in text for text in found) if said else not any("reads" in x for x in found)
+        load(name, rows, tmp_path, tokenizer, **flags)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +390,7 @@ def test_of_two_files_of_a_split_none_is_taken(tmp_path):
 
 def test_rows_that_look_like_an_agents_log_are_rows(tmp_path):
     row = dict(id="1", source="a", model="b", system_prompt="c", messages=TURNS)
-    data = write_dataset(tmp_path, [row])
+    data = write_splits(tmp_path, [row])
     assert load_rows(data, None, "train", set())[0] == row
     assert load_rows(f"{data}/train.jsonl", None, "train", set())[0] == row
 

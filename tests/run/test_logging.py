@@ -2,14 +2,13 @@
 
 import json
 from datetime import datetime
-from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
 import pytest
 import wandb
 from models import some_wide
-from runs import read_log
+from runs import read_log, write_splits
 from safetensors.torch import load_file
 from scripts import SPECS, WITH_ROLLOUTS, short_flags
 from spies import spy_on
@@ -34,14 +33,19 @@ AWKWARD = 'it\'s "quoted" for $5 \\ `now`!\nand a second line, \u00e9'  # for JS
 
 
 @pytest.mark.parametrize("name", some_wide(SPECS, fast=["dpo", "ppo_rlhf", "grpo_tools"]))
-def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
-    script = SPECS[name].module
-    for split in ("train", "test"):
-        lines = Path(script.Args.dataset, f"{split}.jsonl").read_text().splitlines()[:20]
-        rows = [json.loads(line) for line in lines]
-        rows[0]["prompt"] = AWKWARD
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = SPECS[name].short_flags | {"dataset": str(tmp_path), "track": True}
+def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys, monkeypatch):
+    script, load_tokenizer = SPECS[name].module, AutoTokenizer.from_pretrained
+
+    def without_unk(source):
+        """So that the row with characters that are not in the vocabulary is not dropped."""
+        tokenizer = load_tokenizer(source)
+        tokenizer.unk_token = None
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", without_unk)
+    rows = read_log(f"{script.Args.dataset}/train.jsonl")[:20]
+    rows[0]["prompt"] = AWKWARD
+    flags = SPECS[name].short_flags | {"dataset": write_splits(tmp_path, rows), "track": True}
     flags |= {"total_rollouts": 4} if "total_rollouts" in flags else {"epochs": 0.8}
     flags |= {"eval_split": "test[:7]", "eval_rows": 5}
     args = script.Args(**flags | {"output_dir": str(tmp_path / "runs")})
@@ -61,7 +65,10 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys):
         samples = read_log(run_dir / "samples.jsonl")
         assert [sample["step"] for sample in samples] == [0] * 5 + [3] * 5 + [4] * 5
         assert not any("<" in sample["completion"] for sample in samples)  # nor <eos>
+        assert name == "sft" or samples[0]["prompt"] == AWKWARD  # there it is decoded
     kind.from_pretrained(run_dir)
+    config = json.loads((run_dir / "config.json").read_text())  # for older programs too
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
     # The console: what is trained on what, evaluations, how to resume, and the model's folder.
     printed = capsys.readouterr().out

@@ -18,6 +18,7 @@ import pytest
 import torch
 from models import family_model, some_wide
 from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
+from runs import write_splits
 from safetensors.torch import load
 from scripts import REVIEWS, SPECS
 from transformers import AutoTokenizer
@@ -77,15 +78,13 @@ def write_chats(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#{% endfor %}"
     tokenizer.save_pretrained(folder)
-    lines = []
+    rows = []
     for i in range(13):
         texts = [f"{i}+{turn}=" if turn % 2 == 0 else str(i) for turn in range(2 + 2 * (i % 3))]
         roles = ("user", "assistant")
         turns = [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
-        lines.append(json.dumps({"messages": turns}) + "\n")
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(lines))
-    return {"model": str(folder), "dataset": str(folder)}
+        rows.append({"messages": turns})
+    return {"model": str(folder), "dataset": write_splits(folder, rows)}
 
 
 @pytest.fixture(scope="module")

@@ -2,31 +2,22 @@
 or end a run late. A row each.
 """
 
-import json
 import re
 import warnings
 
 import pytest
 import torch
-from scripts import SPECS, short_flags
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 
-import grpo
 import sft
 from common.model import add_adapters, check_learning_rate, check_size
-from common.rows import load_function, load_rows
+from common.rows import load_rows
 from common.tokens import check_tokenizer, encode, load_tokenizer, rollout_row
 from grpo_tools import encode_reply, text_ids
 
 POLICY = "tiny/arithmetic/policy"
-ROW = {"prompt": "1+2=", "completion": "#3"}
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -60,29 +51,6 @@ def test_a_comma_at_the_end_of_each_line_moves_no_column(tmp_path):
     assert rows[1] == {"prompt": 3, "completion": 4, "source": "b"}
 
 
-# --- columns --------------------------------------------------------------------------------------
-def load(name, tmp_path, row, **flags):
-    """A split of one row, by the loader of a script."""
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    module, tokenizer = SPECS[name].module, load_tokenizer(POLICY)
-    args = module.Args(**{"dataset": str(tmp_path), **short_flags(name, **flags)})
-    more = [[2]] if SPECS[name].kind == "rows" else []
-    return getattr(module, SPECS[name].loader)(args, "train", tokenizer, *more)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_columns_that_nothing_reads_are_named(name, tmp_path, capsys):
-    row = ROW | dict(chosen="#3", rejected="#4", label=1, system="Be brief.", input=5)
-    load(name, tmp_path, row)
-    types = {"system": "string", "input": "int64"}
-    is_rl = SPECS[name].kind == "rollouts" and name != "distill"
-    (said,) = re.findall(r"; (not read|for reward functions): (.*)", capsys.readouterr().out)
-    if is_rl:
-        assert said[0] == "for reward functions" and str(types)[1:-1] in said[1]
-    else:
-        assert said[0] == "not read" and str([*types])[1:-1] in said[1]
-
-
 def test_pictures_are_not_read(tmp_path):
     from datasets import Dataset, Features, Image, Value
 
@@ -91,27 +59,6 @@ def test_pictures_are_not_read(tmp_path):
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")
     with pytest.warns(UserWarning, match=r"pictures and sound are not read: \['images'\]"):
         assert load_rows(str(tmp_path), None, "train", {"prompt"})[0] == {"prompt": "1+2="}
-
-
-CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "flags", "error"),
-    [
-        ("sft", {"question": "4", "messages": CHAT}, dict(prompt_column="question"), "no column c"),
-        ("sft", {"text": "1+2=#3"}, dict(chat=True), "--chat: a column `text` is learned as it is"),
-        ("sft", ROW | {"prompt": json.dumps(CHAT)}, {}, "whose chat is a text"),
-        ("sft", ROW | {"completion": str(CHAT[1:])}, {}, "whose chat is a text"),
-        ("grpo", {"prompt": f" {json.dumps(CHAT[:1])}"}, {}, "whose chat is a text"),
-        ("grpo", ROW | {"answer": 3, "x": 4}, dict(answer_column="x"), "answer already in the da"),
-        ("grpo", {"prompt": "What is 2 + 2?"}, {}, "that the tokenizer of --model does not know"),
-        ("sft", ROW | {"completion": "is 3"}, {}, "that the tokenizer of --model does not know"),
-    ],
-)
-def test_rows_that_would_be_something_else(name, row, flags, error, tmp_path):
-    with pytest.raises(ValueError, match=error):
-        load(name, tmp_path, row, **flags)
 
 
 # --- chat templates -------------------------------------------------------------------------------
@@ -133,27 +80,15 @@ def test_what_a_template_loses_is_said(message, said, tokenizer):
     tokenizer.add_tokens([" ", "\n"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        encode(tokenizer, [CHAT[0], {"role": "assistant"} | message])
+        encode(tokenizer, [{"role": "user", "content": "1"}, {"role": "assistant"} | message])
     found = "".join(str(warning.message) for warning in caught)
     assert said in found if said else not found
-
-
-def test_a_role_that_a_template_does_not_know(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[:0] + m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="knows no role 'gpt'"):
-        encode(tokenizer, [CHAT[0], {"role": "gpt", "content": "3"}])
-    other = AutoTokenizer.from_pretrained(POLICY)
-    other.chat_template = tokenizer.chat_template + "{# gpt #}"
-    encode(other, [CHAT[0], {"role": "gpt", "content": "3"}])
 
 
 def test_two_tokenizers_of_one_vocabulary(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ think }}"
     tokenizer.save_pretrained(tmp_path)
-    for value in ('"false"', '"True"'):
-        with pytest.raises(ValueError, match="--chat-template-kwargs: true and false without quo"):
-            load_tokenizer(str(tmp_path), f'{{"think": {value}}}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_tokenizer(str(tmp_path), load_tokenizer(str(tmp_path), '{"think": false}'))
@@ -169,59 +104,6 @@ def test_a_source_that_is_no_model(tmp_path, monkeypatch):
     for source in ("model.gguf", "weights", "tiny/arithmetic/base", "nothing"):
         with pytest.raises(ValueError, match=rf"\n--model, .*: {source} is no hub name, and no fo"):
             load_tokenizer(source)
-
-
-# --- rewards and environments ---------------------------------------------------------------------
-RULES = """
-import pickle
-from concurrent.futures import ProcessPoolExecutor
-class Grade:
-    value = 1.0
-calls = []
-def one(text):
-    return float(len(text))
-def pooled(prompts, completions, **columns):
-    calls.append(pickle.loads(pickle.dumps(Grade())).value)
-    with ProcessPoolExecutor(1) as pool:
-        return [*pool.map(one, completions)]
-def count(**columns):
-    return len(calls)
-"""
-
-
-def test_a_reward_file_is_a_module_loaded_once(tmp_path, monkeypatch):
-    file = tmp_path / "rules.v2.py"
-    file.write_text(RULES)
-    pooled = load_function("--reward-fn", f"{file}:pooled")
-    assert pooled(prompts=[], completions=["1", "22"]) == [1.0, 2.0]
-    monkeypatch.chdir(tmp_path)
-    assert load_function("--environment", "rules.v2.py:count")() == 1  # the same module
-    file.write_text(RULES.replace("len(calls)", "-1 + len(calls)"))
-    assert load_function("--environment", f"{file}:count")() == -1  # in a notebook
-    monkeypatch.setattr("common.rows.RANK", 1)
-    assert load_function("--reward-fn", "nowhere.py:none") is None  # rank 0 calls it for all
-
-
-@pytest.mark.parametrize("text", [r"10,\!080", "10{,}080", r"\frac{20160}2", r"\frac12"])
-def test_numbers_as_latex_writes_them(text):
-    reward_fn = load_function("", "tiny/arithmetic/reward.py:last_number")
-    answer = "0.5" if "12" in text else "10080"
-    assert reward_fn(["?", "?"], [text, text + "1"], [answer] * 2) == [1.0, 0.0]
-
-
-def test_rewards_are_named_with_their_function(tokenizer):
-    prompts, sequences = [grpo.Prompt("1", [1], {})], [([1], [5])]
-    tensor = torch.ones(1, requires_grad=True)
-    for rewards in ([{"score": 1}], tensor, (1.0 for _ in "1"), ([1.0], {}), [1j]):
-        with pytest.raises(RuntimeError, match=r"reward rule of .*test_reports: "):
-            grpo.rule_rewards(rule(rewards), tokenizer, prompts, sequences)
-
-
-def rule(rewards):
-    def rule(**columns):
-        return rewards
-
-    return rule
 
 
 def test_a_reply_keeps_its_keys_and_an_empty_one_is_said(tokenizer):
@@ -265,17 +147,6 @@ def test_text_for_the_log_never_ends_a_run():
 
 
 # --- models ---------------------------------------------------------------------------------------
-def test_a_checksum_sees_other_weights(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(POLICY)
-    rows = load("grpo", tmp_path, ROW)
-    sums = [rows.checksum(), rows.checksum(None, "some/name")]
-    for _ in range(2):
-        model.save_pretrained(tmp_path / "model")
-        sums.append(rows.checksum(None, str(tmp_path / "model")))
-        model.lm_head.weight.data[0, 0] += 1
-    assert sums[0] == sums[1] and len({*sums}) == 3
-
-
 def test_the_default_rate_is_for_tiny_models():
     model = torch.nn.Linear(5001, 2000)
     model.num_parameters = lambda: model.weight.numel()
@@ -307,9 +178,3 @@ def test_longrope_ends_at_its_original_length(tokenizer):
         check_size(model, tokenizer, 32)
         with pytest.raises(ValueError, match="fewer positions than the 33 of the --max flags: 32"):
             check_size(model, tokenizer, 33)
-
-
-def test_older_programs_find_the_base_of_the_rotations(tmp_path):
-    run_dir = grpo.main(grpo.Args(**SPECS["grpo"].short_flags, output_dir=str(tmp_path)))
-    config = json.loads((run_dir / "config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]

@@ -4,12 +4,12 @@ import json
 import os
 import signal
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from models import some_wide
-from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of, start, words
+from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of, read
+from runs import start, words, write_splits
 from scripts import SPECS
 
 import grpo_variants
@@ -104,16 +104,11 @@ def test_a_change_of_any_column_is_seen(name, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "load_checkpoint", stop)
-    lines = Path(script.Args.dataset, "train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines[:4]]
+    rows = read(f"{script.Args.dataset}/train.jsonl")[:4]
     for number, value in enumerate("aab"):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        text = "".join(json.dumps(row | {"other": value}) + "\n" for row in rows)
-        for split in ("train", "test"):
-            (folder / f"{split}.jsonl").write_text(text)
+        data = write_splits(tmp_path / str(number), [row | {"other": value} for row in rows])
         with pytest.raises(KeyboardInterrupt):
-            script.main(script.Args(dataset=str(folder), resume="a run", output_dir=str(tmp_path)))
+            script.main(script.Args(dataset=data, resume="a run", output_dir=str(tmp_path)))
     assert found[0] == found[1] != found[2]
 
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import grpo
+from common.rows import load_function
 from tiny.arithmetic.reward import last_number
 
 PROMPTS = [grpo.Prompt(text, [1], {"answer": "3"}) for text in ("1+2=", "0+3=")]
@@ -48,6 +48,11 @@ def own_path(monkeypatch):
         ("2\\frac{1}{2}", "21/2", 0),
         ("so 10/2", "5", 1),
         ("5/0", "5", 0),
+        (r"10,\!080", "10080", 1),
+        ("10{,}080", "10080", 1),
+        (r"\frac{20160}2", "10080", 1),
+        (r"\frac12", ".5", 1),
+        (r"\frac121", ".5", 0),
     ],
 )
 def test_last_number(completion, answer, reward):
@@ -63,17 +68,6 @@ def test_last_number_refuses_answers_that_are_not_one_number(answer):
     message = "last_number, the default --reward-fn, reads answers that are one number"
     with pytest.raises(ValueError, match=message):
         last_number(["?"], ["5"], [answer])
-
-
-def reward_file(tmp_path, source, name="rules"):
-    path = tmp_path / f"{name}_{tmp_path.name}.py"  # Python imports one module of a name
-    path.write_text(source)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(grpo.Args.model)
 
 
 @pytest.fixture
@@ -146,13 +140,17 @@ async def coroutine():
         [1.0, 1e39],  # inf in float32
         [[1.0], [2.0]],
         ["good", 1.0],
+        [{"score": 1}, 1.0],
+        torch.ones(2, requires_grad=True),
+        ([1.0, 1.0], {}),
+        [1j, 1.0],
     ],
 )
 def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
     def rule(prompts, completions, **columns):
         return rewards
 
-    message = r"reward rule of .*: (2 finite numbers expected: |.*could not convert|.*float)"
+    message = r"reward rule of .*test_reward_functions: (2 finite numbers expected: |\w+Error: )"
     with pytest.raises((ValueError, RuntimeError), match=message):
         call(rule)
 
@@ -176,26 +174,38 @@ def test_two_functions_in_files_of_one_name(tmp_path, call):
 RULES = """\
 from __future__ import annotations
 import dataclasses
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 from beside_{name} import right
 
 @dataclasses.dataclass
 class Verdict:
     reward: float | None = None
 
+calls = []
+
 def rule(prompts, completions, **columns):
-    return [Verdict(reward=right(text)).reward for text in completions]
+    calls.append(pickle.loads(pickle.dumps(Verdict())))
+    with ProcessPoolExecutor(1) as pool:
+        return [*pool.map(right, completions)]
+
+def count(**columns):
+    return [0.0 + len(calls)] * 2
 """
 
 
-def test_it_may_use_dataclasses_and_modules_beside_it(tmp_path, call):
-    reward_file(tmp_path, "def right(text):\n    return len(text) / 2\n", name="beside")
-    path = reward_file(tmp_path, RULES.replace("{name}", tmp_path.name))
-    assert call(f"{path}:rule").tolist() == [1.0, 1.0]
-
-
-def test_an_edited_file_is_read_again(tmp_path, call):
-    """In the same second, and with the same size."""
-    for reward in (1.0, 2.0):
-        rule = f"def rule(prompts, **columns): return [{reward}] * len(prompts)\n"
-        path = reward_file(tmp_path, rule)
-        assert call(f"{path}:rule").tolist() == [reward, reward]
+def test_a_file_is_a_module_loaded_once_until_it_changes(tmp_path, call, monkeypatch):
+    """It may use dataclasses, pickle, and modules beside it. The change is in the same second, and
+    leaves its size.
+    """
+    (tmp_path / f"beside_{tmp_path.name}.py").write_text("def right(text): return len(text) / 2\n")
+    file = tmp_path / "rules.v2.py"
+    rules = RULES.replace("{name}", tmp_path.name)
+    file.write_text(rules)
+    assert call(f"{file}:rule").tolist() == [1.0, 1.0]
+    monkeypatch.chdir(tmp_path)
+    assert call("rules.v2.py:count").tolist() == [1.0, 1.0]  # the same module
+    file.write_text(rules.replace("0.0 +", "2.0 +"))
+    assert call(f"{file}:count").tolist() == [2.0, 2.0]
+    monkeypatch.setattr("common.rows.RANK", 1)
+    assert load_function("--reward-fn", "nowhere.py:none") is None  # rank 0 calls it for all

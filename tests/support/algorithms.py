@@ -27,7 +27,8 @@ def assert_same_gradient(gradient: list[torch.Tensor], other: list[torch.Tensor]
 
 
 def set_weights(model: torch.nn.Module, weights: list[torch.Tensor]) -> None:
-    """Those of an earlier moment, without a gradient."""
-    for parameter, weight in zip(model.parameters(), weights, strict=True):
+    """Those of what is trained at an earlier moment, without a gradient."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    for parameter, weight in zip(trained, weights, strict=True):
         parameter.data.copy_(weight)
     model.zero_grad()

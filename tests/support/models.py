@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 VOCAB = 50
 
-_ROTARY = {
+_TINY = {  # GPT-2 has names of its own for these, and takes both
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -24,22 +24,10 @@ _ROTARY = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "initializer_range": 0.5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 def tiny_config(architecture: str, **overrides):
-    settings = _GPT2 if architecture == "gpt2" else _ROTARY
-    if architecture == "gemma2":
-        settings = settings | {"head_dim": 8}
+    settings = _TINY | ({"head_dim": 8} if architecture == "gemma2" else {})
     return AutoConfig.for_model(architecture, **settings | overrides)
 
 

@@ -92,6 +92,14 @@ def read(path: Path | str) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def write_splits(folder: Path, rows: list[dict]) -> str:
+    """A data set whose splits train and test both have these rows; returns its name."""
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
 def metrics_of(run_dir: Path) -> list[dict]:
     return read(run_dir / "metrics.jsonl")
 

@@ -18,11 +18,11 @@ import sft
 
 class ScriptSpec(NamedTuple):
     module: ModuleType
-    # what it trains on: completions that it samples, or those of a data set
-    kind: Literal["rollouts", "rows"]
-    loader: str  # its function that reads a split
-    models: tuple[str, ...]  # the models that it trains, as a checkpoint names them
     short_flags: dict[str, Any]  # a run of half a second: about seven steps, into a second epoch
+    # what it trains on: completions that it samples, or those of a data set
+    kind: Literal["rollouts", "rows"] = "rollouts"
+    loader: str = "load_prompts"  # its function that reads a split
+    models: tuple[str, ...] = ("policy",)  # that it trains, as a checkpoint names them
     row_tokens: Callable[[Any], int] | None = None  # rows: how many tokens a step reads of one
     advantages: str = ""  # rollouts: its function whose result is logged as advantages
 
@@ -40,15 +40,11 @@ SPECS = {
         module=sft,
         kind="rows",
         loader="load_demonstrations",
-        models=("policy",),
         short_flags=SHORT_ROWS,
         row_tokens=lambda texts: sum(len(text.ids) for text in texts),
     ),
     "reinforce": ScriptSpec(
         module=reinforce,
-        kind="rollouts",
-        loader="load_prompts",
-        models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, beta=0.1),
         advantages="baseline_advantages",
     ),
@@ -62,8 +58,6 @@ SPECS = {
     ),
     "ppo_rlhf": ScriptSpec(
         module=ppo_rlhf,
-        kind="rollouts",
-        loader="load_prompts",
         models=("policy", "critic"),
         # Its beta is adapted: a part of the state.
         short_flags=SHORT_ROLLOUTS
@@ -72,25 +66,16 @@ SPECS = {
     ),
     "grpo": ScriptSpec(
         module=grpo,
-        kind="rollouts",
-        loader="load_prompts",
-        models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
         advantages="group_advantages",
     ),
     "grpo_variants": ScriptSpec(
         module=grpo_variants,
-        kind="rollouts",
-        loader="load_prompts",
-        models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(group_size=3, update_epochs=2, num_minibatches=2),
         advantages="scaled_advantages",
     ),
     "grpo_tools": ScriptSpec(
         module=grpo_tools,
-        kind="rollouts",
-        loader="load_prompts",
-        models=("policy",),
         short_flags=SHORT_ROLLOUTS | TURNS | dict(group_size=3, num_minibatches=2),
         advantages="group_advantages",
     ),
@@ -98,7 +83,6 @@ SPECS = {
         module=dpo,
         kind="rows",
         loader="load_preference_pairs",
-        models=("policy",),
         short_flags=SHORT_ROWS | dict(max_new_tokens=16, nll_coef=0.1),
         row_tokens=lambda row: len(2 * row.prompt.ids + row.chosen_ids + row.rejected_ids),
     ),
@@ -106,16 +90,13 @@ SPECS = {
         module=kto,
         kind="rows",
         loader="load_labelled",
-        models=("policy",),
         short_flags=SHORT_ROWS | dict(max_new_tokens=16),
         # Its prompt meets another row's completion too.
         row_tokens=lambda row: 2 * len(row.prompt.ids + row.completion_ids),
     ),
     "distill": ScriptSpec(
         module=distill,
-        kind="rollouts",
         loader="load_student_prompts",
-        models=("policy",),
         short_flags=SHORT_ROLLOUTS | dict(discount=0.5, teacher_prompt_column="answer"),
         advantages="discounted_sums",
     ),
