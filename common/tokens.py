@@ -31,7 +31,8 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
         raise ValueError(f"{error}\n{flags}: {found} seen from {os.getcwd()}") from error
     if adapters:  # transformers would go on with the model below them
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
-    if not config.get("quantization_config", {}).get("load_in_4bit", True):
+    quantisation = config.get("quantization_config")
+    if quantisation and not quantisation.get("load_in_4bit"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     values = json.loads(chat_template_kwargs)
     if unknown := values.keys() - template_words(tokenizer):
@@ -229,6 +230,8 @@ def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -
         keys = message.keys() - {"role", "content", "weight"} - words  # `reasoning_content`
         lost += [f"reads no {key!r}" for key in keys if message[key] not in (None, "", [])]
     if role == "assistant":  # the last answer
+        if not text.strip() and "tool_calls" not in words:
+            raise UnusableRow("with a tool call instead of a text, which the template leaves out")
         thought, _, answer = text.rpartition("</think>")
         if answer.strip() not in rendered:
             raise UnusableRow("whose completion the chat template leaves out")
