@@ -319,7 +319,8 @@ def test_an_environment_that_fails_is_named(function, message, tmp_path, tokeniz
         assert environment(prompts, completions) == [None, text_ids(tokenizer, "3;")]
         assert columns[0]["note"] == ["a"] and environment([], []) == []
         return
-    with pytest.raises(RuntimeError, match=f"environment {function} of {path.with_suffix("")}: {message}"):
+    module = path.with_suffix("")
+    with pytest.raises(RuntimeError, match=f"environment {function} of {module}: {message}"):
         environment(prompts, completions)
 
 
