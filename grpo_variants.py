@@ -10,7 +10,7 @@ J(theta), rho_it, A_i and KL_it are those of grpo.py. What a flag changes, and w
     --multi-objective-aggregation normalize_then_sum    the advantages of each reward: GDPO
     --importance-sampling-level sequence    one ratio for a whole completion: GSPO, LUSPO
     --loss                     cispo: the clipped ratio is a constant weight; sapo: a smooth gate;
-                               dppo: a limit on pi - pi_old
+                               dppo: a limit on pi - pi_old; ipo: the same for any sign of A
     --kl-placement             unbiased: rho_it KL_it (DeepSeek-V3.2);
                                reward: the KL is subtracted from the reward, as in PPO
     --importance-cap C         if another policy samples, pi_sampler, a token's loss is weighted
@@ -25,7 +25,8 @@ The flags of each paper, with their arXiv numbers and what differs, are in docs/
         --overlong-buffer 4 --max-sampling-rounds 10     # DAPO, a minute on a CPU
     torchrun --nproc_per_node=8 grpo_variants.py ...     # eight GPUs: docs/processes.md
 
-A healthy run looks like one of grpo.py. With SAPO and DPPO, clip fractions count what `clip` would.
+A healthy run looks like one of grpo.py. With SAPO, DPPO and IPO, clip fractions count what `clip`
+would.
 """
 
 import json
@@ -115,7 +116,8 @@ class Args:
     kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
     # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO);
     # sapo: a smooth gate, without a clip (SAPO); dppo: limits of pi - pi_old, usually 0.15 (DPPO)
-    loss: Literal["clip", "cispo", "sapo", "dppo"] = "clip"
+    # ipo: the same limits, usually 0.3, whatever the sign of the advantage (prime-rl's IPO)
+    loss: Literal["clip", "cispo", "sapo", "dppo", "ipo"] = "clip"
     # eps_low: no gradient below 1 - eps_low where the advantage is negative (GSPO: 3e-4)
     clip_coef: PositiveFloat = 0.2
     # eps_high: none above 1 + eps_high where it is positive (GSPO: 4e-4); default: --clip-coef
@@ -282,7 +284,8 @@ def variant_loss(
 
     Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
     the mask (b, T) is false; without those under pi_ref there is no KL. Advantages are (b,). The
-    other losses: CISPO (arXiv 2506.13585), SAPO (2511.20347), DPPO (2602.04879, binary TV).
+    other losses: CISPO (arXiv 2506.13585), SAPO (2511.20347), DPPO (2602.04879, binary TV), and
+    prime-rl's IPO, which is not the IPO of dpo.py.
     """
     advantages = advantages[:, None]
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
@@ -294,9 +297,12 @@ def variant_loss(
     elif loss_type == "sapo":  # a gate whose slope is 1 at ratio 1, and fades to both sides
         tau = torch.where(advantages > 0, 1.0, 1.05)
         objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    else:  # dppo: no gradient where the probability, not the ratio, has moved too far to A's side
+    else:  # no gradient where the probability, not the ratio, has moved too far
         shift = logprobs.exp() - old_logprobs.exp()
-        is_far = torch.where(advantages > 0, shift > clip_high, shift < -clip_low)
+        fell, rose = shift < -clip_low, shift > clip_high
+        is_far = fell | rose  # ipo: to either side
+        if loss_type == "dppo":  # to A's side
+            is_far = torch.where(advantages > 0, rose, fell)
         objective = (ratio * advantages).masked_fill(is_far, 0.0)
     is_low, is_high = ratio < 1 - clip_low, ratio > 1 + clip_high
     if loss_type != "cispo":  # on one side, which the advantage chooses; CISPO clips on both

@@ -206,8 +206,8 @@ def test_cispo_weighs_the_gradient_of_log_pi_by_the_clipped_ratio(ratio, advanta
     assert logprobs.grad.item() == pytest.approx(weight * advantage)
 
 
-@pytest.mark.parametrize("loss_type", ["sapo", "dppo"])
-def test_the_gates_of_sapo_and_dppo_equal_plain_loops(loss_type):
+@pytest.mark.parametrize("loss_type", ["sapo", "dppo", "ipo"])
+def test_the_gates_of_sapo_dppo_and_ipo_equal_plain_loops(loss_type):
     torch.manual_seed(0)
     logprobs, old = torch.rand(2, 60, 2, dtype=torch.float64).clamp(min=0.02).log()
     logprobs.requires_grad_()
@@ -226,11 +226,14 @@ def test_the_gates_of_sapo_and_dppo_equal_plain_loops(loss_type):
                 value, slope = a * g * 4 / tau, a * 4 * g * (1 - g) * p / q
             else:
                 stays = p - q <= 0.3 if a > 0 else q - p <= 0.15
+                if loss_type == "ipo":  # whatever the sign of A
+                    stays = q - 0.15 <= p <= q + 0.3
                 value = slope = a * p / q if stays else 0.0
                 held[a > 0] += not stays
             assert losses[i, t].item() == pytest.approx(-value, rel=1e-5)
             assert logprobs.grad[i, t].item() == pytest.approx(-slope, rel=1e-5, abs=1e-9)
-    assert loss_type == "sapo" or (5 < held[True] < 55 and 5 < held[False] < 55)
+    least = {"sapo": -1, "dppo": 5, "ipo": 20}[loss_type]
+    assert least < held[True] < 110 and least < held[False] < 110
     # The log counts the tokens that `clip` would hold.
     _, of_clip = variant_loss(*rest, loss_type="clip", **limits)
     assert sums == of_clip and sums["policy/clip_fraction_low"] > 0
@@ -357,6 +360,7 @@ WHOLE = [
         dict(missing_eos_penalty=0.5, scale_rewards="mean", loss="sapo", max_new_tokens=8),
     ),
     (grpo_variants, dict(missing_eos_penalty=0.5, loss="dppo", max_new_tokens=8)),
+    (grpo_variants, dict(missing_eos_penalty=0.5, loss="ipo", max_new_tokens=8)),
     (
         grpo_variants,
         dict(kl_placement="unbiased", importance_sampling_level="sequence")

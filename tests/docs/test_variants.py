@@ -4,26 +4,26 @@ A variant that no longer applies: write its diff anew, against the script as it 
 """
 
 import math
-import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import algorithms
 import pytest
 import torch
+from reviews import plain_model
 from runs import metrics_of
 from scripts import short_flags
 
-from docs.exercises.add_bug import Edit, apply
+from common.logprobs import completion_logprobs
+from docs.experiments.lib.variants import PAGE, variants, write_variant
+from docs.samplers import known
 
-BLOCK = re.compile(r"<!-- variant (\w+) (\w+)\.py (\w+) -->\n```diff\n(.*?)```", re.DOTALL)
-PAGE = Path("docs/variants.md").read_text()
-VARIANTS = {name: (script, function, diff) for name, script, function, diff in BLOCK.findall(PAGE)}
+VARIANTS = variants()
 FLAGS = {
     "apo_down": dict(loss="apo_zero"),
     "icepop": dict(importance_cap=5.0),
     "high_entropy": dict(beta=0.0),
+    "score_centering": dict(importance_cap=2.0),
     "vespo": dict(beta=0.0, loss_norm="token"),
 }
 
@@ -31,14 +31,8 @@ FLAGS = {
 @pytest.fixture
 def variant(request, tmp_path, monkeypatch):
     """The module of a script with the change in it."""
-    script, _, diff = VARIANTS[request.param]
-    path = tmp_path / f"{script}.py"
-    path.write_text(Path(path.name).read_text())
-    for hunk in diff.split("@@\n"):
-        lines = hunk.splitlines()
-        old, new = ("".join(f"{x[1:]}\n" for x in lines if x[0] != sign) for sign in "+-")
-        apply(Edit(path.name, old, new), tmp_path)
-    name = f"{script}_{request.param}"
+    path = write_variant(request.param, tmp_path)
+    name = f"{path.stem}_{request.param}"
     spec = spec_from_file_location(name, path)
     module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)  # pydantic looks its types up there
@@ -51,7 +45,7 @@ def of(name):
 
 
 def test_a_diff_is_short_and_the_page_has_no_other():
-    assert PAGE.count("```diff") == len(VARIANTS) == 8
+    assert PAGE.read_text().count("```diff") == len(VARIANTS) == 10
     assert all(len(diff.splitlines()) <= 12 for _, _, diff in VARIANTS.values())
 
 
@@ -202,3 +196,64 @@ def test_high_entropy(variant):
         for rows in zip(entropy.tolist(), mask.tolist(), strict=True)
     ]
     assert not found.requires_grad
+
+
+# --- samplers that are not the policy -----------------------------------------------------------
+@pytest.fixture
+def policy():
+    """Logits (1, 1, 5) of a policy, and distributions q: colder, two tokens, and another one."""
+    torch.manual_seed(0)
+    logits, other = torch.randn(2, 1, 1, 5, dtype=torch.float64)
+    changed = [change(logits[0])[None] for change in (known.colder, known.top_two)]
+    return logits.requires_grad_(), [x.softmax(dim=2) for x in (*changed, other)]
+
+
+def gradient(value, logits):
+    return torch.autograd.grad(value.sum(), logits, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.1, 2.0])
+def test_the_mean_of_the_centred_score_is_zero_by_enumeration(cap, policy):
+    logits, samplers = policy
+    log_pi, a = logits.log_softmax(dim=2), torch.tensor([-1.5]).double()
+    for q in samplers:
+        mean, centred_mean = 0, 0  # over the tokens y that q may draw
+        for y in q.flatten().nonzero().flatten():
+            ratio = (log_pi.exp() / q)[..., y].item()
+            loss = -a * (min(ratio, cap) if cap else 1) * log_pi[..., y]
+            mean += q[..., y] * gradient(loss, logits)
+            centred_mean += q[..., y] * gradient(known.centred(loss, a, cap, log_pi, q), logits)
+        assert centred_mean.abs().max() < 1e-7
+        assert mean.abs().max() > 0.05 or cap == 2  # w = pi / q has the mean 0 by itself
+
+
+def test_the_centred_score_is_that_of_the_policy_over_the_kept_tokens(policy):
+    """And 0.7 times that of the policy at temperature 0.7."""
+    logits, (colder, two, _) = policy
+    log_pi, one = logits.log_softmax(dim=2), torch.ones(1).double()
+    for y in two.flatten().nonzero().flatten():
+        found = known.kept(log_pi[..., y], log_pi, two)
+        assert found.item() == pytest.approx(two[..., y].log().item())
+        log_colder = (logits / 0.7).log_softmax(dim=2)[..., y]
+        for q, log_prob in ((two, found), (colder, 0.7 * log_colder)):
+            centred = -known.centred(-log_pi[..., y], one, 0.0, log_pi, q)
+            torch.testing.assert_close(gradient(log_prob, logits), gradient(centred, logits))
+
+
+@pytest.mark.parametrize("age", [0, 1])
+def test_q_is_the_distribution_that_was_sampled_from(age, monkeypatch):
+    monkeypatch.setattr(known, "SAMPLER", known.Sampler(known.top_two, age))
+    policy, prompts = plain_model("tiny/arithmetic/policy"), [[3, 4], [5, 6, 7]]
+    for _ in range(2):
+        options = dict(max_new_tokens=6, temperature=1.3, stop_ids=[2], rng=torch.Generator())
+        completions, logprobs = known.generate(policy, prompts, **options)
+        policy.lm_head.weight.data *= 1.5
+    sequences, rows = [*zip(prompts, completions, strict=True)], torch.arange(2)
+    found = known.distributions(policy, sequences, rows, 1.3)
+    tokens = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, completions)], True)
+    is_token = torch.arange(tokens.shape[1]) < torch.tensor([*map(len, completions)])[:, None]
+    log_pi, q = (x.gather(2, tokens[..., None]).squeeze(2)[is_token] for x in found)
+    torch.testing.assert_close(q.log(), logprobs[is_token], atol=1e-5, rtol=1e-5)
+    of_policy = completion_logprobs(policy, sequences, rows, 1.3)[is_token]
+    torch.testing.assert_close(log_pi, of_policy, atol=1e-5, rtol=1e-5)
+    assert (q.log() - log_pi).abs().max() > 0.01

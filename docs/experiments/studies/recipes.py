@@ -23,7 +23,7 @@ RECIPES = {
     "--scale-rewards batch --max-sampling-rounds 2",
     "SAPO": "--beta 0 --loss sapo",
     "DPPO": "--beta 0 --loss dppo --clip-coef 0.15",
-    "prime-rl": "--beta 0 --loss dppo --clip-coef 0.2 --scale-rewards none --loss-norm token",
+    "prime-rl": "--beta 0 --loss ipo --clip-coef 0.3 --scale-rewards none --loss-norm token",
     "MaxRL": "--beta 0 --scale-rewards mean",
     "REINFORCE++-baseline": "--scale-rewards batch",
     "unbiased KL": "--kl-placement unbiased",
