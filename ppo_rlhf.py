@@ -670,15 +670,8 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
     rows = load_rows(args.dataset, args.dataset_config, split, required)
     if args.answer_column != "answer":
         rows = rows.rename_column(args.answer_column, "answer")  # an error if there are two
-    return encode_rows(
-        rows,
-        encode_row,
-        to_prompt,
-        tokenizer,
-        args.max_prompt_length,
-        "--max-prompt-length",
-        rest="reward functions",
-    )
+    flag, rest = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag, rest)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------
