@@ -459,9 +459,11 @@ def text_ids(tokenizer: Any, text: str, last_id: int) -> list[int]:
     a text that stands alone.
     """
     if not special_tokens(tokenizer).search(text):
-        ids = tokenizer(tokenizer.decode(last_id) + text, add_special_tokens=False).input_ids
-        if last_id in ids[:2]:
-            return ids[ids.index(last_id) + 1 :]
+        before = tokenizer.decode(last_id)
+        ids = tokenizer(before + text, add_special_tokens=False).input_ids
+        start = ids.index(last_id) + 1 if last_id in ids[:2] else 0
+        if start > 0 and tokenizer.decode(ids[:start]) == before:
+            return ids[start:]
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
@@ -484,7 +486,13 @@ def between_turns(tokenizer: Any, reply: dict) -> list[str | int]:
     for piece in pieces:  # each begins with a special token
         special_id = tokenizer(piece, add_special_tokens=False).input_ids[0]
         piece = piece.removeprefix(tokenizer.decode(special_id))
-        parts += [special_id, piece.replace("the reply", text)]
+        if '"the reply"' in piece:  # some templates write what a tool says as JSON
+            parts += [
+                special_id,
+                piece.replace('"the reply"', json.dumps(text, ensure_ascii=False)),
+            ]
+        else:
+            parts += [special_id, piece.replace("the reply", text)]
     return parts
 
 
@@ -541,9 +549,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
         return Prompt(pop_prompt(row), ids, columns=row)
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
-    rows = load_rows(args.dataset, args.dataset_config, split, required)
-    if args.answer_column != "answer":
-        rows = rows.rename_column(args.answer_column, "answer")  # an error if there are two
+    rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag, rest)
 

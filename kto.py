@@ -406,7 +406,7 @@ def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -
     rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
     rest = "reward functions" if args.eval_reward_fn else None
     labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, rest=rest)
-    labels = rows.select(number for number, _ in labelled.encoded)[args.label_column]
+    labels = rows.select([number for number, _ in labelled.encoded])[args.label_column]
     print(f"{split}: {sum(map(bool, labels))} of them desirable")
     return labelled
 

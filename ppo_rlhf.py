@@ -667,9 +667,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
         return Prompt(pop_prompt(row), ids, columns=row)
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
-    rows = load_rows(args.dataset, args.dataset_config, split, required)
-    if args.answer_column != "answer":
-        rows = rows.rename_column(args.answer_column, "answer")  # an error if there are two
+    rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag, rest)
 

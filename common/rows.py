@@ -26,14 +26,17 @@ from common.tokens import UnusableRow, template_values
 
 READER_OPTIONS = {
     ".csv": {"index_col": False},  # else a field too many in the first row moves all columns by one
+    ".tsv": {"index_col": False},
     ".json": {"parse_agent_traces": False},  # else some columns make it the log of an agent
-    ".jsonl": {"parse_agent_traces": False},
 }
 
 
-def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -> Dataset:
+def load_rows(
+    dataset: str, config: str | None, split: str, columns: set[str], answer_column: str = "answer"
+) -> Dataset:
     """The rows of a split of --dataset, a file, a folder or a hub name, which must have these
-    columns. Pictures and sound are left out: nothing here reads them.
+    columns. Pictures and sound are left out: nothing here reads them. The column of an answer is
+    renamed to `answer`.
     """
     path, name = Path(dataset).absolute(), split.partition("[")[0]
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
@@ -46,7 +49,8 @@ def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -
     if path.is_file() or (files and config is None and "+" not in split):
         # Without its name `datasets` would take all files with NAME in them.
         source, options = str(files[0].parent), {"data_files": {name: escape(str(files[0]))}}
-        options |= READER_OPTIONS.get(files[0].suffix, {})
+        for kind in READER_OPTIONS:
+            options |= READER_OPTIONS[kind] if kind in files[0].name else {}  # also .jsonl.gz
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", ParserWarning)  # of fields that have no column
@@ -57,8 +61,8 @@ def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -
         raise ValueError(f"--dataset {dataset}: {reason}") from error
     if rows.info.builder_name == "text":
         raise ValueError(f"--dataset {dataset}: lines of text; give rows with a column `text`")
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    if "__index_level_0__" in rows.column_names:
+        raise ValueError(f"--dataset {dataset}: a row has more fields than there are columns")
     types = {name: str(feature) for name, feature in rows.features.items()}
     mixed = [name for name in types if "'content': Json" in types[name]]
     if mixed:  # there `datasets` reads a string "5" as the number 5
@@ -66,12 +70,20 @@ def load_rows(dataset: str, config: str | None, split: str, columns: set[str]) -
     media = [name for name in types if re.search(r"\b(Image|Audio|Video|Pdf)\(", types[name])]
     if media:
         warnings.warn(f"--dataset: pictures and sound are not read: {media}", stacklevel=2)
-    return rows.remove_columns(media)
+    rows = rows.remove_columns(media)
+    if missing := columns - {*rows.column_names}:
+        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+    if answer_column == "answer":
+        return rows
+    if "answer" in rows.column_names:
+        raise ValueError(f"--answer-column {answer_column}: there is a column `answer` too")
+    return rows.rename_column(answer_column, "answer")
 
 
 def broken_line(file: Path) -> str | None:
     """The first line of a file that is not UTF-8, or no JSON in a file of such lines."""
-    lines = [] if file.suffix == ".parquet" else file.read_bytes().splitlines()
+    is_text = file.suffix in (".csv", ".tsv", ".json", ".jsonl")
+    lines = file.read_bytes().splitlines() if is_text else []
     for number, line in enumerate(lines, start=1):
         try:
             line.decode()
@@ -91,14 +103,14 @@ def load_function(flag: str, spec: str) -> Callable | None:
     file, _, function = spec.rpartition(":")
     path = os.path.realpath(file)
     name = path.removesuffix(".py").replace(".", "_")  # pickle would import the part before a dot
-    changed = os.path.getmtime(path) if path.endswith(".py") else None
-    if changed != getattr(sys.modules.get(name), "changed", None):
+    version = (path, os.path.getmtime(path)) if path.endswith(".py") else None
+    if version != getattr(sys.modules.get(name), "version", None):
         sys.path.append(os.path.dirname(path))  # for modules in its folder
         module_spec = spec_from_file_location(name, path)
         sys.modules[name] = module_from_spec(module_spec)
         module_spec.loader.exec_module(sys.modules[name])
-        sys.modules[name].changed = changed
-    if not hasattr(sys.modules.get(name), function):
+        sys.modules[name].version = version
+    if not callable(getattr(sys.modules.get(name), function, None)):
         raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
     return getattr(sys.modules[name], function)
 
@@ -151,7 +163,7 @@ def encode_rows(
     a row fails otherwise. Prints the counts, the columns that are left for `rest`, or for nobody,
     and the first row. Each rank encodes a part of the rows.
     """
-    split, encoded, dropped, longest, unread = str(rows.split), [], Counter(), 0, []
+    split, encoded, dropped, longest, left = str(rows.split), [], Counter(), 0, []
     apply_chat_template = tokenizer.apply_chat_template
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
@@ -165,7 +177,7 @@ def encode_rows(
             if length > max_length:
                 raise UnusableRow(f"longer than {flag}")
             encoded.append((number, [array("i", numbers) for numbers in ids]))
-            unread = [*row]
+            left = [*row]
         except UnusableRow as reason:
             dropped[str(reason)] += 1
         except Exception as error:
@@ -178,8 +190,11 @@ def encode_rows(
     if not encoded:
         raise ValueError(f"--dataset: no row is left of {report}")
     types = {column.name: str(column.type) for column in rows.features.arrow_schema}
-    if unread := {name: types[name] for name in unread}:
-        report += f"; for {rest}: {unread}" if rest else f"; not read: {[*unread]}"
+    if left and rest:
+        types = {name: types[name] for name in left}
+        report += f"; for {rest}: {types}"
+    elif left:
+        report += f"; not read: {left}"
     prompt_ids, *completions = map(list, encoded[0][1])
     text = tokenizer.decode(prompt_ids + completions[0] if completions else prompt_ids)
     if len(text) > 1000:

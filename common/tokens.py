@@ -35,7 +35,7 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
     if quantisation and not quantisation.get("load_in_4bit"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
     values = json.loads(chat_template_kwargs)
-    if unknown := values.keys() - template_words(tokenizer):
+    if unknown := values.keys() - template_words(str(tokenizer.chat_template)):
         raise ValueError(f"--chat-template-kwargs: {source}'s chat template reads no {unknown}")
     strings = [value.lower() for value in values.values() if isinstance(value, str)]
     if {"true", "false"} & {*strings}:
@@ -127,8 +127,12 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
     else:
         if add_generation_prompt and text[-1]["role"] == "assistant":
             raise UnusableRow("whose prompt ends with an assistant's turn")
-        messages = [without_none(m) | {"content": message_text(m)} for m in text]
-        if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
+        messages = []
+        for message in text:
+            content = {"content": message_text(message)}
+            given = {key: value for key, value in message.items() if value not in (None, "", [])}
+            messages.append(without_none(given) | content)
+        if any(special_tokens(tokenizer).search(str(message)) for message in messages):
             raise UnusableRow("with a special token in the text of a message")
         written = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -137,7 +141,8 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
         ids = tokenizer(written, add_special_tokens=False).input_ids
     if not ids:
         raise UnusableRow("with a text that has no tokens")
-    if tokenizer.unk_token_id in ids and tokenizer.unk_token not in written:
+    may_be_written = {tokenizer.bos_token_id, tokenizer.eos_token_id}  # OPT's unk is its BOS
+    if tokenizer.unk_token_id in {*ids} - may_be_written and tokenizer.unk_token not in written:
         raise UnusableRow("with characters that the tokenizer of --model does not know")
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
@@ -145,9 +150,9 @@ def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> li
 
 
 @cache
-def template_words(tokenizer: Any) -> set[str]:
+def template_words(template: str) -> set[str]:
     """The words of a chat template: a key of a message that is none of them is not read."""
-    return {*re.findall(r"\w+", str(tokenizer.chat_template))}
+    return {*re.findall(r"\w+", template)}
 
 
 @cache
@@ -162,12 +167,16 @@ def template_values(tokenizer: Any, row: dict) -> dict:
     chat template. A warning if the template does not read them.
     """
     values = {}
-    for column in ("tools", "chat_template_kwargs"):
-        value = row.pop(column, None)
-        value = json.loads(value) if value and isinstance(value, str) else without_none(value)
+    for column in ("tools", "chat_template_kwargs") if tokenizer.chat_template else ():
+        value = without_none(row.pop(column, None))
+        if value and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"--dataset: no JSON in the column {column}: {error}") from error
         if value:
             values |= value if column == "chat_template_kwargs" else {column: value}
-    for name in values.keys() - template_words(tokenizer):
+    for name in values.keys() - template_words(str(tokenizer.chat_template)):
         unread = f"{tokenizer.name_or_path}'s chat template reads no {name!r}"
         warnings.warn(f"--dataset: {unread}", stacklevel=2)
     return values
@@ -192,7 +201,9 @@ def message_text(message: Any) -> str:
     parts = message.get("content") or ""
     if isinstance(parts, str):
         return parts
-    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" for part in parts
+    ):
         raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
     return "".join(part["text"] for part in parts)
 
@@ -204,10 +215,11 @@ def refuse_empty(text: Any) -> None:
     if not isinstance(text, str | list | None):
         raise ValueError(f"expected a string or a list of chat messages, found {text!r:.200}")
     last_turn = message_text(text[-1]) if text and isinstance(text, list) else text
-    if last_turn and re.match(r"""\s*\[\s*{\s*["'](role|content)["']""", last_turn):
+    if last_turn and re.match(r"""\s*\[\s*{\s*["'](role|content|from)["']""", last_turn):
         raise UnusableRow("whose chat is a text: make it a list of messages")
-    is_call = text and isinstance(text, list) and text[-1].get("tool_calls")
-    if not is_call and (not last_turn or not last_turn.strip()):
+    is_chat = text and isinstance(text, list)
+    may_be_empty = is_chat and (text[-1].get("tool_calls") or text[-1]["role"] == "tool")
+    if not may_be_empty and (not last_turn or not last_turn.strip()):
         raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
 
 
@@ -217,18 +229,23 @@ def check_nothing_is_lost(tokenizer: Any, messages: list[dict], rendered: str) -
     a key of a message. Templates may drop earlier answers and thoughts, and write what a tool says
     as JSON.
     """
-    name, words = tokenizer.name_or_path, template_words(tokenizer)
+    name, words = tokenizer.name_or_path, template_words(str(tokenizer.chat_template))
     lost = []
     for message in messages:
         role, text = message["role"], message["content"]
-        if role not in {"system", "user", "assistant", "tool"} | words:
+        is_common = role in ("developer", "tool", "function", "ipython") and role in rendered
+        if role not in {"system", "user", "assistant"} | words and not is_common:
             raise ValueError(f"the chat template of {name} knows no role {role!r}")
         if role not in ("assistant", "tool") and text.strip() not in rendered:
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")
         if text[:1].isspace() and text.strip() in rendered and text.rstrip() not in rendered:
             lost.append("trims the white space before a text, such as the indentation of code")
-        keys = message.keys() - {"role", "content", "weight"} - words  # `reasoning_content`
-        lost += [f"reads no {key!r}" for key in keys if message[key] not in (None, "", [])]
+        known = {"role", "content", "weight", "tool_call_id"} | words
+        lost += [f"reads no {key!r}" for key in message.keys() - known]  # `reasoning_content`
+        calls = [call for call in message.get("tool_calls", []) if isinstance(call, dict)]
+        for arguments in [call.get("function", call).get("arguments") for call in calls]:
+            if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in rendered:
+                lost.append("writes the arguments of a call as a quoted text: give an object")
     if role == "assistant":  # the last answer
         if not text.strip() and "tool_calls" not in words:
             raise UnusableRow("with a tool call instead of a text, which the template leaves out")

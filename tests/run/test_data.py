@@ -356,7 +356,12 @@ def conversation(*turns, **columns):
         ("sft", [row_of(json.dumps(TURNS), "#3")], {}, "whose chat is a text"),
         ("sft", [row_of("1+2=", str(TURNS[1:]))], {}, "whose chat is a text"),
         ("grpo", [row_of(f" {json.dumps(TURNS[:1])}", "#3")], {}, "whose chat is a text"),
-        ("grpo", [row_of("1+2=", "#3", x=4)], dict(answer_column="x"), "answer already in the da"),
+        (
+            "grpo",
+            [row_of("1+2=", "#3", x=4)],
+            dict(answer_column="x"),
+            "--answer-column x: there is a column `answer` too",
+        ),
         ("grpo", [row_of("What is 2 + 2?", "#4")], {}, UNKNOWN),
         ("sft", [row_of("1+2=", "is 3")], {}, UNKNOWN),
     ],

@@ -51,6 +51,17 @@ def test_a_comma_at_the_end_of_each_line_moves_no_column(tmp_path):
     assert rows[1] == {"prompt": 3, "completion": 4, "source": "b"}
 
 
+@pytest.mark.parametrize("file", ["data/train.csv", "train.tsv"])
+def test_a_field_too_many_is_an_error_wherever_the_file_is(file, tmp_path):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    separator = "," if path.suffix == ".csv" else "\t"
+    path.write_text("prompt,answer\nx,2,3\ny,5,6\n".replace(",", separator))
+    dataset = path if path.suffix == ".tsv" else tmp_path
+    with pytest.raises(ValueError, match=r"more fields than there are columns|Length of header"):
+        load_rows(str(dataset), None, "train", set())
+
+
 def test_pictures_are_not_read(tmp_path):
     from datasets import Dataset, Features, Image, Value
 
@@ -83,6 +94,30 @@ def test_what_a_template_loses_is_said(message, said, tokenizer):
         encode(tokenizer, [{"role": "user", "content": "1"}, {"role": "assistant"} | message])
     found = "".join(str(warning.message) for warning in caught)
     assert said in found if said else not found
+
+
+CALLS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
+    "{% elif m.role == 'assistant' %}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_calls_that_would_be_learned_otherwise(tokenizer):
+    """A call as OpenAI writes it, a special token in one, and a reply that a template drops."""
+    tokenizer.chat_template = CALLS
+    tokenizer.add_tokens([*'"{}: \\'])
+    user = {"role": "user", "content": "1+2="}
+    call = {"function": {"name": "f", "arguments": '{"1": 2}'}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.warns(UserWarning, match="writes the arguments of a call as a quoted text"):
+        encode(tokenizer, [user, turn])
+    call["function"]["arguments"] = {"1": 2}
+    with pytest.raises(ValueError, match="knows no role 'tool'"):
+        encode(tokenizer, [user, {"role": "tool", "content": "4"}, turn])
+    call["function"]["arguments"] = {"1": "<eos>"}
+    with pytest.raises(ValueError, match="with a special token in the text of a message"):
+        encode(tokenizer, [user, turn])
 
 
 def test_two_tokenizers_of_one_vocabulary(tokenizer, tmp_path):
@@ -136,6 +171,13 @@ def test_a_reply_has_the_ids_of_a_demonstration():
     tokenizer = llama_2()
     asked, whole = (tokenizer(text).input_ids for text in ("37+48=", "37+48=85;"))
     assert asked + text_ids(tokenizer, "85;", asked[-1]) == whole
+
+
+def test_a_reply_that_begins_like_the_text_before_it_is_whole():
+    tokenizer = llama_2()
+    for before, reply in (("1", "11"), ("=", "=="), ("3", "3")):
+        last_id = tokenizer(before).input_ids[-1]
+        assert tokenizer.decode(text_ids(tokenizer, reply, last_id)) == reply
 
 
 def test_text_for_the_log_never_ends_a_run():
