@@ -123,10 +123,8 @@ def test_a_conversation_keeps_the_turns_that_are_usable(tmp_path, capsys):
     _, texts = load(tmp_path / "data", KEEPS, [turns, conversation("1", ""), FOUR[:2]])
     assert texts[0] == [["1=#<eos>2=", "#3<eos>", "4=", "#5<eos>"]]
     printed = capsys.readouterr().out
-    assert (
-        "train: of these rows, turns dropped {'with a tool call instead of a text, which the template leaves out': 1}"
-        in printed
-    )
+    reason = "with a tool call instead of a text, which the template leaves out"
+    assert f"train: of these rows, turns dropped {{'{reason}': 1}}" in printed
     assert "train: 2 rows, dropped {'with an empty prompt or completion (in a csv" in printed
 
 
