@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithms import assert_same_gradient
 from gpu_types import take_gpu_types
-from models import tiny_classifier
+from models import save_model, tiny_classifier
 from safetensors.torch import load_file
 from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -51,9 +51,7 @@ def policy_that_pads_with(pad, folder):
     tokenizer.pad_token = pad
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    assert AutoTokenizer.from_pretrained(folder).pad_token == pad
+    assert AutoTokenizer.from_pretrained(save_model(folder, model, tokenizer)).pad_token == pad
     return str(folder)
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from models import save_model
 from runs import write_splits
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from tokenizers import Tokenizer
@@ -111,12 +112,11 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
 @pytest.mark.parametrize("name", with_flag("reward_model"))
 @pytest.mark.parametrize("num_labels", [2, "BERT"])
 def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
-    folder = str(tmp_path / "model")
-    AutoTokenizer.from_pretrained("tiny/reviews/policy").save_pretrained(folder)
     config = AutoConfig.from_pretrained("tiny/reviews/policy", num_labels=2)
     if num_labels == "BERT":
         config = BertConfig(vocab_size=200, num_hidden_layers=1, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_config(config)
+    folder = save_model(tmp_path / "model", model, "tiny/reviews/policy")
     flags = REVIEWS | dict(reward_model=folder)
     fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import family_model, some_wide
+from models import family_model, save_model, some_wide
 from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
 from runs import write_splits
 from safetensors.torch import load
@@ -191,9 +191,8 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
 @pytest.mark.wide
 def test_adapters_of_a_layer_with_fewer_outputs_than_processes(tmp_path):
     """The gate of a shared expert has one."""
-    family_model("Qwen2Moe").save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained("tiny/arithmetic/base").save_pretrained(tmp_path / "model")
-    flags = SPECS["sft"].short_flags | dict(model=tmp_path / "model", lora_rank=4, max_length=64)
+    model = save_model(tmp_path / "model", family_model("Qwen2Moe"), "tiny/arithmetic/base")
+    flags = SPECS["sft"].short_flags | dict(model=model, lora_rank=4, max_length=64)
     for ranks in (1, 2):
         command = ["sft.py", *words(flags | {"output_dir": tmp_path / f"runs{ranks}"})]
         assert torchrun(ranks, command, tmp_path / "output") == [0] * ranks

@@ -156,3 +156,18 @@ def assert_same_run(run_dir: Path, other_dir: Path) -> None:
     files, others = contents(run_dir), contents(other_dir)
     assert files.keys() == others.keys()
     assert [name for name in files if not same(files[name], others[name])] == []
+
+
+def assert_resumes(script: Any, run_dir: Path, folder: Path) -> None:
+    """From its last checkpoint but one, in another folder, to the same bits."""
+    copy = killed_earlier(run_dir, folder)
+    assert script.main(script.parse_args(["--resume", str(copy)])) == copy
+    assert_same_run(copy, run_dir)
+
+
+def run_and_resume(script: Any, folder: Path, **flags: Any) -> Path:
+    """A whole run that `assert_resumes`."""
+    with keep_earlier_checkpoints():
+        run_dir = script.main(script.Args(**flags, output_dir=str(folder / "runs")))
+    assert_resumes(script, run_dir, folder / "copy")
+    return run_dir
