@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from runs import assert_resumes, keep_earlier_checkpoints, metrics_of, run_and_resume
 from safetensors.torch import load_file
 from scripts import SPECS
-from spies import spy_by_name
+from spies import spy_by_name, spy_on
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import BitsAndBytesConfig
 
@@ -113,12 +113,10 @@ def test_a_comes_from_the_seed_alone_and_b_is_zero():
 def test_no_gradient_is_computed_for_a_frozen_head(monkeypatch):
     """Neither its memory nor its time; the others' gradients are those of the plain definition."""
     model, _, _ = with_random_adapters("llama")
-    allocated, zeros_like = [], torch.zeros_like
-    monkeypatch.setattr(
-        torch, "zeros_like", lambda x, **o: allocated.append(x.shape) or zeros_like(x, **o)
-    )
+    allocated, head = spy_on(torch, monkeypatch, "zeros_like"), model.lm_head.weight
     completion_logprobs(model, SEQUENCES, torch.arange(2)).sum().backward()
-    assert model.lm_head.weight.shape not in allocated and model.lm_head.weight.grad is None
+    assert head.shape not in [zeros.shape for _, zeros in allocated]
+    assert head.grad is None
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
     sum(plain_logprobs(model, *sequence)[0].sum() for sequence in SEQUENCES).backward()
