@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from encoded import encode_pair
+from encoded import encode_pair, message
 from tokenizers.processors import TemplateProcessing
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -31,10 +31,6 @@ def tokenizer(tokenizer):
     tokenizer.chat_template = CHAT
     tokenizer.add_tokens(["<think>", "</think>", '"', "\\", " "])  # what these texts have
     return tokenizer
-
-
-def message(role, text):
-    return {"role": role, "content": text}
 
 
 def text_parts(*texts):
