@@ -320,15 +320,12 @@ def test_only_the_head_and_the_last_layers_move_and_have_moments(tmp_path, num_l
     run_dir = run(tmp_path, epochs=0.5, train_layers=num_layers)
     start = load(POLICY, train_layers=num_layers)
     end = load_file(run_dir / "model.safetensors")
-    layers = transformer_layers(start)
-    trained = {"score.weight"}
-    if num_layers is None:
-        trained = {name for name, _ in start.named_parameters()}
-    else:
-        last = range(len(layers) - num_layers, len(layers))
-        for name, _ in start.named_parameters():
-            if any(f".layers.{i}." in name for i in last):
-                trained.add(name)
+    trained = {name for name, _ in start.named_parameters()}
+    if num_layers is not None:
+        count = len(transformer_layers(start))
+        last = [f".layers.{i}." for i in range(count - num_layers, count)]
+        trained = {name for name in trained if any(layer in name for layer in last)}
+        trained.add("score.weight")
     moved = {name for name, p in start.named_parameters() if not torch.equal(p, end[name])}
     assert moved == trained
     _, moments = torch.load(run_dir / "checkpoint.pt", weights_only=True)["model"]

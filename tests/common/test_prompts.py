@@ -51,11 +51,6 @@ def float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def states_alone(model, row):
-    """The last hidden states of one row, without anything of ours."""
-    return model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0]
-
-
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
@@ -86,7 +81,8 @@ def test_a_batch_gives_what_each_row_gives_alone(architecture, overrides, make_s
     model, sequences = tiny_model(architecture, **overrides).double(), make_sequences()
     request.getfixturevalue("float64")
     model.set_experts_implementation("eager")  # the others know no float64
-    states = [states_alone(model, prompt + completion) for prompt, completion in sequences]
+    rows = [torch.tensor([prompt + completion]) for prompt, completion in sequences]
+    states = [model.base_model(input_ids=row).last_hidden_state[0] for row in rows]
     expected = [
         torch.cat([torch.zeros(0, states[0].shape[1]).double(), alone[len(prompt) - 1 : -1]])
         for alone, (prompt, _) in zip(states, sequences, strict=True)

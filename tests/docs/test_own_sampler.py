@@ -69,9 +69,6 @@ class StandIn(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
-    def log_message(self, *words):
-        pass
-
 
 @pytest.fixture(scope="module", params=[pytest.param("stand-in", marks=pytest.mark.docs), VLLM])
 def sampler(request, tmp_path_factory):

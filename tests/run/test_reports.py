@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset, Features, Image, Value
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
@@ -51,8 +52,6 @@ def test_a_comma_at_the_end_of_each_line_moves_no_column(tmp_path):
 
 
 def test_pictures_are_not_read(tmp_path):
-    from datasets import Dataset, Features, Image, Value
-
     features = Features({"prompt": Value("string"), "images": [Image()]})
     rows = [{"prompt": "1+2=", "images": [{"bytes": b"no picture", "path": None}]}]
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")
