@@ -36,17 +36,16 @@ def main(
     from docs.experiments.cost.memory_model import write_explorer
     from docs.experiments.lib.navigation import add_navigation
     from docs.experiments.lib.tables import write_pages
-    from docs.experiments.registry import NAMES, load, tables_of
+    from docs.experiments.registry import EXPERIMENTS, tables_of
 
-    unknown = {*names} - {*NAMES}
+    unknown = {*names} - {*EXPERIMENTS}
     if unknown or not (names or redraw):
-        known = f"experiments: {', '.join(NAMES)}\nprograms: {', '.join(PROGRAMS)}"
+        known = f"experiments: {', '.join(EXPERIMENTS)}\nprograms: {', '.join(PROGRAMS)}"
         sys.exit(f"unknown: {', '.join(unknown)}\n{known}" if unknown else known)
-    for name in names or NAMES:
+    for name in names or EXPERIMENTS:
         print(name, flush=True)
-        experiment = load(name)
-        experiment.redraw() if redraw else experiment.make(labels)
-    write_pages(tables_of(names or NAMES))
+        EXPERIMENTS[name].redraw() if redraw else EXPERIMENTS[name].make(labels)
+    write_pages(tables_of(names or EXPERIMENTS))
     add_navigation()
     write_explorer()
 

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 import torch
 from algorithms import assert_same_gradient, run
-from models import some_wide
+from models import save_model, some_wide
 from pydantic import ValidationError
 from plain import plain_logprobs
 from reviews import dataset, plain_model
@@ -198,10 +198,9 @@ def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, 
     torch.manual_seed(1)
     for weight in reference.parameters():
         weight.data += 0.01 * torch.randn_like(weight)
-    reference.save_pretrained(tmp_path / "reference")
-    AutoTokenizer.from_pretrained(script.Args.model).save_pretrained(tmp_path / "reference")
+    folder = save_model(tmp_path / "reference", reference, script.Args.model)
     sampled = spy_on(script, monkeypatch, "generate")
-    flags = dict(reference=str(tmp_path / "reference"), lora_rank=lora_rank)
+    flags = dict(reference=folder, lora_rank=lora_rank)
     if name == "reinforce":
         flags["beta"] = 0.1
     rows = metrics_of(run(name, tmp_path / "runs", **flags))

@@ -36,21 +36,13 @@ def plain_logratio(policy, reference, sequence):
 
 def plain_mismatch(sequences):
     """(x_i, y_(i+1)) of the rows of a step, y of the first for the last."""
-    pairs = []
-    for i in range(len(sequences)):
-        next_sequence = sequences[i + 1] if i + 1 < len(sequences) else sequences[0]
-        pairs.append((sequences[i][0], next_sequence[1]))
-    return pairs
+    following = sequences[1:] + sequences[:1]
+    return [(x, y) for (x, _), (_, y) in zip(sequences, following, strict=True)]
 
 
 def by_hand(logratios, mismatched, labels, beta, desirable_weight=1.0, undesirable_weight=1.0):
     """The loss of each completion and z0, in the paper's own words: numbers in plain loops."""
-    z0 = 0.0
-    for r in mismatched:
-        z0 += r / len(mismatched)
-    if z0 < 0:
-        z0 = 0.0
-    losses = []
+    z0, losses = max(sum(mismatched) / len(mismatched), 0.0), []
     for r, desirable in zip(logratios, labels, strict=True):
         if desirable:
             value = desirable_weight * (1 / (1 + math.exp(-beta * (r - z0))))

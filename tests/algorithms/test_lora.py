@@ -7,19 +7,19 @@ import pytest
 import torch
 from gpu_types import take_gpu_types
 from plain import plain_logprobs
-from models import family_model, some_wide, tiny_model
+from models import family_model, save_model, some_wide, tiny_model
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of
+from runs import assert_resumes, keep_earlier_checkpoints, metrics_of, run_and_resume
 from safetensors.torch import load_file
 from scripts import SPECS
-from spies import spy_by_name
+from spies import spy_by_name, spy_on
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import BitsAndBytesConfig
 
 import grpo
 import ppo_rlhf
-from common.logprobs import completion_logprobs
+from common.logprobs import InChunks, completion_logprobs
 from common.model import adapters_off, add_adapters, save_weights, shard
 
 CPU = torch.device("cpu")
@@ -113,12 +113,11 @@ def test_a_comes_from_the_seed_alone_and_b_is_zero():
 def test_no_gradient_is_computed_for_a_frozen_head(monkeypatch):
     """Neither its memory nor its time; the others' gradients are those of the plain definition."""
     model, _, _ = with_random_adapters("llama")
-    allocated, zeros_like = [], torch.zeros_like
-    monkeypatch.setattr(
-        torch, "zeros_like", lambda x, **o: allocated.append(x.shape) or zeros_like(x, **o)
-    )
+    completion_logprobs(model, SEQUENCES, torch.arange(2))  # the trials
+    passes = spy_on(InChunks, monkeypatch, "backward")
     completion_logprobs(model, SEQUENCES, torch.arange(2)).sum().backward()
-    assert model.lm_head.weight.shape not in allocated and model.lm_head.weight.grad is None
+    [(_, (_, of_head, *_))] = passes
+    assert of_head is None
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
     sum(plain_logprobs(model, *sequence)[0].sum() for sequence in SEQUENCES).backward()
@@ -137,13 +136,6 @@ def run(request, tmp_path_factory):
     flags = SPECS[request.param].short_flags | dict(lora_rank=4, learning_rate=1e-2)
     with keep_earlier_checkpoints():
         return request.param, script.main(script.Args(**flags | {"output_dir": str(folder)}))
-
-
-def load(name, folder):
-    kind = AutoModelForCausalLM
-    if name == "rm_bradley_terry":
-        kind = AutoModelForSequenceClassification
-    return kind.from_pretrained(folder, num_labels=1)
 
 
 def test_what_a_run_changes_and_keeps(run):
@@ -166,24 +158,22 @@ def test_what_a_run_changes_and_keeps(run):
 
 def test_peft_loads_the_adapter_and_it_is_the_merged_model(run):
     name, run_dir = run
-    base = load(name, SPECS[name].module.Args.model).float()
+    kind, start = SPECS[name].saved, SPECS[name].module.Args.model
+    base = kind.from_pretrained(start, num_labels=1).float()
     model = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
     ids = torch.tensor([[1, 5, 6, 7, 8]])
     with torch.no_grad():
         found = model(input_ids=ids).logits
-        expected = load(name, run_dir).float()(input_ids=ids).logits
+        expected = kind.from_pretrained(run_dir).float()(input_ids=ids).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     config = json.loads((run_dir / "adapter/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == SPECS[name].module.Args.model
+    assert config["base_model_name_or_path"] == start
     assert (config["modules_to_save"] == ["score"]) == (name == "rm_bradley_terry")
 
 
 def test_a_run_resumes_to_the_same_bits(run, tmp_path):
     name, run_dir = run
-    copy = killed_earlier(run_dir, tmp_path / "run")
-    script = SPECS[name].module
-    script.main(script.parse_args(["--resume", str(copy)]))
-    assert_same_run(copy, run_dir)
+    assert_resumes(SPECS[name].module, run_dir, tmp_path / "run")
 
 
 def test_the_reference_stays_where_it_was(run):
@@ -242,11 +232,10 @@ def test_frozen_matrices_in_bfloat16_give_the_same_bits(architecture, monkeypatc
 
 def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
     """7B in bfloat16: 15 GB of host memory, not 30. What is trained becomes float32."""
-    kind, source = AutoModelForCausalLM, "tiny/arithmetic/policy"
-    kind.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.save_pretrained(tmp_path)
-    trained, frozen = (grpo.load_model(kind, str(tmp_path), tokenizer, 8) for _ in range(2))
+    kind, tokenizer = AutoModelForCausalLM, AutoTokenizer.from_pretrained(POLICY)
+    model = kind.from_pretrained(POLICY, dtype=torch.bfloat16)
+    folder = save_model(tmp_path, model, tokenizer)
+    trained, frozen = (grpo.load_model(kind, folder, tokenizer, 8) for _ in range(2))
     assert {p.dtype for p in trained.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in shard(trained, CPU).parameters()} == {torch.float32}
 
@@ -265,24 +254,17 @@ def in_4_bits(tmp_path):
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(POLICY, quantization_config=config)
-    model.save_pretrained(tmp_path / "quantised")
-    AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "quantised")
-    return str(tmp_path / "quantised")
+    return save_model(tmp_path / "quantised", model, POLICY)
 
 
 @pytest.mark.parametrize("name", some_wide(["sft", "grpo", "ppo_rlhf"], fast=["sft"]))
 def test_adapters_on_4_bits(name, in_4_bits, tmp_path):
     """What is saved is what was trained: the quantised weights plus 2 B A, in float32."""
-    script = SPECS[name].module
     flags = SPECS[name].short_flags | dict(model=in_4_bits, lora_rank=4, learning_rate=1e-2)
     if name == "ppo_rlhf":
         flags |= dict(reward_model=None, reward_fn=[LAST_NUMBER], critic_init="sft")
         flags["dataset"] = "tiny/arithmetic/prompts"
-    with keep_earlier_checkpoints():
-        run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path / "runs")))
-    copy = killed_earlier(run_dir, tmp_path / "copy")
-    script.main(script.parse_args(["--resume", str(copy)]))
-    assert_same_run(copy, run_dir)
+    run_dir = run_and_resume(SPECS[name].module, tmp_path, **flags)
     base = shard(AutoModelForCausalLM.from_pretrained(in_4_bits).requires_grad_(False), CPU)
     start, _ = plain_logprobs(base, *SEQUENCES[0])
     trained = PeftModel.from_pretrained(base, run_dir / "adapter").train()

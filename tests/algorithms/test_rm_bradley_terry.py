@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithms import assert_same_gradient
 from gpu_types import take_gpu_types
-from models import tiny_classifier
+from models import save_model, tiny_classifier
 from safetensors.torch import load_file
 from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -51,9 +51,7 @@ def policy_that_pads_with(pad, folder):
     tokenizer.pad_token = pad
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    assert AutoTokenizer.from_pretrained(folder).pad_token == pad
+    assert AutoTokenizer.from_pretrained(save_model(folder, model, tokenizer)).pad_token == pad
     return str(folder)
 
 
@@ -322,15 +320,12 @@ def test_only_the_head_and_the_last_layers_move_and_have_moments(tmp_path, num_l
     run_dir = run(tmp_path, epochs=0.5, train_layers=num_layers)
     start = load(POLICY, train_layers=num_layers)
     end = load_file(run_dir / "model.safetensors")
-    layers = transformer_layers(start)
-    trained = {"score.weight"}
-    if num_layers is None:
-        trained = {name for name, _ in start.named_parameters()}
-    else:
-        last = range(len(layers) - num_layers, len(layers))
-        for name, _ in start.named_parameters():
-            if any(f".layers.{i}." in name for i in last):
-                trained.add(name)
+    trained = {name for name, _ in start.named_parameters()}
+    if num_layers is not None:
+        count = len(transformer_layers(start))
+        last = [f".layers.{i}." for i in range(count - num_layers, count)]
+        trained = {name for name in trained if any(layer in name for layer in last)}
+        trained.add("score.weight")
     moved = {name for name, p in start.named_parameters() if not torch.equal(p, end[name])}
     assert moved == trained
     _, moments = torch.load(run_dir / "checkpoint.pt", weights_only=True)["model"]

@@ -7,6 +7,7 @@ import ast
 import math
 
 import pytest
+from encoded import message
 from models import CHAT
 from reviews import EOS, MERGED, POLICY, dataset, ids
 from scripts import SPECS
@@ -25,10 +26,6 @@ def load(name, tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
     script = SPECS[name].module
     args = script.Args(dataset=dataset(tmp_path, rows), model=POLICY, **flags)
     return [*getattr(script, SPECS[name].loader)(args, "train", tokenizer, list(stop_ids))]
-
-
-def message(role, content):
-    return {"role": role, "content": content}
 
 
 def row_of(prompt, completion, rejected=" it", **columns):

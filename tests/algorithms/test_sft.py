@@ -8,6 +8,7 @@ import algorithms
 import pytest
 import torch
 from algorithms import assert_same_gradient, set_weights
+from encoded import message
 from reviews import batch_rows, plain_model
 from spies import spy_on, watch_steps
 from torch.nn.functional import cross_entropy
@@ -71,8 +72,7 @@ DROPS = KEEPS.replace("#{{ m['content']", "#{{ m['content'] if loop.last else m[
 
 
 def conversation(*texts):
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return [message(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
 
 
 FOUR = conversation("1+2", "1,3", "3+4", "4,7")

@@ -1,11 +1,11 @@
 """Gradients beside those of TRL's trainers (needs the `bench` extra)."""
 
-import json
-
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from reviews import POLICY, plain_model
+from runs import read
+from transformers import AutoTokenizer
 
 import dpo
 import grpo
@@ -16,22 +16,16 @@ from common.model import adapters_off, add_adapters
 
 trl = pytest.importorskip("trl", reason="pip install -e '.[bench]'")
 peft = pytest.importorskip("peft")
-POLICY = "tiny/reviews/policy"
 
 
 def first_rows(task, columns):
-    with open(f"tiny/reviews/{task}/train.jsonl") as file:
-        rows = [json.loads(line) for line in file][:4]
+    rows = read(f"tiny/reviews/{task}/train.jsonl")[:4]
     return [{column: row[column] for column in columns} for row in rows]
-
-
-def load_policy():
-    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
 
 
 def with_same_adapters(theirs):
     """Our policy with random adapters, which TRL's receives too."""
-    policy = load_policy()
+    policy = plain_model()
     add_adapters(policy, 4, seed=1)
     torch.manual_seed(2)
     ours = {name: p for name, p in policy.named_parameters() if p.requires_grad}
@@ -81,7 +75,7 @@ def test_dpo(loss, beta, tmp_path):
     rows = first_rows("preferences", ["prompt", "chosen", "rejected"])
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     trainer = trl.DPOTrainer(
-        model=load_policy(),
+        model=plain_model(),
         args=trl.DPOConfig(beta=beta, loss_type=loss, **settings(tmp_path)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -159,7 +153,7 @@ def test_grpo(recipe, tmp_path):
     )
     rewards = []
     rows = Dataset.from_list(first_rows("prompts", ["prompt"]))
-    trainer = trl.GRPOTrainer(load_policy(), letters(rewards), args=config, train_dataset=rows)
+    trainer = trl.GRPOTrainer(plain_model(), letters(rewards), args=config, train_dataset=rows)
     compute, seen = trainer._compute_loss, []
 
     def watch(model, inputs):
@@ -174,7 +168,7 @@ def test_grpo(recipe, tmp_path):
     (first, _, _), (inputs, weights, expected) = seen
     assert torch.equal(first["completion_ids"], inputs["completion_ids"])
 
-    policy = load_policy()
+    policy = plain_model()
     policy.load_state_dict(weights, strict=False)
     mask, advantages = inputs["completion_mask"].bool(), inputs["advantages"]
     scale = theirs.get("scale_rewards", "group")
@@ -206,12 +200,12 @@ def test_rloo(tmp_path):
     config = trl.RLOOConfig(**settings(tmp_path) | sizes | dict(beta=0.0))
     rewards = []
     rows = Dataset.from_list(first_rows("prompts", ["prompt"]))
-    trainer = trl.RLOOTrainer(load_policy(), letters(rewards), args=config, train_dataset=rows)
+    trainer = trl.RLOOTrainer(plain_model(), letters(rewards), args=config, train_dataset=rows)
     trainer.model.train()
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.compute_loss(trainer.model, inputs).backward()
 
-    policy = load_policy()
+    policy = plain_model()
     advantages = reinforce.baseline_advantages(torch.tensor(rewards), 4, "leave_one_out")
     torch.testing.assert_close(advantages.sort().values, inputs["advantages"].sort().values)
     logprobs = completion_logprobs(policy, sequences_of(inputs), torch.arange(8))

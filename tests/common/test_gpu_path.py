@@ -149,15 +149,9 @@ def complete_until(stop_ids, model, rows, max_new_tokens=40):
 @pytest.fixture
 def graph(monkeypatch):
     """Steps are captured as on a GPU, by a simulated graph; a list with an entry per graph."""
-    graphs = []
-
-    def capture(step):
-        graphs.append(step)
-        return simulated_graph.capture(step)
-
-    monkeypatch.setattr(common.generation, "capture", capture)
+    monkeypatch.setattr(common.generation, "capture", simulated_graph.capture)
     monkeypatch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))
-    return graphs
+    return spy_on(common.generation, monkeypatch, "capture")
 
 
 def complete_and_drop(model):

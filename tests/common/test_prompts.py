@@ -2,7 +2,6 @@
 
 import json
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -52,11 +51,6 @@ def float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def states_alone(model, row):
-    """The last hidden states of one row, without anything of ours."""
-    return model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0]
-
-
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
@@ -87,7 +81,8 @@ def test_a_batch_gives_what_each_row_gives_alone(architecture, overrides, make_s
     model, sequences = tiny_model(architecture, **overrides).double(), make_sequences()
     request.getfixturevalue("float64")
     model.set_experts_implementation("eager")  # the others know no float64
-    states = [states_alone(model, prompt + completion) for prompt, completion in sequences]
+    rows = [torch.tensor([prompt + completion]) for prompt, completion in sequences]
+    states = [model.base_model(input_ids=row).last_hidden_state[0] for row in rows]
     expected = [
         torch.cat([torch.zeros(0, states[0].shape[1]).double(), alone[len(prompt) - 1 : -1]])
         for alone, (prompt, _) in zip(states, sequences, strict=True)
@@ -115,15 +110,12 @@ def test_a_batch_gives_what_each_row_gives_alone(architecture, overrides, make_s
 
 
 @pytest.mark.parametrize("name", READERS + OTHERS)
-def test_families_share_prompts_or_are_told_apart(name):
+def test_families_share_prompts_or_are_told_apart(name, recwarn):
     model = family_model(name)
     before = model.config._attn_implementation
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert shares_prompts(model) == (name in READERS)
-    caught = [
-        str(warning.message) for warning in caught if "shared prompts" in str(warning.message)
-    ]
+    assert shares_prompts(model) == (name in READERS)
+    said = [str(warning.message) for warning in recwarn]
+    caught = [text for text in said if "shared prompts" in text]
     assert len(caught) == (name in OTHERS)
     if reason := {"Gemma2": "softcap", "GptOss": "s_aux"}.get(name):
         assert reason in caught[0]
@@ -195,11 +187,10 @@ def test_the_trial_finds_what_is_wrong(make_model, plant, in_bfloat16, monkeypat
     assert not try_again(model.bfloat16() if in_bfloat16 else model)
 
 
-@pytest.mark.parametrize("layer_types", [["chunked_attention", "full_attention"]])
-def test_layers_of_another_type_are_refused(layer_types):
+def test_layers_of_another_type_are_refused():
     """On rows as short as those of the trial, chunks would not show."""
     model = tiny_model("llama")
-    model.config.layer_types = layer_types
+    model.config.layer_types = ["chunked_attention", "full_attention"]
     with pytest.warns(UserWarning, match="chunked_attention"):
         assert not shares_prompts(model)
 
@@ -215,46 +206,19 @@ def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
         assert not shares_prompts(model)
 
 
-def count_tokens(model):
-    """Numbers of tokens that the backbone embeds, from now on."""
-    counts = []
+def test_each_prompt_is_read_once():
+    model, sequences, counts = tiny_model("llama"), make_sequences(), []
+    rows = torch.arange(len(sequences))
+    completion_logprobs(model, sequences, rows)  # the trials
     model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: counts.append(output.shape[:2].numel())
     )
-    return counts
-
-
-def test_a_prompt_is_read_once():
-    model = tiny_model("llama")
-    prompt = [*range(1, 21)]
-    completions = [[20 + i] + [i] * i for i in range(1, 9)]
-    sequences = [(prompt, completion) for completion in completions]
-    completion_logprobs(model, sequences, torch.arange(8))  # the trials
-    counts = count_tokens(model)
-    completion_logprobs(model, sequences, torch.arange(8))
+    completion_logprobs(model, sequences, rows)
     last_states(model, sequences)
-    total = sum(map(len, completions))
-    assert counts == [len(prompt) + total - 8, len(prompt) + total]
-
-
-def test_each_branch_is_its_row_with_the_positions_that_it_has_alone():
-    sequences = make_sequences()
-    shared = SharedPrompts(sequences, torch.device("cpu"))
-    prompts = {tuple(prompt) for prompt, _ in sequences}
-    rows = [prompt + completion[:-1] for prompt, completion in sequences]
-    read = sum(len(completion[:-1]) for _, completion in sequences)
-    assert len(shared.ids) == sum(map(len, prompts)) + read
-    before, joined = shared.before.tolist(), []
-    for row, branch, (prompt, completion) in zip(rows, shared.branches, sequences, strict=True):
-        joined += [*branch.tolist()]
-        branch = branch[: len(row)]
-        assert shared.ids[branch].tolist() == row
-        assert shared.positions[branch].tolist() == [*range(len(row))]
-        start = len(prompt) - 1
-        assert branch[start : start + len(completion)].tolist() == before[: len(completion)]
-        del before[: len(completion)]
-    assert not before
-    assert [joined[place] for place in shared.in_branches] == [*range(len(shared.ids))]
+    of_prompts = sum(map(len, {tuple(prompt) for prompt, _ in sequences}))
+    completions = [completion for _, completion in sequences]
+    before_the_last = sum(len(completion[:-1]) for completion in completions)
+    assert counts == [of_prompts + before_the_last, of_prompts + sum(map(len, completions))]
 
 
 def test_a_batch_is_made_of_ranges():

@@ -1,7 +1,6 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
 import json
-import warnings
 from collections import Counter
 from os.path import commonprefix
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from encoded import encode_pair
+from encoded import encode_pair, message
 from tokenizers.processors import TemplateProcessing
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -32,10 +31,6 @@ def tokenizer(tokenizer):
     tokenizer.chat_template = CHAT
     tokenizer.add_tokens(["<think>", "</think>", '"', "\\", " "])  # what these texts have
     return tokenizer
-
-
-def message(role, text):
-    return {"role": role, "content": text}
 
 
 def text_parts(*texts):
@@ -159,12 +154,14 @@ def test_a_prompt_that_goes_without_the_chat_template_is_warned_of(tokenizer):
         encode_pair(tokenizer, "5+6=", "11", [2])
     with pytest.warns(UserWarning, match="--dataset: a completion begins with its whole prompt"):
         encode_pair(tokenizer, "5+6=", "5+6=11", [2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        encode_pair(tokenizer, "5+6=<pad>", "11", [2])  # a rendered template
-        encode(tokenizer, "5+6=11")  # a text
-        tokenizer.chat_template = None
-        encode_pair(tokenizer, "5+6=", "11", [2])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rendered_prompt_and_a_text_are_not_warned_of(tokenizer):
+    encode_pair(tokenizer, "5+6=<pad>", "11", [2])
+    encode(tokenizer, "5+6=11")
+    tokenizer.chat_template = None
+    encode_pair(tokenizer, "5+6=", "11", [2])
 
 
 def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(tmp_path, tokenizer):
@@ -206,23 +203,21 @@ OPENINGS = {
 
 
 @pytest.mark.parametrize("form", OPENINGS)
-def test_templates_that_open_a_thought_keep_every_row(form, tokenizer):
+def test_templates_that_open_a_thought_keep_every_row(form, tokenizer, recwarn):
     asked, rendered = OPENINGS[form]
     reply = "{{ m['content'] }}<eos>"
     tokenizer.chat_template = CHAT.replace(reply, rendered + reply)
     tokenizer.chat_template += f"{{% if add_generation_prompt %}}{asked}{{% endif %}}"
     turns = [message("user", "5+6")]
     shared = commonprefix([asked, rendered])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # once for each text
-        for reply in ("11", "12"):
-            prompt_ids, ids = encode_pair(tokenizer, turns, [message("assistant", reply)], [2])
-            assert tokenizer.decode(prompt_ids) == f"5+6={shared}"
-            assert tokenizer.decode(ids) == f"{rendered[len(shared) :]}{reply}<eos>"
-    expected = (
-        f"is sampled after {asked[len(shared) :]!r}, trained after {rendered[len(shared) :]!r}"
-    )
-    assert [expected in str(warning.message) for warning in caught] == [True] * (shared != asked)
+    for reply in ("11", "12"):
+        prompt_ids, ids = encode_pair(tokenizer, turns, [message("assistant", reply)], [2])
+        assert tokenizer.decode(prompt_ids) == f"5+6={shared}"
+        assert tokenizer.decode(ids) == f"{rendered[len(shared) :]}{reply}<eos>"
+    before, after = asked[len(shared) :], rendered[len(shared) :]
+    expected = f"is sampled after {before!r}, trained after {after!r}"
+    # Once for each text.
+    assert [expected in str(warning.message) for warning in recwarn] == [True] * (shared != asked)
 
 
 def test_what_only_one_answer_is_opened_with_belongs_to_both_completions(tokenizer):
@@ -233,6 +228,7 @@ def test_what_only_one_answer_is_opened_with_belongs_to_both_completions(tokeniz
     assert [tokenizer.decode(ids) for ids in both] == [",1<eos>", "11<eos>"]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
     last = "m['content'].split('</think>')[-1]"
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
@@ -240,11 +236,10 @@ def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokeni
     with pytest.warns(UserWarning, match="--dataset: .* leaves out the thought of a completion"):
         ids = encode(tokenizer, turns)
     assert tokenizer.decode(ids) == "1+2=3<eos>"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # an earlier one may go, or one be kept
-        encode(tokenizer, [*turns, message("user", "4+4")], add_generation_prompt=True)
-        tokenizer.chat_template = CHAT
-        encode(tokenizer, turns)
+    # An earlier one may go, or one be kept.
+    encode(tokenizer, [*turns, message("user", "4+4")], add_generation_prompt=True)
+    tokenizer.chat_template = CHAT
+    encode(tokenizer, turns)
     tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
     with pytest.raises(UnusableRow, match="whose completion the chat template leaves out"):
         encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#3")])
@@ -348,15 +343,14 @@ def texts(*values):
     return [{"text": value} for value in values]
 
 
+@pytest.mark.filterwarnings("error")
 def test_rows_that_are_left_are_reported(tokenizer, capsys):
     long = "1+2+3+4+5="
     with pytest.warns(UserWarning, match="MOST ROWS ARE LOST of train: 2 rows"):
         loaded = load(tokenizer, texts("", "1+2=", long, long, "3+4="))
     assert [*loaded] == loaded[:] == [(text, encode(tokenizer, text)) for text in ("1+2=", "3+4=")]
     capsys.readouterr()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(tokenizer, texts(long, "1+2=", None, "3+4="))
+    load(tokenizer, texts(long, "1+2=", None, "3+4="))
     counts = {"longer than --max-length": 1, EMPTY: 1}  # in the order of the rows
     line = f"train: 2 rows, dropped {counts}; longest 11 tokens; not read: ['text']"
     assert capsys.readouterr().out.splitlines() == [line, "    '<bos>1+2='"]

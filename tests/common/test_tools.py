@@ -4,7 +4,6 @@ import json
 
 import pytest
 from scripts import ONE_PER_LOADER, SPECS, short_flags
-from transformers import AutoTokenizer
 
 from common.tokens import encode_completions, load_tokenizer
 
@@ -21,9 +20,8 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("7", "8")
 CALL = {"function": {"name": "7", "arguments": {"1": 2}}}
 
 
-def load(name, tmp_path, row, template=CHAT):
+def load(name, tokenizer, tmp_path, row, template=CHAT):
     """The first ids of a row of chats: those of its prompt."""
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -38,24 +36,23 @@ def load(name, tmp_path, row, template=CHAT):
 
 @pytest.mark.parametrize("name", ONE_PER_LOADER)
 @pytest.mark.parametrize("as_text", [False, True])
-def test_every_script_shows_the_tools_of_a_row(name, as_text, tmp_path):
+def test_every_script_shows_the_tools_of_a_row(name, as_text, tokenizer, tmp_path):
     row = dict(prompt="1+2", completion="3", chosen="3", rejected="4", label=1)
     columns = dict(tools=TOOLS, chat_template_kwargs={"style": "9"})
     row |= {key: json.dumps(value) if as_text else value for key, value in columns.items()}
-    assert load(name, tmp_path, row).startswith("7,8,91+2=")
+    assert load(name, tokenizer, tmp_path, row).startswith("7,8,91+2=")
     del row["tools"], row["chat_template_kwargs"]
-    assert load(name, tmp_path, row).startswith("1+2=")
+    assert load(name, tokenizer, tmp_path, row).startswith("1+2=")
 
 
-def test_a_template_that_reads_no_tools(tmp_path):
+def test_a_template_that_reads_no_tools(tokenizer, tmp_path):
     row = dict(prompt="1+2", completion="3", tools=TOOLS)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.warns(UserWarning, match="--dataset: .*'s chat template reads no 'tools'"):
-        load("sft", tmp_path, row, template)
+        load("sft", tokenizer, tmp_path, row, template)
 
 
-def test_a_turn_that_calls_a_tool_without_a_word_is_learned(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+def test_a_turn_that_calls_a_tool_without_a_word_is_learned(tokenizer):
     tokenizer.chat_template = CHAT
     turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     # `datasets` gives each row the keys of all others.

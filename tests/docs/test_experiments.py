@@ -3,7 +3,6 @@ and their numbers are what they should be."""
 
 import json
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,12 @@ from docs.experiments.lib import metrics, runs, tables
 from docs.experiments.lib.experiment import as_json, saved_results
 from docs.experiments.lib.metrics import last, late
 from docs.experiments.lib.runs import Run, key_of, run_of, runs_of
-from docs.experiments.registry import NAMES, STUDIES, load, tables_of
+from docs.experiments.registry import EXPERIMENTS, tables_of
 
-EXPERIMENTS = {name: load(name) for name in NAMES}
 BY_HAND = {"post_training", "policy_gradient"}  # figures
 
 
 # --- names -------------------------------------------------------------------------------------
-def test_the_registry_names_each_study_and_its_experiments():
-    found = {}
-    for file in Path("docs/experiments/studies").glob("*.py"):
-        study = import_module(f"docs.experiments.studies.{file.stem}")
-        found[file.stem] = [experiment.name for experiment in study.EXPERIMENTS]
-    assert found == STUDIES
-
-
 def test_results_and_figures_have_the_name_of_their_experiment():
     made = {name for name, experiment in EXPERIMENTS.items() if experiment.keeps_results()}
     assert {file.stem for file in Path("docs/results").iterdir()} == made
@@ -64,7 +54,7 @@ def test_commands_parse_and_are_those_of_the_results(name):
 # --- pages -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def made_tables():
-    return tables_of(NAMES)
+    return tables_of(EXPERIMENTS)
 
 
 @pytest.mark.docs

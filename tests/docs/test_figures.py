@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.experiments.lib import drawing
-from docs.experiments.registry import NAMES, load
+from docs.experiments.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.docs
 FIGURES = sorted(Path("docs/figures").glob("*.svg"))
@@ -32,7 +32,7 @@ def coordinates_of(figure: Path) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.?\d*", paths)]
 
 
-DRAWN = [name for name in NAMES if load(name).draw or load(name).figures]
+DRAWN = [name for name, one in EXPERIMENTS.items() if one.draw or one.figures]
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -40,7 +40,7 @@ def test_drawing_again_gives_the_same_figures(name, tmp_path, monkeypatch):
     """From docs/results alone. Another matplotlib may move a line by a point or two."""
     figures = drawing.FIGURES
     monkeypatch.setattr(drawing, "FIGURES", tmp_path)
-    load(name).redraw()
+    EXPERIMENTS[name].redraw()
     assert [*tmp_path.iterdir()]
     for again in tmp_path.iterdir():
         assert again.name.startswith(name)

@@ -7,13 +7,9 @@ import nbformat
 import pytest
 
 
-@pytest.fixture
-def notebook():
-    return nbformat.read("docs/grpo.ipynb", as_version=4)
-
-
 @pytest.mark.slow
-def test_the_notebook_runs(notebook, monkeypatch):
+def test_the_notebook_runs(monkeypatch):
+    notebook = nbformat.read("docs/grpo.ipynb", as_version=4)
     *cells, last = notebook.cells
     assert last.metadata.tags == ["gpu"]
     notebook.cells = cells

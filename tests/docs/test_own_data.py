@@ -7,6 +7,7 @@ from pathlib import Path
 import algorithms
 import pytest
 import torch
+from models import save_model
 from scripts import SCRIPTS, short_flags
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,16 +21,13 @@ LINES = {name: line for names, line in TABLE[::-1] for name in re.findall(r"`(\w
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_reads_its_line(name, tmp_path):
+def test_a_script_reads_its_line(name, tokenizer, tmp_path):
     rows = [json.loads(LINES[name])] * 8
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
     tokenizer.unk_token = None  # rows with characters that it does not know would be dropped
-    tokenizer.save_pretrained(tmp_path / "model")
-    AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy").save_pretrained(
-        tmp_path / "model"
-    )
-    flags = dict(model=str(tmp_path / "model"), teacher=str(tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained("tiny/arithmetic/policy")
+    folder = save_model(tmp_path / "model", model, tokenizer)
+    flags = dict(model=folder, teacher=folder)
     flags |= dict(dataset=str(tmp_path / "rows.jsonl"), train_split="train")
     flags |= dict(eval_split="train[:2]", critic_init="sft")
     if name == "ppo_rlhf":
@@ -46,9 +44,8 @@ def test_the_code_that_uses_a_run(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message.content }}"
     tokenizer.chat_template += "{{ eos_token if message.role == 'assistant' else ' ' }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "chat")
-    AutoModelForCausalLM.from_pretrained(policy).save_pretrained(tmp_path / "chat")
-    flags = dict(model=str(tmp_path / "chat"), dataset="tiny/reviews/sft", learning_rate=1e-9)
+    folder = save_model(tmp_path / "chat", AutoModelForCausalLM.from_pretrained(policy), tokenizer)
+    flags = dict(model=folder, dataset="tiny/reviews/sft", learning_rate=1e-9)
     run = algorithms.run("sft", tmp_path, chat=True, **flags)
 
     code = PAGE.partition("```python\n")[2].partition("```")[0]

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import Thread
 from urllib.request import urlopen
@@ -27,6 +26,7 @@ import grpo
 from common.generation import generate
 from common.logprobs import completion_logprobs, sampling_metrics
 from common.model import add_adapters
+from docs.experiments.lib.runs import load_script
 
 PYTHON = Path(__file__).parents[2] / "runs/vllm/bin/python"
 ABSENT = "vLLM is not installed: docs/samplers/install.sh runs/vllm"
@@ -43,9 +43,8 @@ class StandIn(BaseHTTPRequestHandler):
     folder = model = None
 
     def do_GET(self):
-        self.answer(
-            {"vllm_config": {"model_config": {"model": self.folder, "dtype": "torch.float32"}}}
-        )
+        config = {"model": self.folder, "dtype": "torch.float32"}
+        self.answer({"vllm_config": {"model_config": config}})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -70,9 +69,6 @@ class StandIn(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
-    def log_message(self, *words):
-        pass
-
 
 @pytest.fixture(scope="module", params=[pytest.param("stand-in", marks=pytest.mark.docs), VLLM])
 def sampler(request, tmp_path_factory):
@@ -88,9 +84,7 @@ def sampler(request, tmp_path_factory):
     environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     subprocess.run([sys.executable, file, grpo.Args.model], env=environment, check=True)
-    spec = spec_from_file_location("vllm_beside", file)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(file.name, file.parent)
     if request.param == "stand-in":
         StandIn.folder = folder
         server = ThreadingHTTPServer(("127.0.0.1", port), StandIn)

@@ -47,17 +47,12 @@ OTHERS = TORCHRUN | LM_EVAL | {"--exclude", "--help"}  # of `hf upload`; of all
 BUILT = {"reward_model", "mean", "variance", "return_mean", "return_variance"}
 
 
-def all_flags():
-    """Those of the scripts, of the programs for the pages, and of other programs."""
-    names = {name for script in SCRIPTS.values() for name in vars(script.Args())}
-    programs = [import_module(f"docs.experiments.cost.{name}") for name in experiments.PROGRAMS]
-    for program in (add_bug, pairs, experiments, *programs):
-        names |= inspect.signature(program.main).parameters.keys()
-    flags = {f"--{name.replace('_', '-')}" for name in names}
-    return flags | {flag.replace("--", "--no-", 1) for flag in flags} | OTHERS
-
-
-FLAGS = all_flags()
+# Those of the scripts, of the programs for the pages, and of other programs.
+NAMES = {name for script in SCRIPTS.values() for name in vars(script.Args())}
+PROGRAMS = [import_module(f"docs.experiments.cost.{name}") for name in experiments.PROGRAMS]
+for program in (add_bug, pairs, experiments, *PROGRAMS):
+    NAMES |= inspect.signature(program.main).parameters.keys()
+FLAGS = {f"--{prefix}{name.replace('_', '-')}" for name in NAMES for prefix in ("", "no-")} | OTHERS
 # A script's pages, if they are not one of its name.
 PAGES = {"grpo_variants": ["recipes", "grpo"]}
 

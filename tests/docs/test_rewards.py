@@ -35,60 +35,67 @@ def passed(*completions, tests=TESTS):
     return grpo.rule_rewards(programs.passes, tokenizer, prompts, sequences).tolist()
 
 
-# --- the format ---------------------------------------------------------------------------------
-def test_thoughts_then_an_answer():
-    texts = {
-        "<think>2 and 2</think><answer>4</answer>": 1,
-        "\n<think>2\nand 2</think>\n\n<answer>4</answer>\n": 1,
-        "<answer>4</answer>": 0,
-        "<think></think><answer>4</answer>": 0,  # no thought
-        "2 and 2</think><answer>4</answer>": 1,  # the template has opened it
-        "<think>2 and 2</think><answer>4</answer> I am sure": 0,
-        "<think>2</think><think>2</think><answer>4</answer>": 0,
-    }
-    assert formats.think([""] * len(texts), [*texts]) == [*texts.values()]
+# --- texts by hand ------------------------------------------------------------------------------
+THREE = dict(numbers=[3, 6, 8], target=30)
+REWARDS = {  # a function, the columns of each of its rows, and the rewards of completions
+    formats.think: (
+        {},
+        {
+            "<think>2 and 2</think><answer>4</answer>": 1,
+            "\n<think>2\nand 2</think>\n\n<answer>4</answer>\n": 1,
+            "<answer>4</answer>": 0,
+            "<think></think><answer>4</answer>": 0,  # no thought
+            "2 and 2</think><answer>4</answer>": 1,  # the template has opened it
+            "<think>2 and 2</think><answer>4</answer> I am sure": 0,
+            "<think>2</think><think>2</think><answer>4</answer>": 0,
+        },
+    ),
+    formats.shown: (
+        {},
+        {"6,6,0,8,5#5": 1}
+        | dict.fromkeys(["6,6,0,8#5", "6,6,0,8,5#5#", " 6,6,0,8,5#5", "٦,6,0,8,5#5"], 0),
+    ),
+    countdown.solves: (
+        THREE,
+        {
+            "(8 - 3) * 6": 1,
+            "<answer>1</answer> no, <answer> 6*8-3*6 </answer>": 0,  # 6 twice
+            "so <answer>-3*6 + 8*6</answer>": 0,
+            "<answer>(8-3)*6</answer> I think": 1,
+            "(8 - 3) * 6 = 30": 0,
+            "30": 0,
+            "8 / (3 - 3) * 6": 0,
+            "__import__('os').getcwd()": 0,
+            "(8 - 3) * 6 * True": 0,
+            "8 ** 3 * 6": 0,
+            "-(3 - 8) * 6": 1,
+            "(" * 9999: 0,
+            "-" * 99999 + "8": 0,
+        },
+    ),
+    spell_backward.letters: (
+        dict(answer="nus"),
+        {"nus": 1, " NUS\n": 1, "nu": 2 / 3, "sun": 1 / 3, "nuss": 0.8, "nun": 2 / 3, "": 0},
+    ),
+    digit.near_five: (
+        {},
+        {"5": 1, "9": 5 / 9, "0": 4 / 9, "15": 0, "5.": 0, "": 0, "\u0665": 0},
+    ),
+}
 
 
-def test_shown_working():
-    texts = ["6,6,0,8,5#5", "6,6,0,8#5", "6,6,0,8,5#5#", " 6,6,0,8,5#5", "٦,6,0,8,5#5"]
-    assert formats.shown([""] * 5, texts) == [1, 0, 0, 0, 0]
+@pytest.mark.parametrize("function", REWARDS)
+def test_rewards_by_hand(function):
+    row, rewards = REWARDS[function]
+    columns = {name: [value] * len(rewards) for name, value in row.items()}
+    assert function([], [*rewards], **columns) == pytest.approx([*rewards.values()])
 
 
-# --- small tasks of others ----------------------------------------------------------------------
-def test_countdown():
-    texts = {
-        "(8 - 3) * 6": 1,
-        "<answer>1</answer> no, <answer> 6*8-3*6 </answer>": 0,  # 6 twice
-        "so <answer>-3*6 + 8*6</answer>": 0,
-        "<answer>(8-3)*6</answer> I think": 1,
-        "(8 - 3) * 6 = 30": 0,
-        "30": 0,
-        "8 / (3 - 3) * 6": 0,
-        "__import__('os').getcwd()": 0,
-        "(8 - 3) * 6 * True": 0,
-        "8 ** 3 * 6": 0,
-        "-(3 - 8) * 6": 1,
-        "(" * 9999: 0,
-        "-" * 99999 + "8": 0,
-    }
-    columns = dict(numbers=[[3, 6, 8]] * len(texts), target=[30] * len(texts))
-    assert countdown.solves([], [*texts], **columns) == [*texts.values()]
+def test_rows_of_small_tasks():
     assert countdown.solves([], ["6 / (8 - 3) * 10"], [[10, 3, 8, 6]], [12]) == [1]  # no rounding
     row = countdown.make_row(random.Random(1))
     assert 10 <= row["target"] <= 100 and str(row["numbers"]) in row["prompt"]
-
-
-def test_spell_backward():
-    texts = {"nus": 1, " NUS\n": 1, "nu": 2 / 3, "sun": 1 / 3, "nuss": 0.8, "nun": 2 / 3, "": 0}
-    row = spell_backward.make_row("sun")
-    found = spell_backward.letters([], [*texts], [row["answer"]] * len(texts))
-    assert found == pytest.approx([*texts.values()])
-
-
-def test_the_digit_of_nano_rl():
-    assert digit.near_five([], ["5", "9", "0", "15", "5.", "", "\u0665"]) == pytest.approx(
-        [1, 5 / 9, 4 / 9, 0, 0, 0, 0]
-    )
+    assert spell_backward.make_row("sun")["answer"] == "nus"
 
 
 def test_the_same_rewards_as_reasoning_gym():

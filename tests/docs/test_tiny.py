@@ -16,14 +16,20 @@ def rows(path):
     return [json.loads(line) for line in (Path("tiny") / path).read_text().splitlines()]
 
 
-def test_arithmetic_answers_are_right_and_held_out_prompts_are_new():
+@pytest.mark.parametrize(("task", "modulus"), [("arithmetic", 10), ("calculator", 1000)])
+def test_answers_are_right(task, modulus):
+    for row in rows(f"{task}/prompts/train.jsonl") + rows(f"{task}/prompts/test.jsonl"):
+        assert int(row["answer"]) == sum(map(int, re.findall(r"\d+", row["prompt"]))) % modulus
+
+
+def test_held_out_prompts_are_new():
     train, test = rows("arithmetic/prompts/train.jsonl"), rows("arithmetic/prompts/test.jsonl")
-    for row in train + test:
-        assert int(row["answer"]) == sum(map(int, re.findall(r"\d", row["prompt"]))) % 10
     seen = {row["prompt"] for row in train + rows("arithmetic/sft/train.jsonl")}
     held_out = test + rows("arithmetic/sft/test.jsonl")
     assert not seen & {row["prompt"] for row in held_out}
     assert len({row["prompt"] for row in held_out}) == len(held_out) == 1000
+    train, test = rows("calculator/prompts/train.jsonl"), rows("calculator/prompts/test.jsonl")
+    assert len({row["prompt"] for row in train + test}) == 2000
 
 
 def test_arithmetic_preferences_are_a_right_and_a_wrong_completion_for_each_prompt():
@@ -36,13 +42,6 @@ def test_arithmetic_preferences_are_a_right_and_a_wrong_completion_for_each_prom
             last_number([], columns[side], columns["answer"]) for side in ("chosen", "rejected")
         ]
         assert judged == [[1.0] * count, [0.0] * count]
-
-
-def test_calculator_answers_are_right_and_held_out_prompts_are_new():
-    train, test = rows("calculator/prompts/train.jsonl"), rows("calculator/prompts/test.jsonl")
-    for row in train + test:
-        assert int(row["answer"]) == sum(map(int, re.findall(r"\d+", row["prompt"])))
-    assert len({row["prompt"] for row in train + test}) == 2000
 
 
 def test_the_calculator_and_its_reward_by_hand():

@@ -4,8 +4,6 @@ A variant that no longer applies: write its diff anew, against the script as it 
 """
 
 import math
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 
 import algorithms
 import pytest
@@ -15,6 +13,7 @@ from runs import metrics_of
 from scripts import short_flags
 
 from common.logprobs import completion_logprobs
+from docs.experiments.lib.runs import load_script
 from docs.experiments.lib.variants import PAGE, variants, write_variant
 from docs.samplers import known
 
@@ -29,15 +28,9 @@ FLAGS = {
 
 
 @pytest.fixture
-def variant(request, tmp_path, monkeypatch):
+def variant(request, tmp_path):
     """The module of a script with the change in it."""
-    path = write_variant(request.param, tmp_path)
-    name = f"{path.stem}_{request.param}"
-    spec = spec_from_file_location(name, path)
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # pydantic looks its types up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(write_variant(request.param, tmp_path).name, tmp_path)
 
 
 def of(name):
@@ -94,56 +87,63 @@ def clipped(ratio, a):
     return ratio * a, ratio * a
 
 
-def assert_tokens(losses, logprobs, expected):
-    """Values and slopes of an objective at each token, and the losses with their gradient."""
-    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+def off_policy_mask(log_ratios, a, now):
+    is_off = a < 0 and -sum(log_ratios) / 2 > 0.1
+    return [clipped(math.exp(x), 0.0 if is_off else a) for x in log_ratios]
+
+
+def squared_log_ratio(log_ratios, a, now):
+    objectives = [(x, *clipped(math.exp(x), a)) for x in log_ratios]
+    return [(value - 0.001 * x**2, slope - 0.002 * x) for x, value, slope in objectives]
+
+
+def vespo(log_ratios, a, now):
+    w, (k, c) = math.exp(sum(log_ratios)), (3, 2) if a < 0 else (2, 3)
+    weight = w**k * math.exp(c * (1 - w)) * a
+    return [(weight * x, weight) for x in now]
+
+
+def dual_clip(log_ratios, a, now):
+    ratios = map(math.exp, log_ratios)
+    return [(3 * a, 0.0) if a < 0 and ratio > 3 else clipped(ratio, a) for ratio in ratios]
+
+
+RULES = (off_policy_mask, squared_log_ratio, vespo, dual_clip)
+
+
+@pytest.mark.parametrize(
+    ("variant", "rule"), [(rule.__name__, rule) for rule in RULES], indirect=["variant"]
+)
+def test_an_objective_and_its_slope_at_each_token(variant, rule):
+    logprobs, old, advantages = some_tokens()
+    name = VARIANTS[rule.__name__][1]
+    arguments = dict(
+        grpo_loss=(None, advantages),
+        variant_loss=(None, advantages, MASK),
+        policy_loss=(advantages[:, None], 0.2),
+    )[name]
+    options = {} if name == "policy_loss" else CLIPS
+    losses, _ = getattr(variant, name)(logprobs, old, *arguments, **options)
+    expected, num_changed = [], 0
+    for now, before, a in zip(logprobs.tolist(), old.tolist(), advantages.tolist(), strict=True):
+        log_ratios = [x - y for x, y in zip(now, before, strict=True)]
+        of_row = rule(log_ratios, a, now)
+        num_changed += of_row != [clipped(math.exp(x), a) for x in log_ratios]
+        expected += of_row
+    assert num_changed > 5 and (num_changed == 60 or num_changed < sum(advantages < 0) - 5)
     values, slopes = zip(*expected, strict=True)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     assert (-losses).flatten().tolist() == pytest.approx(values)
     assert (-gradient).flatten().tolist() == pytest.approx(slopes)
 
 
 @of("off_policy_mask")
-def test_off_policy_mask(variant):
-    logprobs, old, advantages = some_tokens()
-    losses, _ = variant.variant_loss(logprobs, old, None, advantages, MASK, **CLIPS)
-    expected, masked = [], 0
-    for log_ratios, a in zip((logprobs - old).tolist(), advantages.tolist(), strict=True):
-        is_off = a < 0 and -sum(log_ratios) / 2 > 0.1
-        masked += is_off
-        expected += [clipped(math.exp(x), 0.0 if is_off else a) for x in log_ratios]
-    assert_tokens(losses, logprobs, expected)
-    assert 5 < masked < sum(a < 0 for a in advantages) - 5
-    # A token of padding does not count in the mean: 0.15 nats over one token, not over two.
-    short = torch.tensor([[True, False]])
+def test_padding_does_not_count_in_the_mean_of_a_completion(variant):
+    """0.15 nats over one token, not over two."""
     arguments = (torch.tensor([[-1.15, 0.0]]), torch.tensor([[-1.0, 0.0]]), None)
-    losses, _ = variant.variant_loss(*arguments, -torch.ones(1), short, **CLIPS)
+    mask = torch.tensor([[True, False]])
+    losses, _ = variant.variant_loss(*arguments, -torch.ones(1), mask, **CLIPS)
     assert (losses == 0).all()
-
-
-@of("squared_log_ratio")
-def test_squared_log_ratio(variant):
-    logprobs, old, advantages = some_tokens()
-    losses, _ = variant.grpo_loss(logprobs, old, None, advantages, **CLIPS)
-    expected = []
-    for log_ratios, a in zip((logprobs - old).tolist(), advantages.tolist(), strict=True):
-        for log_ratio in log_ratios:
-            value, slope = clipped(math.exp(log_ratio), a)
-            expected.append((value - 0.001 * log_ratio**2, slope - 0.002 * log_ratio))
-    assert_tokens(losses, logprobs, expected)
-
-
-@of("vespo")
-def test_vespo(variant):
-    logprobs, old, advantages = some_tokens()
-    losses, _ = variant.grpo_loss(logprobs, old, None, advantages, **CLIPS)
-    expected = []
-    rows = zip(logprobs.tolist(), old.tolist(), advantages.tolist(), strict=True)
-    for now, before, a in rows:
-        w = math.exp(sum(now) - sum(before))
-        k, c = (3, 2) if a < 0 else (2, 3)
-        weight = w**k * math.exp(c * (1 - w)) * a
-        expected += [(weight * x, weight) for x in now]
-    assert_tokens(losses, logprobs, expected)
 
 
 @of("apo_down")
@@ -154,18 +154,6 @@ def test_apo_down(variant):
         worse = 1 / (1 + math.exp(-0.3 * chosen))
         expected.append(worse + 1 / (1 + math.exp(0.3 * (chosen - rejected))))
     assert variant.apo_zero_loss(logratios, 0.3).tolist() == pytest.approx(expected)
-
-
-@of("dual_clip")
-def test_dual_clip(variant):
-    logprobs, old, advantages = some_tokens()
-    losses, _ = variant.policy_loss(logprobs, old, advantages[:, None], 0.2)
-    expected = []
-    for log_ratios, a in zip((logprobs - old).tolist(), advantages.tolist(), strict=True):
-        for ratio in map(math.exp, log_ratios):
-            expected.append((3 * a, 0.0) if a < 0 and ratio > 3 else clipped(ratio, a))
-    assert_tokens(losses, logprobs, expected)
-    assert sum(slope == 0 and value < 0 for value, slope in expected) > 5
 
 
 @of("dft")

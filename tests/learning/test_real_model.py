@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import some_wide
+from models import save_model, some_wide
 from runs import metrics_of, write_splits
 from scripts import SPECS, short_flags
 from spies import spy_on
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 FOLDER = Path("runs/SmolLM2-135M-Instruct")
 pytestmark = pytest.mark.skipif(
@@ -51,9 +51,7 @@ def two_layers(tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     del model.model.layers[2:]
     model.config.num_hidden_layers = 2
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
-    return str(folder)
+    return save_model(folder, model, str(FOLDER))
 
 
 @pytest.fixture
@@ -84,10 +82,7 @@ def test_a_step_on_a_real_model_and_another_from_its_run(name, two_layers, folde
     if SPECS[name].kind == "rows":  # what ends a turn is learned, though it is the padding too
         ends = [[ids[-1] for _, ids in sequences] for (sequences, *_), _ in batches]
         assert sum({*of_batch} == {EOS} for of_batch in ends) >= 2  # the rows of both steps
-    kind = AutoModelForCausalLM
-    if name == "rm_bradley_terry":
-        kind = AutoModelForSequenceClassification
-    saved, info = kind.from_pretrained(run_dir, output_loading_info=True)
+    saved, info = SPECS[name].saved.from_pretrained(run_dir, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     start = AutoModelForCausalLM.from_pretrained(two_layers).get_input_embeddings().weight
     embeddings = saved.get_input_embeddings().weight

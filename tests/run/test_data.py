@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from encoded import message
+from models import save_model
 from runs import write_splits
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
 from tokenizers import Tokenizer
@@ -111,12 +113,11 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
 @pytest.mark.parametrize("name", with_flag("reward_model"))
 @pytest.mark.parametrize("num_labels", [2, "BERT"])
 def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
-    folder = str(tmp_path / "model")
-    AutoTokenizer.from_pretrained("tiny/reviews/policy").save_pretrained(folder)
     config = AutoConfig.from_pretrained("tiny/reviews/policy", num_labels=2)
     if num_labels == "BERT":
         config = BertConfig(vocab_size=200, num_hidden_layers=1, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_config(config)
+    folder = save_model(tmp_path / "model", model, "tiny/reviews/policy")
     flags = REVIEWS | dict(reward_model=folder)
     fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
 
@@ -239,8 +240,8 @@ def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
         assert tokenizer.decode(ids) == text
 
 
-TURNS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
-OTHER = [TURNS[0], {"role": "assistant", "content": "#4"}]
+TURNS = [message("user", "1+2="), message("assistant", "#3")]
+OTHER = [TURNS[0], message("assistant", "#4")]
 
 
 def pairs_of(row, **flags):
@@ -272,22 +273,18 @@ def test_pairs_without_a_side_or_a_prompt_are_dropped(row, tokenizer, tmp_path):
     assert len(load("dpo", [whole, row], tmp_path, tokenizer)) == 1
 
 
-def turn(role, text, **more):
-    return dict(role=role, content=text, **more)
-
-
 @pytest.mark.parametrize(
     ("turns", "expected"),
     [
-        ([turn("assistant", "hi"), *TURNS], 1),
+        ([message("assistant", "hi"), *TURNS], 1),
         ([*TURNS, *OTHER], 2),
-        ([TURNS[0], turn("assistant", "#3", weight=0), *OTHER], 1),  # OpenAI's
-        ([TURNS[0], turn("assistant", "#3", weight=0)], "only ['user', 'assistant']"),
+        ([TURNS[0], message("assistant", "#3", weight=0), *OTHER], 1),  # OpenAI's
+        ([TURNS[0], message("assistant", "#3", weight=0)], "only ['user', 'assistant']"),
         ([], "with no assistant's reply to learn, only []"),
         (None, "with no assistant's reply to learn, only []"),
         (TURNS[:1], "only ['user']"),
-        ([turn("assistant", "hi")], "only ['assistant']"),
-        ([TURNS[0], turn("gpt", "#3")], "only ['user', 'gpt']"),
+        ([message("assistant", "hi")], "only ['assistant']"),
+        ([TURNS[0], message("gpt", "#3")], "only ['user', 'gpt']"),
         ("[]", ValueError),
     ],
 )
@@ -345,8 +342,8 @@ def conversation(*turns, **columns):
     ("name", "rows", "flags", "error"),
     [
         # `datasets` decodes such a string: `"3"` would lose its quotes, and `3` be a number.
-        ("sft", [conversation(turn("user", PART), turn("assistant", '"3"'))], {}, NO_STRING),
-        ("sft", [conversation(*TURNS), conversation(turn("user", 3))], {}, NO_STRING),
+        ("sft", [conversation(message("user", PART), message("assistant", '"3"'))], {}, NO_STRING),
+        ("sft", [conversation(*TURNS), conversation(message("user", 3))], {}, NO_STRING),
         ("dpo", [PAIR], dict(chat=True), "--chat: "),
         ("dpo", [dict(prompt=None, chosen="3", rejected="4")], dict(chat=True), "no row is left"),
         # A column that was typed comes before both.

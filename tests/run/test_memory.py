@@ -12,6 +12,7 @@ from models import some_wide
 from runs import keep_earlier_checkpoints, killed_earlier
 from safetensors.torch import load_file
 from scripts import SPECS, short_flags
+from spies import spy_on
 
 import common.model
 
@@ -52,13 +53,7 @@ def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(plain, tmp_path, monk
 
 def test_activation_checkpointing_trains_the_same_weights(plain, tmp_path, monkeypatch):
     name, plain_dir = plain
-    recomputed, checkpoint = [], common.model.checkpoint
-
-    def spy(*args, **kwargs):
-        recomputed.append(1)
-        return checkpoint(*args, **kwargs)
-
-    monkeypatch.setattr(common.model, "checkpoint", spy)
+    recomputed = spy_on(common.model, monkeypatch, "checkpoint")
     for on in (False, True):
         run_dir = run(name, tmp_path, activation_checkpointing=on)
         assert bool(recomputed) == on

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import family_model, some_wide
-from runs import contents, keep_earlier_checkpoints, killed_earlier, torchrun, words
+from models import family_model, save_model, some_wide
+from runs import contents, keep_earlier_checkpoints, killed_earlier, leaves, torchrun, words
 from runs import write_splits
 from safetensors.torch import load
 from scripts import REVIEWS, SPECS
@@ -119,31 +119,8 @@ def two_processes(chosen, one_process, tmp_path_factory):
     return {run: next((folder / run).iterdir()) for run in chosen} | {"resumed": resumed}
 
 
-def compare(found, expected, where):
-    """The same to rounding: numbers, weights, and what holds them."""
-    if isinstance(found, tuple | list):  # Adam's betas come back as a list
-        found, expected = [*found], [*expected]
-    assert type(found) is type(expected), where
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys(), where
-        for key in found:
-            compare(found[key], expected[key], f"{where} {key}")
-    elif isinstance(found, list):
-        assert len(found) == len(expected), where
-        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-            compare(a, b, f"{where} {index}")
-    elif torch.is_tensor(found):
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4, msg=lambda m: where + m)
-        assert (found - expected).double().square().mean().sqrt() < 1e-6, where
-    elif isinstance(found, float):  # those of rollouts.jsonl have three digits
-        absolute = 1.1e-3 if "rollouts.jsonl" in where else 1e-5
-        assert found == pytest.approx(expected, rel=1e-4, abs=absolute), where
-    else:
-        assert found == expected, where
-
-
 def compare_runs(run_dir, other_dir):
-    """All that two runs leave: logs, checkpoints, the model."""
+    """All that two runs leave is the same to rounding: logs, checkpoints, the model."""
     files, others = contents(run_dir), contents(other_dir)
     for run_files in (files, others):
         for name in run_files:
@@ -151,7 +128,19 @@ def compare_runs(run_dir, other_dir):
                 run_files[name] = load(run_files[name])
             elif name.endswith(".json"):
                 run_files[name] = json.loads(run_files[name])
-    compare(files, others, "")
+    found, expected = leaves(files), leaves(others)
+    assert found.keys() == expected.keys()
+    for where, a in found.items():
+        b = expected[where]
+        assert type(a) is type(b), where
+        if torch.is_tensor(a):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=lambda m, at=where: at + m)
+            assert (a - b).double().square().mean().sqrt() < 1e-6, where
+        elif isinstance(a, float):  # those of rollouts.jsonl have three digits
+            absolute = 1.1e-3 if "rollouts.jsonl" in where else 1e-5
+            assert a == pytest.approx(b, rel=1e-4, abs=absolute), where
+        else:
+            assert a == b, where
 
 
 @pytest.mark.parametrize("run", some_wide(RUNS, fast=ALWAYS))
@@ -191,9 +180,8 @@ def test_an_error_in_one_process_ends_all_and_is_shown_once(tmp_path):
 @pytest.mark.wide
 def test_adapters_of_a_layer_with_fewer_outputs_than_processes(tmp_path):
     """The gate of a shared expert has one."""
-    family_model("Qwen2Moe").save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained("tiny/arithmetic/base").save_pretrained(tmp_path / "model")
-    flags = SPECS["sft"].short_flags | dict(model=tmp_path / "model", lora_rank=4, max_length=64)
+    model = save_model(tmp_path / "model", family_model("Qwen2Moe"), "tiny/arithmetic/base")
+    flags = SPECS["sft"].short_flags | dict(model=model, lora_rank=4, max_length=64)
     for ranks in (1, 2):
         command = ["sft.py", *words(flags | {"output_dir": tmp_path / f"runs{ranks}"})]
         assert torchrun(ranks, command, tmp_path / "output") == [0] * ranks

@@ -3,10 +3,10 @@ or end a run late. A row each.
 """
 
 import re
-import warnings
 
 import pytest
 import torch
+from datasets import Dataset, Features, Image, Value
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
@@ -63,8 +63,6 @@ def test_a_field_too_many_is_an_error_wherever_the_file_is(file, tmp_path):
 
 
 def test_pictures_are_not_read(tmp_path):
-    from datasets import Dataset, Features, Image, Value
-
     features = Features({"prompt": Value("string"), "images": [Image()]})
     rows = [{"prompt": "1+2=", "images": [{"bytes": b"no picture", "path": None}]}]
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")
@@ -86,13 +84,11 @@ NAMED = "{# renamed, trained #}{% for m in messages %}{{ m.content | trim }}{% e
         (dict(content="3\n"), None),
     ],
 )
-def test_what_a_template_loses_is_said(message, said, tokenizer):
+def test_what_a_template_loses_is_said(message, said, tokenizer, recwarn):
     tokenizer.chat_template = NAMED
     tokenizer.add_tokens([" ", "\n"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        encode(tokenizer, [{"role": "user", "content": "1"}, {"role": "assistant"} | message])
-    found = "".join(str(warning.message) for warning in caught)
+    encode(tokenizer, [{"role": "user", "content": "1"}, {"role": "assistant"} | message])
+    found = "".join(str(warning.message) for warning in recwarn)
     assert said in found if said else not found
 
 
@@ -120,14 +116,13 @@ def test_calls_that_would_be_learned_otherwise(tokenizer):
         encode(tokenizer, [user, turn])
 
 
+@pytest.mark.filterwarnings("error")
 def test_two_tokenizers_of_one_vocabulary(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ think }}"
     tokenizer.save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_tokenizer(str(tmp_path), load_tokenizer(str(tmp_path), '{"think": false}'))
-        check_tokenizer(POLICY, tokenizer)  # it has no template
+    check_tokenizer(str(tmp_path), load_tokenizer(str(tmp_path), '{"think": false}'))
+    check_tokenizer(POLICY, tokenizer)  # it has no template
     with pytest.warns(UserWarning, match="reads chats in the template of --model, not its own"):
         check_tokenizer(str(tmp_path), AutoTokenizer.from_pretrained(POLICY))
 
@@ -189,22 +184,20 @@ def test_text_for_the_log_never_ends_a_run():
 
 
 # --- models ---------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("error")
 def test_the_default_rate_is_for_tiny_models():
     model = torch.nn.Linear(5001, 2000)
     model.num_parameters = lambda: model.weight.numel()
     with pytest.warns(UserWarning, match="--learning-rate: the default is for tiny models"):
         check_learning_rate(sft.Args(), model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_learning_rate(sft.Args(learning_rate=1e-5), model)
-        check_learning_rate(sft.Args(), AutoModelForCausalLM.from_pretrained(POLICY))
+    check_learning_rate(sft.Args(learning_rate=1e-5), model)
+    check_learning_rate(sft.Args(), AutoModelForCausalLM.from_pretrained(POLICY))
 
 
+@pytest.mark.filterwarnings("error")
 def test_adapters_cannot_train_an_end_that_is_like_other_tokens():
     model = AutoModelForCausalLM.from_pretrained(POLICY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        add_adapters(model, 4, 1, stop_id=2)
+    add_adapters(model, 4, 1, stop_id=2)
     model = AutoModelForCausalLM.from_pretrained(POLICY)
     embedding = model.get_input_embeddings().weight.data
     embedding[2] = embedding[3]

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from models import some_wide
-from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier, metrics_of, read
-from runs import start, words, write_splits
+from runs import assert_resumes, assert_same_run, keep_earlier_checkpoints, killed_earlier
+from runs import metrics_of, read, run_and_resume, start, words, write_splits
 from scripts import SPECS
 
 import grpo_variants
@@ -76,23 +76,17 @@ def test_kills_at_five_moments(run_of, tmp_path):
 @pytest.mark.parametrize("name", some_wide(SPECS, fast=["dpo", "grpo"]))
 def test_logs_that_are_ahead_of_the_checkpoint_are_cut_back(name, run_of, tmp_path):
     """And the run ends as the whole one, in every script."""
-    copy = killed_earlier(run_of(name), tmp_path / "run")
-    resume(name, copy)
-    assert_same_run(copy, run_of(name))
+    assert_resumes(SPECS[name].module, run_of(name), tmp_path / "run")
 
 
 def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
     """A rollout reads as many prompts as it needs: where the data are is in the checkpoint."""
     flags = SPECS["grpo_variants"].short_flags | dict(max_sampling_rounds=3)
-    with keep_earlier_checkpoints():
-        run_dir = grpo_variants.main(grpo_variants.Args(**flags, output_dir=str(tmp_path)))
+    run_dir = run_and_resume(grpo_variants, tmp_path, **flags)
     sampled = [row["prompts/sampled"] for row in metrics_of(run_dir)[1:]]
     assert len({*sampled[:-1]}) > 1
-    copy = killed_earlier(run_dir, tmp_path / "run")
-    state = torch.load(copy / "checkpoint.pt", weights_only=True)
+    state = torch.load(run_dir / "checkpoint.earlier", weights_only=True)
     assert state["prompts_read"] == sum(sampled[: state["step"]]) > 0
-    resume("grpo_variants", copy)
-    assert_same_run(copy, run_dir)
 
 
 @EACH
@@ -157,13 +151,8 @@ def test_a_checkpoint_of_another_model_is_refused(copied):
 @pytest.mark.parametrize("warmup", some_wide([6, 7], fast=[7]))
 def test_in_the_critics_warm_up_and_at_its_end(warmup, tmp_path):
     """The checkpoint of step 6 is resumed: there the policy's optimiser begins afresh, or later."""
-    script, flags = SPECS["ppo_rlhf"].module, SPECS["ppo_rlhf"].short_flags
-    flags = flags | dict(critic_warmup_rollouts=warmup, total_rollouts=8, save_every=6)
-    with keep_earlier_checkpoints():
-        run_dir = script.main(script.Args(**flags, output_dir=str(tmp_path)))
-    copy = killed_earlier(run_dir, tmp_path / "copy")
-    resume("ppo_rlhf", copy)
-    assert_same_run(copy, run_dir)
+    flags = dict(critic_warmup_rollouts=warmup, total_rollouts=8, save_every=6)
+    run_and_resume(SPECS["ppo_rlhf"].module, tmp_path, **SPECS["ppo_rlhf"].short_flags | flags)
 
 
 def test_a_full_disk_is_said_to_be_one(copied, monkeypatch):

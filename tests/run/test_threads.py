@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 from models import some_wide
-from runs import assert_same_run, keep_earlier_checkpoints, killed_earlier
+from runs import run_and_resume
 from scripts import SPECS, short_flags
 
 # Rows that share prompts, and a micro-batch of them.
@@ -42,9 +42,4 @@ def test_equal_flags_give_equal_weights(case, tmp_path, threads):
 
 @pytest.mark.parametrize("name", some_wide(["grpo", "sft", "ppo_rlhf"], fast=["grpo"]))
 def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path, threads):
-    script, flags = SPECS[name].module, SPECS[name].short_flags
-    with keep_earlier_checkpoints():
-        run_dir = script.main(script.Args(output_dir=str(tmp_path), **flags))
-    copy = killed_earlier(run_dir, tmp_path / "copy")
-    script.main(script.parse_args(["--resume", str(copy)]))
-    assert_same_run(copy, run_dir)
+    run_and_resume(SPECS[name].module, tmp_path, **SPECS[name].short_flags)

@@ -31,16 +31,13 @@ class Browser:
             options.add_argument(flag)
         self.driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
         self.run = self.driver.execute_script  # what a JavaScript function body returns
+        self.emulate = self.driver.execute_cdp_cmd  # a command of the DevTools protocol
         self.close = self.driver.quit
-
-    def emulate(self, command, **params):
-        """A command of the DevTools protocol."""
-        return self.driver.execute_cdp_cmd(command, params)
 
     def open(self, page=EXPLORER):
         """A fresh page, 1280 pixels wide."""
         size = dict(width=1280, height=800, deviceScaleFactor=1, mobile=False)
-        self.emulate("Emulation.setDeviceMetricsOverride", **size)
+        self.emulate("Emulation.setDeviceMetricsOverride", size)
         self.driver.get("about:blank")
         address = page.absolute().as_uri()
         self.driver.get(address)
@@ -63,7 +60,7 @@ class Browser:
         """Files or folders, on the page, as from a file manager."""
         data = {"items": [], "files": [*map(str, paths)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
-            self.emulate("Input.dispatchDragEvent", type=kind, x=99, y=99, data=data)
+            self.emulate("Input.dispatchDragEvent", dict(type=kind, x=99, y=99, data=data))
 
     def until(self, css, expected):
         """Waits for a text in an element."""

@@ -1,8 +1,12 @@
-"""What common/tokens.py makes of a prompt with one completion."""
+"""Chat messages, and what common/tokens.py makes of a prompt with one completion."""
 
 from typing import Any
 
 from common.tokens import encode_completions
+
+
+def message(role: str | None, content: Any, **more: Any) -> dict[str, Any]:
+    return dict(role=role, content=content, **more)
 
 
 def encode_pair(tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int]) -> tuple:

@@ -1,12 +1,13 @@
 """Tiny randomly initialised models of several architectures, for the tests."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 VOCAB = 50
 
@@ -185,6 +186,15 @@ def family_model(name: str) -> PreTrainedModel:
         if weight.dim() > 1 and weight.std() < 0.15 and "A_log" not in parameter_name:
             weight.data.normal_(0, 0.2, generator=generator)
     return model
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
+    """With a tokenizer, or that of another folder; returns the name of the folder."""
+    model.save_pretrained(folder)
+    if isinstance(tokenizer, str):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 # For the tokenizer of tiny/reviews: a review follows `the :`, and after its end comes a full stop,

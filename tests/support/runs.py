@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed import TCPStore
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 # A process is forked from one that has imported the libraries: that takes longer than a short run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
@@ -124,13 +125,9 @@ def contents(run_dir: Path) -> dict[str, Any]:
     return files
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two contents are equal to the bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+def leaves(files: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, tensors, texts and bytes by their places in dictionaries and lists."""
+    return {keystr(place): leaf for place, leaf in tree_flatten_with_path(files)[0]}
 
 
 def keep_earlier_checkpoints() -> Any:
@@ -153,6 +150,24 @@ def killed_earlier(run_dir: Path, folder: Path) -> Path:
 
 
 def assert_same_run(run_dir: Path, other_dir: Path) -> None:
-    files, others = contents(run_dir), contents(other_dir)
-    assert files.keys() == others.keys()
-    assert [name for name in files if not same(files[name], others[name])] == []
+    """To the bit."""
+    found, expected = leaves(contents(run_dir)), leaves(contents(other_dir))
+    assert found.keys() == expected.keys()
+    for place, a in found.items():
+        b = expected[place]
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b, place
+
+
+def assert_resumes(script: Any, run_dir: Path, folder: Path) -> None:
+    """From its last checkpoint but one, in another folder, to the same bits."""
+    copy = killed_earlier(run_dir, folder)
+    assert script.main(script.parse_args(["--resume", str(copy)])) == copy
+    assert_same_run(copy, run_dir)
+
+
+def run_and_resume(script: Any, folder: Path, **flags: Any) -> Path:
+    """A whole run that `assert_resumes`."""
+    with keep_earlier_checkpoints():
+        run_dir = script.main(script.Args(**flags, output_dir=str(folder / "runs")))
+    assert_resumes(script, run_dir, folder / "copy")
+    return run_dir

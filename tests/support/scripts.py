@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
 import distill
 import dpo
 import grpo
@@ -23,6 +25,7 @@ class ScriptSpec(NamedTuple):
     kind: Literal["rollouts", "rows"] = "rollouts"
     loader: str = "load_prompts"  # its function that reads a split
     models: tuple[str, ...] = ("policy",)  # that it trains, as a checkpoint names them
+    saved: type = AutoModelForCausalLM  # which loads the model of a run
     row_tokens: Callable[[Any], int] | None = None  # rows: how many tokens a step reads of one
     advantages: str = ""  # rollouts: its function whose result is logged as advantages
 
@@ -53,6 +56,7 @@ SPECS = {
         kind="rows",
         loader="load_comparisons",
         models=("model",),
+        saved=AutoModelForSequenceClassification,
         short_flags=SHORT_ROWS | dict(center_coef=0.01),
         row_tokens=lambda row: len(2 * row.prompt_ids + row.chosen_ids + row.rejected_ids),
     ),

@@ -41,16 +41,11 @@ METHODS = {  # by their column: with all weights, and with adapters
 }
 
 
-def size_of(name: str) -> str:
-    """7B of Qwen2.5-7B."""
-    return name.rpartition("-")[2]
-
-
 def largest_fitting(algorithm: str, card: int, **adapters: int) -> str:
     """The size of the largest model whose peak is at most `FITS` of the card."""
     work = WORK | {"checkpointing": True} | adapters
     fitting = [
-        size_of(name)
+        name.rpartition("-")[2]  # 7B of Qwen2.5-7B
         for name, model in MODELS.items()
         if name in NAMES
         and peak(model, ALGORITHMS[algorithm], BFLOAT16, **work) <= FITS * card * GB
@@ -58,7 +53,7 @@ def largest_fitting(algorithm: str, card: int, **adapters: int) -> str:
     return fitting[-1] if fitting else "none"
 
 
-def fits_table() -> dict:
+def tables(_: dict) -> dict[str, dict]:
     """What one card holds: with all weights / with adapters / with adapters on 4 bits."""
     rows = []
     for card in CARDS:
@@ -71,11 +66,7 @@ def fits_table() -> dict:
             ]
             cells.append(" / ".join(sizes))
         rows.append([f"{card} GB", *cells])
-    return {"columns": ["one card", *METHODS], "rows": rows}
-
-
-def tables(_: dict) -> dict:
-    return {"model_sizes fits": fits_table()}
+    return {"model_sizes fits": {"columns": ["one card", *METHODS], "rows": rows}}
 
 
 # --- real_size ---------------------------------------------------------------------------------
