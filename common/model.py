@@ -159,14 +159,14 @@ def check_size(model: Any, tokenizer: Any, positions: int) -> None:
     source, config = model.name_or_path, model.config.get_text_config()
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
-    limit, kind = getattr(config, "max_position_embeddings", None) or positions, ""
+    limit, reason = getattr(config, "max_position_embeddings", None) or positions, ""
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):  # of all layers, or of each type of layers
         if isinstance(part, dict) and part.get("rope_type") == "longrope":
-            limit, kind = part["original_max_position_embeddings"], " before LongRoPE's long ones"
+            limit, reason = part["original_max_position_embeddings"], ", beyond which LongRoPE changes"
     if positions > limit:
-        few = f"has fewer positions than the {positions} of the --max flags"
-        raise ValueError(f"{source} {few}: {limit}{kind}")
+        needed = f"the {positions} of the --max flags"
+        raise ValueError(f"{source} has fewer positions than {needed}: {limit}{reason}")
 
 
 def check_learning_rate(args: Any, model: Any) -> None:
