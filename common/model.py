@@ -163,7 +163,8 @@ def check_size(model: Any, tokenizer: Any, positions: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):  # of all layers, or of each type of layers
         if isinstance(part, dict) and part.get("rope_type") == "longrope":
-            limit, reason = part["original_max_position_embeddings"], ", beyond which LongRoPE changes"
+            limit = part["original_max_position_embeddings"]
+            reason = ", beyond which LongRoPE changes"
     if positions > limit:
         needed = f"the {positions} of the --max flags"
         raise ValueError(f"{source} has fewer positions than {needed}: {limit}{reason}")
