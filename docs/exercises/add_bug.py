@@ -1,8 +1,8 @@
 """Write a copy of the scripts with a silent bug in it, and train with it: docs/exercises.md.
 
-    python docs/exercises/add_bug.py 3             # with bug 3
-    python docs/exercises/add_bug.py 3 --healthy   # the same command without the bug
-    python docs/exercises/add_bug.py 3 --solution  # what the bug is
+    python docs/exercises/add_bug.py 1             # with bug 1
+    python docs/exercises/add_bug.py 1 --healthy   # the same command without the bug
+    python docs/exercises/add_bug.py 1 --solution  # what the bug is
 
 A bug is a list of text replacements, below. Whoever reads on learns the solutions.
 """
@@ -53,38 +53,6 @@ PAD_IS_EOS = (
 
 EXERCISES = {
     1: Exercise(
-        commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
-        metrics=("reward/mean", "eval/reward", "objective/kl", "policy/entropy"),
-        bug=(
-            Edit(
-                "ppo_rlhf.py",
-                "        shard(ref_model.requires_grad_(False), device)\n",
-                "        shard(ref_model.requires_grad_(False), device)\n"
-                "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
-            ),
-        ),
-        test="test_ppo_rlhf.py::"
-        "test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time",
-    ),
-    2: Exercise(
-        commands=("grpo.py --temperature 0.7 --total-rollouts 12 --eval-every 6",),
-        metrics=(
-            "reward/mean",
-            "policy/approx_kl",
-            "policy/clip_fraction_low",
-            "policy/clip_fraction_high",
-        ),
-        bug=(
-            Edit(
-                "grpo.py",
-                "sequences, inds, args.temperature, entropy=True",
-                "sequences, inds, 1.0, entropy=True",
-            ),
-        ),
-        test="test_grpo.py::"
-        "test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from",
-    ),
-    3: Exercise(
         commands=("sft.py --epochs 1 --eval-every 50 --eval-samples 64",),
         metrics=("objective/loss", "eval/loss", "eval/length_mean", "eval/truncated_fraction"),
         setup=PAD_IS_EOS,
@@ -99,7 +67,7 @@ EXERCISES = {
         ),
         test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
     ),
-    4: Exercise(
+    2: Exercise(
         commands=(
             "sft.py --epochs 0.5 --eval-every 50 --micro-batch-size 32",
             "sft.py --epochs 0.5 --eval-every 50 --micro-batch-size 4",
@@ -122,6 +90,36 @@ EXERCISES = {
         ),
         test="test_every_script.py::test_micro_batch_size_does_not_change_the_gradient",
     ),
+    3: Exercise(
+        commands=("reinforce.py --total-rollouts 20 --eval-every 10",),
+        metrics=("reward/mean", "reward/std", "policy/grad_norm", "eval/reward"),
+        bug=(
+            Edit(
+                "reinforce.py",
+                "b = (groups.sum(dim=1, keepdim=True) - groups)",
+                "b = (groups.sum(dim=0, keepdim=True) - groups)",
+            ),
+        ),
+        test="test_reinforce.py::test_advantages_equal_plain_loops",
+    ),
+    4: Exercise(
+        commands=("grpo.py --temperature 0.7 --total-rollouts 12 --eval-every 6",),
+        metrics=(
+            "reward/mean",
+            "policy/approx_kl",
+            "policy/clip_fraction_low",
+            "policy/clip_fraction_high",
+        ),
+        bug=(
+            Edit(
+                "grpo.py",
+                "sequences, inds, args.temperature, entropy=True",
+                "sequences, inds, 1.0, entropy=True",
+            ),
+        ),
+        test="test_grpo.py::"
+        "test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from",
+    ),
     5: Exercise(
         commands=(f"{GRPO_REVIEWS} --beta 0.2 --total-rollouts 12 --eval-every 6",),
         metrics=("reward/mean", "objective/loss", "objective/kl", "policy/grad_norm"),
@@ -135,31 +133,6 @@ EXERCISES = {
         test="test_grpo.py::test_k3_value_sign_and_gradient_by_enumeration",
     ),
     6: Exercise(
-        commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
-        metrics=("reward/mean", "eval/reward", "value/explained_variance", "value/loss"),
-        bug=(
-            Edit(
-                "ppo_rlhf.py",
-                "    states, row, t = completion_states(critic.backbone, batch)\n",
-                "    rows = [(x + y[:1], y[1:] + y[-1:]) for x, y in batch]\n"
-                "    states, row, t = completion_states(critic.backbone, rows)\n",
-            ),
-        ),
-        test="test_ppo_rlhf.py::test_critic_values_are_the_head_on_the_token_before",
-    ),
-    7: Exercise(
-        commands=("reinforce.py --total-rollouts 20 --eval-every 10",),
-        metrics=("reward/mean", "reward/std", "policy/grad_norm", "eval/reward"),
-        bug=(
-            Edit(
-                "reinforce.py",
-                "b = (groups.sum(dim=1, keepdim=True) - groups)",
-                "b = (groups.sum(dim=0, keepdim=True) - groups)",
-            ),
-        ),
-        test="test_reinforce.py::test_advantages_equal_plain_loops",
-    ),
-    8: Exercise(
         commands=("rm_bradley_terry.py --epochs 1.5 --eval-every 25",),
         metrics=("objective/loss", "reward/accuracy", "eval/pair_accuracy", "eval/margin"),
         bug=(
@@ -171,6 +144,33 @@ EXERCISES = {
         ),
         test="test_rm_bradley_terry.py::"
         "test_losses_and_metrics_against_scores_of_plain_transformers",
+    ),
+    7: Exercise(
+        commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
+        metrics=("reward/mean", "eval/reward", "objective/kl", "policy/entropy"),
+        bug=(
+            Edit(
+                "ppo_rlhf.py",
+                "        shard(ref_model.requires_grad_(False), device)\n",
+                "        shard(ref_model.requires_grad_(False), device)\n"
+                "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
+            ),
+        ),
+        test="test_ppo_rlhf.py::"
+        "test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time",
+    ),
+    8: Exercise(
+        commands=("ppo_rlhf.py --total-rollouts 16 --eval-every 8",),
+        metrics=("reward/mean", "eval/reward", "value/explained_variance", "value/loss"),
+        bug=(
+            Edit(
+                "ppo_rlhf.py",
+                "    states, row, t = completion_states(critic.backbone, batch)\n",
+                "    rows = [(x + y[:1], y[1:] + y[-1:]) for x, y in batch]\n"
+                "    states, row, t = completion_states(critic.backbone, rows)\n",
+            ),
+        ),
+        test="test_ppo_rlhf.py::test_critic_values_are_the_head_on_the_token_before",
     ),
     9: Exercise(
         commands=("dpo.py --epochs 0.5 --eval-every 16",),
@@ -206,16 +206,33 @@ EXERCISES = {
 }
 SOLUTIONS = {
     1: """\
-The reference shares the policy's weights. `assign=True` puts the tensors of the state dict
-into the reference instead of copying their values, and the optimiser changes these in
-place. So pi_ref is pi_old in every rollout,
+The loss masks every token with the padding's id. Here the tokenizer's padding is its EOS,
+so the EOS at the end of each completion leaves the loss too, and nothing teaches the
+policy to stop. `eval/truncated_fraction` stays near 1, and `eval/length_mean` near
+`--max-new-tokens`. The loss looks normal. A mask must come from lengths:
 
-    k1_t = (log pi_old - log pi_ref)_t = 0,    r_t = 1[t = last] score,
-
-and there is no KL penalty at any beta. `objective/kl` shows it: exactly 0 in every
-rollout. In a healthy run it is 0 only in the first one. `reward/mean` then rises faster
-than it should, and `eval/reward` falls behind: the reward model is being exploited.""",
+    mask = torch.arange(L) < lengths[:, None]""",
     2: """\
+The loss of a step is a mean of micro-batch means. With micro-batches of n_m rows and N_m
+completion tokens, n rows and N tokens in all, it is
+
+    - sum_m (n_m / n) (1 / N_m) sum_(i in m) log pi_i    instead of    - (1 / N) sum_i log pi_i.
+
+The two are equal only where all micro-batches have the same number of tokens per row.
+Rows are sorted by length, so tokens of short completions count more. `objective/loss`
+shows it: `--micro-batch-size` must not change it, apart from rounding.""",
+    3: """\
+The baseline is a sum along the wrong dimension. `groups` has a row for each of the 32
+prompts and a column for each of its k = 8 completions; dim=0 adds up the prompts. So
+
+    b = (the rewards of 31 other prompts' completions) / (k - 1) = 31/7 of a mean reward.
+
+It contains nothing of the completion's own prompt, so the expected gradient is still that
+of E[r]. But b is far from the reward that one may expect: it is larger than r, nearly all
+advantages are negative, and the variance grows with (r - b)^2. `policy/grad_norm` is
+several times as large as in a healthy run, and `reward/mean` rises slowly and unevenly. An
+estimate can be unbiased and useless.""",
+    4: """\
 The log-probs of the update lack the temperature. Tokens are drawn from
 softmax(logits / 0.7), and log pi_old is taken there; log pi_theta is taken at
 temperature 1. So the ratio
@@ -226,22 +243,6 @@ is not 1 before the first step, and never becomes 1 when the policy stops moving
 `policy/approx_kl` shows it: in a healthy run it falls to almost 0 as the learning rate
 decays, here it stays. With `--learning-rate 1e-12`, so that the policy stands still, it
 must be 0. At temperature 1 the bug has no effect.""",
-    3: """\
-The loss masks every token with the padding's id. Here the tokenizer's padding is its EOS,
-so the EOS at the end of each completion leaves the loss too, and nothing teaches the
-policy to stop. `eval/truncated_fraction` stays near 1, and `eval/length_mean` near
-`--max-new-tokens`. The loss looks normal. A mask must come from lengths:
-
-    mask = torch.arange(L) < lengths[:, None]""",
-    4: """\
-The loss of a step is a mean of micro-batch means. With micro-batches of n_m rows and N_m
-completion tokens, n rows and N tokens in all, it is
-
-    - sum_m (n_m / n) (1 / N_m) sum_(i in m) log pi_i    instead of    - (1 / N) sum_i log pi_i.
-
-The two are equal only where all micro-batches have the same number of tokens per row.
-Rows are sorted by length, so tokens of short completions count more. `objective/loss`
-shows it: `--micro-batch-size` must not change it, apart from rounding.""",
     5: """\
 k3 is upside down. It must be
 
@@ -258,27 +259,6 @@ dominates `objective/loss` and `policy/grad_norm`: both jump by orders of magnit
 `objective/kl`, which is k1, does not. As the gradient is clipped, such a step trains on
 little else than this token.""",
     6: """\
-V_t is read one position too late, at token t instead of the token before it. It should
-predict the return from x and y_<t; here it has seen y_t too. In
-
-    delta_t = r_t + gamma V_(t+1) - V_t
-
-V_t then depends on the action that it is a baseline for, and subtracts from A_t what
-token t has earned. The gradient is biased. The critic has an easier task, so
-`value/explained_variance` is higher than in a healthy run, and `value/loss` mostly lower,
-while `reward/mean` rises more slowly.""",
-    7: """\
-The baseline is a sum along the wrong dimension. `groups` has a row for each of the 32
-prompts and a column for each of its k = 8 completions; dim=0 adds up the prompts. So
-
-    b = (the rewards of 31 other prompts' completions) / (k - 1) = 31/7 of a mean reward.
-
-It contains nothing of the completion's own prompt, so the expected gradient is still that
-of E[r]. But b is far from the reward that one may expect: it is larger than r, nearly all
-advantages are negative, and the variance grows with (r - b)^2. `policy/grad_norm` is
-several times as large as in a healthy run, and `reward/mean` rises slowly and unevenly. An
-estimate can be unbiased and useless.""",
-    8: """\
 The scores are paired wrongly. The forward pass has the b chosen completions and then the b
 rejected ones:
 
@@ -288,6 +268,26 @@ rejected ones:
 has the same shape. With b = 32 each pair is now two chosen or two rejected completions of
 different prompts. No label says which of these is better, so the loss stays near ln 2 and
 `eval/pair_accuracy` near 0.5. A wrong shape raises an error, a wrong order does not.""",
+    7: """\
+The reference shares the policy's weights. `assign=True` puts the tensors of the state dict
+into the reference instead of copying their values, and the optimiser changes these in
+place. So pi_ref is pi_old in every rollout,
+
+    k1_t = (log pi_old - log pi_ref)_t = 0,    r_t = 1[t = last] score,
+
+and there is no KL penalty at any beta. `objective/kl` shows it: exactly 0 in every
+rollout. In a healthy run it is 0 only in the first one. `reward/mean` then rises faster
+than it should, and `eval/reward` falls behind: the reward model is being exploited.""",
+    8: """\
+V_t is read one position too late, at token t instead of the token before it. It should
+predict the return from x and y_<t; here it has seen y_t too. In
+
+    delta_t = r_t + gamma V_(t+1) - V_t
+
+V_t then depends on the action that it is a baseline for, and subtracts from A_t what
+token t has earned. The gradient is biased. The critic has an easier task, so
+`value/explained_variance` is higher than in a healthy run, and `value/loss` mostly lower,
+while `reward/mean` rises more slowly.""",
     9: """\
 The rows of the reference are in another order than those of the policy. `inds` is sorted by
 length, longest first; the reference gets it sorted by number. So

@@ -70,7 +70,7 @@ def test_commands_parse_and_a_solution_shows_the_lines_and_names_the_test(number
 @pytest.mark.slow
 def test_a_run_with_the_bug_shows_its_symptom(tmp_path, capsys):
     for way in ("healthy", "planted"):
-        add_bug.main(3, out=tmp_path / way, healthy=way == "healthy")
+        add_bug.main(1, out=tmp_path / way, healthy=way == "healthy")
         metrics_file = re.search(r"^metrics: (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
         last = json.loads(Path(metrics_file).read_text().splitlines()[-1])
         assert (last["eval/truncated_fraction"] > 0.8) == (way == "planted")

@@ -31,6 +31,7 @@ for name in [*SAMPLERS][1:]:
     for cap in (0, 2):
         RUNS[f"{name}, `--importance-cap {cap}`"] = (name, None, cap)
     RUNS[f"{name}, centred"] = (name, "score_centering", 0)
+    RUNS[f"{name}, both"] = (name, "score_centering", 2)
 RUNS["the two most likely tokens, kept"] = ("the two most likely tokens", "kept_tokens", 0)
 
 
@@ -66,6 +67,7 @@ def tables(results: dict) -> dict[str, dict]:
         "no remedy": ", `--importance-cap 0`",
         "`--importance-cap 2`": ", `--importance-cap 2`",
         "centred": ", centred",
+        "both": ", both",
         "kept tokens": ", kept",
     }
     numbers, rows = results["numbers"], []
