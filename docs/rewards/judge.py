@@ -80,10 +80,14 @@ def grade(prompts: list, completions: list[str], **columns: list) -> list[float]
 
 def render(tokenizer: Any, prompt: str | list[dict], completion: str) -> str:
     """The question to the judge, in its chat template if it has one."""
+    content = question(prompt, completion)
+    if not tokenizer.chat_template:
+        return content
+    messages = [{"role": "user", "content": content}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def question(prompt: str | list[dict], completion: str) -> str:
     if isinstance(prompt, list):
         prompt = prompt[-1]["content"]
-    question = QUESTION.format(prompt=prompt, completion=completion)
-    if not tokenizer.chat_template:
-        return question
-    messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return QUESTION.format(prompt=prompt, completion=completion)

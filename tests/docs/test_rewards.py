@@ -1,5 +1,6 @@
 """The reward functions of docs/rewards/: by hand, against completions that misbehave, in a run."""
 
+import io
 import json
 import math
 import os
@@ -19,7 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 from docs.real import digit
-from docs.rewards import countdown, formats, judge, programs, spell_backward, trl_style
+from docs.rewards import (
+    countdown,
+    formats,
+    judge,
+    programs,
+    served_judge,
+    spell_backward,
+    trl_style,
+)
 
 POLICY = "tiny/arithmetic/policy"
 TESTS = json.dumps([[[2, 3], 5], [[-1, 1], 0]])
@@ -236,6 +245,29 @@ def test_the_grade_is_the_expectation_under_the_models_next_token(chat, monkeypa
 def test_a_judge_needs_digits():
     with pytest.raises(ValueError, match="no token for each digit"):
         judge.load("tiny/reviews/policy")
+
+
+def test_a_served_judge_gives_the_mean_of_the_digits_of_its_first_token(monkeypatch):
+    """The reply's most likely tokens, by what the question asks about."""
+    replies = {
+        "yes": {"9": 0.5, " 8": 0.2, "8": 0.1, "The": 0.2},  # (4.5 + 1.6 + 0.8) / 0.8 / 9
+        "no": {"0": 0.6, "1": 0.2, "10": 0.1},
+        "what?": {"I": 0.9},
+    }
+
+    def reply(request):
+        (message,) = json.loads(request.data)["messages"]
+        answer = message["content"].partition("Answer:\n")[2].splitlines()[0]
+        tokens = [{"token": token, "logprob": math.log(p)} for token, p in replies[answer].items()]
+        first = {"content": [{"top_logprobs": tokens}]}
+        return io.BytesIO(json.dumps({"choices": [{"logprobs": first}]}).encode())
+
+    monkeypatch.setattr(served_judge, "urlopen", reply)
+    prompts = [[{"role": "user", "content": "Is it?"}]] * 2
+    found = served_judge.grade(prompts=prompts, completions=["yes", "no"], answer=["yes"] * 2)
+    assert found == pytest.approx([6.9 / 0.8 / 9, 0.2 / 0.8 / 9])
+    with pytest.raises(ValueError, match="not reply with a digit, but with 'I'"):
+        served_judge.grade(["Is it?"], ["what?"])
 
 
 # --- functions written for TRL ------------------------------------------------------------------
