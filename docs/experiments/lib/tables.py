@@ -2,7 +2,7 @@
 has not, and the lines of links.
 
 A table is a dictionary of `columns`, a list of strings, and `rows`, lists of as many strings; a
-list has `rows` of one string each. What a terminal shows is a dictionary of `lines`.
+list has `rows` of one string each.
 """
 
 import ast
@@ -53,9 +53,7 @@ def pages() -> list[Path]:
 
 
 def markdown(table: dict) -> str:
-    """The lines of a table, without columns of a list, or of what a terminal shows."""
-    if "lines" in table:
-        return "```text\n" + "\n".join(table["lines"]) + "\n```\n"
+    """The lines of a table, without columns of a list."""
     if "columns" not in table:
         return "".join(f"* {line}\n" for (line,) in table["rows"])
     columns = table["columns"]

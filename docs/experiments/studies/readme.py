@@ -57,29 +57,11 @@ def draw(results: dict) -> dict:
     return {"readme": axis}
 
 
-def terminal(results: dict) -> dict:
-    """Of what the run of the first seed prints: accuracies, and the completions of the prompt."""
-    accuracies = dict(saved_results("grpo")["curves"]["(default)"]["eval/accuracy"][0])
-    lines = []
-    for sample in results["numbers"]["GRPO"]["completions"][0]:
-        if sample["step"] in (0, 60):  # a default run is also evaluated between
-            accuracy = accuracies[sample["step"]]
-            lines += [
-                f"step {sample['step']}: held-out reward {accuracy:.3f}, "
-                f"accuracy {accuracy:.3f}, ...",
-                f"    {{'prompt': '{PROMPT}', 'completion': '{sample['completion']}', "
-                f"'reward': {sample['reward']}, ...",
-            ]
-    lines += ["model: runs/grpo__1__... (docs/viewer.html shows the run)"]
-    return {"readme terminal": {"lines": lines}}
-
-
 EXPERIMENTS = (
     Experiment(
         "readme",
         {"GRPO": GRPO},
         metrics={"GRPO": [Metric("completions", completions)]},
-        more_tables=terminal,
         draw=draw,
     ),
 )
