@@ -20,11 +20,16 @@ from docs.samplers import known
 VARIANTS = variants()
 FLAGS = {
     "apo_down": dict(loss="apo_zero"),
+    "echo": dict(beta=0.0, reward_fn=f"{__file__}:same"),  # all other gradients are 0
     "icepop": dict(importance_cap=5.0),
     "high_entropy": dict(beta=0.0),
     "score_centering": dict(importance_cap=2.0),
     "vespo": dict(beta=0.0, loss_norm="token"),
 }
+
+
+def same(completions, **columns):
+    return [0.0] * len(completions)
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def of(name):
 
 
 def test_a_diff_is_short_and_the_page_has_no_other():
-    assert PAGE.read_text().count("```diff") == len(VARIANTS) == 10
+    assert PAGE.read_text().count("```diff") == len(VARIANTS) == 11
     assert all(len(diff.splitlines()) <= 12 for _, _, diff in VARIANTS.values())
 
 
@@ -171,6 +176,14 @@ def test_icepop(variant):
     ratios = [0.01, 0.49, 0.5, 1.0, 4.9, 5.0, 5.1, 80.0]
     expected = [k if 0.5 <= k <= 5 else 0.0 for k in ratios]
     assert variant.masked_weights(torch.tensor(ratios)).tolist() == pytest.approx(expected)
+
+
+@of("echo")
+def test_echo(variant):
+    logprobs = -torch.tensor([[1, 2, 3, 5, 7], [1, 2, 3, 0, 0], [2, 4, 8, 1, 5.0]])
+    mask = torch.tensor([[1, 1, 0, 0, 1], [1, 1, 1, 0, 0], [0, 1, 0, 1, 0]]).bool()
+    batch = [([9], [1] * length) for length in (5, 3, 5)]
+    assert variant.environment_loss(logprobs, mask, batch).tolist() == [8 / 2, 0, (2 + 8 + 5) / 3]
 
 
 @of("high_entropy")
