@@ -15,14 +15,14 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {  # of each function, in the order of the course
-    "group_advantages": "grpo.py",
+    "sample_tokens": "common/generation.py",
     "baseline_advantages": "reinforce.py",
     "k3_kl": "grpo.py",
+    "group_advantages": "grpo.py",
     "grpo_loss": "grpo.py",
-    "sample_tokens": "common/generation.py",
     "bradley_terry_loss": "rm_bradley_terry.py",
-    "shaped_rewards": "ppo_rlhf.py",
     "gae": "ppo_rlhf.py",
+    "shaped_rewards": "ppo_rlhf.py",
     "value_loss": "ppo_rlhf.py",
     "dpo_loss": "dpo.py",
     "ipo_loss": "dpo.py",
