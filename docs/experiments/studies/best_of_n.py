@@ -77,7 +77,7 @@ def best_of_reviews(seed: int) -> dict[str, dict[str, float]]:
     groups = [slice(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
     found = {}
     for n in SIZES:
-        found[str(n)] = {"bound of the KL": kl_bound(n)}
+        found[str(n)] = {"bound on the KL": kl_bound(n)}
         for name, values in (("learned", learned), ("gold", gold)):
             best = [expected_best(learned[group], values[group], n) for group in groups]
             found[str(n)][name] = mean(best)
@@ -155,7 +155,7 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
 
 BEST = Table(
     {
-        "bound of the KL": (measured("bound of the KL"), 2),
+        "bound on the KL": (measured("bound on the KL"), 2),
         "learned": (measured("learned"), 2),
         "gold": (measured("gold"), 3),
     },

@@ -73,7 +73,7 @@ PREFERENCES = {
     "PPO, adapters at 1e-4": f"{PPO} --learning-rate 1e-4 --critic-learning-rate 2e-4 "
     "--lora-rank 16",
     "GRPO": f"{GRPO} {LEARNED} --beta 0.05 --learning-rate 2e-5 --total-rollouts 10 --eval-every 5",
-    "GRPO, hardly a KL": f"{GRPO} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
+    "GRPO, almost no KL": f"{GRPO} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
     "--total-rollouts 14 --eval-every 7",
     "GRPO on the rule itself": f"{GRPO} --beta 0 --reward-fn {TONE} --learning-rate 1e-5 "
     "--total-rollouts 10 --eval-every 2",
@@ -140,7 +140,7 @@ for label in ("GRPO without SFT", "GRPO after SFT"):
     METRICS[label] += [Metric("answers", answers)]
 for label in PREFERENCES:
     METRICS[label] = [Metric("judged", lambda run: judge(run.folder)), Metric("KL", kl)]
-for label in ("DPO", "GRPO, hardly a KL"):
+for label in ("DPO", "GRPO, almost no KL"):
     METRICS[label] += [Metric("texts", texts)]
 
 
@@ -174,7 +174,7 @@ def texts_list(numbers: dict) -> dict:
     for when, label, moment, prompt in (
         ("before", "DPO", 0, 0),
         ("DPO", "DPO", 1, 0),
-        ("GRPO, hardly a KL", "GRPO, hardly a KL", 1, 1),
+        ("GRPO, almost no KL", "GRPO, almost no KL", 1, 1),
     ):
         sample = numbers[label]["texts"][0][moment][prompt]
         text = " ".join(sample["text"].split())
