@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from docs.experiments.declared import DPO, GRPO_REVIEWS, HACKING, LAST_NUMBER, SUMS
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, WIDE, panel
-from docs.experiments.lib.experiment import Experiment, Table, saved_results
-from docs.experiments.lib.metrics import GRAMMATICAL, KL_OF_SAMPLES, last
+from docs.experiments.lib.experiment import Experiment, saved_results
+from docs.experiments.lib.metrics import KL_OF_SAMPLES, last
 from docs.experiments.lib.tables import spread
 
 FAMILIES = {  # an algorithm's command by its values of beta
@@ -29,15 +29,7 @@ CASES = {  # label, its family and its beta, from the weakest KL to the stronges
     for name, commands in FAMILIES.items()
     for beta in sorted(commands, key=float)
 }
-FRONTIER = Table(
-    {
-        "gold": (last("eval/reward"), 2),
-        "KL, nats per completion": (KL_OF_SAMPLES, 1),
-        "grammatical": (GRAMMATICAL, 2),
-    },
-    CASES,
-    heading=("algorithm", "`--beta`"),
-)
+FRONTIER = [last("eval/reward"), KL_OF_SAMPLES]
 
 
 def draw_frontier(results: dict) -> dict:
@@ -128,7 +120,7 @@ EXPERIMENTS = (
     Experiment(
         "frontier",
         {label: FAMILIES[name][beta] for label, (name, beta) in CASES.items()},
-        {"frontier": FRONTIER},
+        metrics=dict.fromkeys(CASES, FRONTIER),
         draw=draw_frontier,
     ),
     Experiment(
