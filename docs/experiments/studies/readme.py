@@ -35,7 +35,7 @@ def draw(results: dict) -> dict:
     axis = panel(title, "rollout", width=WIDE, height=5, ylim=(0, 1.04), xlim=(-2, 62))
     axis.figure.set_layout_engine("none")
     axis.set_position((0.08, 0.5, 0.89, 0.42))
-    style = ALGORITHM_STYLES["GRPO"]
+    style = ALGORITHM_STYLES["GRPO"]._replace(marker="")  # a single curve
     curves = saved_results("grpo")["curves"]["(default)"]["eval/accuracy"]
     draw_curves(axis, curves, "accuracy", style)
     axis.set_xticks(range(0, 61, 10))
