@@ -129,8 +129,8 @@ def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
     """Both scripts as they are, on the same completions: (k - 1) / (k max_new_tokens) of it."""
     flags = "--total-rollouts 1 --prompts-per-rollout 3 --group-size 4 --train-split train[:3]"
     flags += " --micro-batch-size 5"
-    page = Path("docs/reinforce.md").read_text()
-    as_told = page.partition("`python grpo.py ")[2].partition("`")[0]
+    page = Path("docs/grpo.md").read_text()
+    as_told = page.partition("**Back to REINFORCE.** With `")[2].partition("`")[0]
     assert as_told == "--num-minibatches 1 --scale-rewards none --beta 0 --loss-norm constant"
     prompts = {}
 
