@@ -105,15 +105,6 @@ def test_maxrl_divides_by_the_share_that_is_right():
 
 
 # --- several rewards: GDPO ------------------------------------------------------------------------
-def test_gdpo_tells_combinations_apart_that_the_sum_does_not():
-    """The example of docs/grpo.md: groups of two with (0, 0) and (1, 0), with (0, 0) and (1, 1)."""
-    rewards = torch.tensor([[0.0, 1, 0, 1], [0.0, 0, 0, 1]])
-    summed = group_advantages(rewards.sum(dim=0), 2)
-    assert summed.tolist() == pytest.approx([-0.71, 0.71, -0.71, 0.71], abs=5e-3)
-    found = gdpo_advantages(rewards, torch.ones(2), 2)
-    assert found.tolist() == pytest.approx([-0.55, 0.55, -1.10, 1.10], abs=5e-3)
-
-
 def test_gdpo_equals_plain_loops():
     random = torch.Generator().manual_seed(0)
     rewards = [torch.randn(12, generator=random) * size + size for size in (1, 50, 0.01)]

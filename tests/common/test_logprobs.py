@@ -200,15 +200,6 @@ def test_weights_are_cast_once_per_pass(monkeypatch):
 
 
 # --- layout -------------------------------------------------------------------------------------
-def test_rows_are_those_asked_for_at_the_width_of_all_pairs():
-    model, pairs = model_of("llama"), make_pairs()
-    everything = completion_logprobs(model, pairs, range(4))
-    for rows in ([2, 0], [3], [1, 1], torch.tensor([3, 2, 0])):
-        found = completion_logprobs(model, pairs, rows)
-        assert found.shape == (len(rows), 6)
-        assert torch.allclose(found, everything[rows], atol=1e-5)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     "pairs, rows", [(make_pairs(), []), ([([4, 9], []), ([7], [])], [0, 1]), ([([4], [])], [])]

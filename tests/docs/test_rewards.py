@@ -68,9 +68,9 @@ REWARDS = {  # a function, the columns of each of its rows, and the rewards of c
         THREE,
         {
             "(8 - 3) * 6": 1,
-            "<answer>1</answer> no, <answer> 6*8-3*6 </answer>": 0,  # 6 twice
-            "so <answer>-3*6 + 8*6</answer>": 0,
-            "<answer>(8-3)*6</answer> I think": 1,
+            "<answer>1</answer> no, <answer> (8-3)*6 </answer>": 1,
+            "so <answer>-3*6 + 8*6</answer>": 0,  # 6 twice
+            "<answer>8*3 + 6</answer> I think": 1,
             "(8 - 3) * 6 = 30": 0,
             "30": 0,
             "8 / (3 - 3) * 6": 0,
@@ -83,8 +83,8 @@ REWARDS = {  # a function, the columns of each of its rows, and the rewards of c
         },
     ),
     spell_backward.letters: (
-        dict(answer="nus"),
-        {"nus": 1, " NUS\n": 1, "nu": 2 / 3, "sun": 1 / 3, "nuss": 0.8, "nun": 2 / 3, "": 0},
+        dict(answer="Nus"),
+        {"nus": 1, " NUS\n": 1, "nu": 2 / 3, "sunny": 1 / 3, "nuss": 0.8, "nun": 2 / 3, "": 0},
     ),
     digit.near_five: (
         {},
@@ -105,24 +105,6 @@ def test_rows_of_small_tasks():
     row = countdown.make_row(random.Random(1))
     assert 10 <= row["target"] <= 100 and str(row["numbers"]) in row["prompt"]
     assert spell_backward.make_row("sun")["answer"] == "nus"
-
-
-def test_the_same_rewards_as_reasoning_gym():
-    """On a hundred rows of each task: the answer, another row's answer, and a part of it."""
-    gym = pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
-    for name in ("countdown", "spell_backward"):
-        data = gym.create_dataset(name, seed=1, size=100)
-        rows = [*data]
-        for i, row in enumerate(rows):
-            for text in (row["answer"], rows[i - 1]["answer"], row["answer"][:-1]):
-                theirs = data.score_answer(text, row)
-                if name == "countdown":
-                    numbers, target = row["metadata"]["numbers"], row["metadata"]["target"]
-                    (ours,) = countdown.solves([], [text], [numbers], [target])
-                    theirs = float(theirs == 1)  # it pays 0.01 or 0.05 for what is wrong
-                else:
-                    (ours,) = spell_backward.letters([], [text], [row["answer"]])
-                assert ours == pytest.approx(theirs), text
 
 
 # --- code ---------------------------------------------------------------------------------------
