@@ -4,8 +4,8 @@
 
 TRL (1.16.0) calls f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric) and
 the dataset's columns, all by name; here it is prompts, completions and columns. A chat's completion
-is a list of one message there, and its text here. None says there that a rule does not apply, and
-is an error here.
+is a list of one message there, and its text here. There None says that a rule does not
+apply, and `adapt` makes it 0.
 """
 
 import re
