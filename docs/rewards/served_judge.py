@@ -25,6 +25,7 @@ def grade(prompts: list, completions: list[str], **columns: list) -> list[float]
 
 
 def grade_one(prompt: str | list[dict], completion: str) -> float:
+    """The same of one completion. A ValueError if no likely token is a digit."""
     message = {"role": "user", "content": question(prompt, completion)}
     body = json.dumps(REPLY | {"messages": [message]}).encode()
     url = f"{SERVER}/v1/chat/completions"
