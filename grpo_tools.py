@@ -461,9 +461,9 @@ def text_ids(tokenizer: Any, text: str, last_id: int) -> list[int]:
     if not special_tokens(tokenizer).search(text):
         before = tokenizer.decode(last_id)
         ids = tokenizer(before + text, add_special_tokens=False).input_ids
-        start = ids.index(last_id) + 1 if last_id in ids[:2] else 0
-        if start > 0 and tokenizer.decode(ids[:start]) == before:
-            return ids[start:]
+        for start in (1, 2):  # the text's first token: some tokenizers put a space before both
+            if ids[start - 1 : start] == [last_id] and tokenizer.decode(ids[:start]) == before:
+                return ids[start:]
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
@@ -486,13 +486,10 @@ def between_turns(tokenizer: Any, reply: dict) -> list[str | int]:
     for piece in pieces:  # each begins with a special token
         special_id = tokenizer(piece, add_special_tokens=False).input_ids[0]
         piece = piece.removeprefix(tokenizer.decode(special_id))
+        written, content = "the reply", text
         if '"the reply"' in piece:  # some templates write what a tool says as JSON
-            parts += [
-                special_id,
-                piece.replace('"the reply"', json.dumps(text, ensure_ascii=False)),
-            ]
-        else:
-            parts += [special_id, piece.replace("the reply", text)]
+            written, content = '"the reply"', json.dumps(text, ensure_ascii=False)
+        parts += [special_id, piece.replace(written, content)]
     return parts
 
 

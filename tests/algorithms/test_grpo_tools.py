@@ -246,6 +246,13 @@ def test_templates_that_do_not_append_are_refused(change, tokenizer):
         between_turns(tokenizer, {"role": "tool", "content": "85"})
 
 
+def test_a_template_may_write_a_reply_as_json(tokenizer):
+    written = "m['content'] if m['role'] == 'assistant' else m['content'] | tojson"
+    tokenizer.chat_template = CHAT.replace("m['content']", f"({written})")
+    parts = between_turns(tokenizer, {"role": "tool", "content": 'it said "é": the reply'})
+    assert '3+"it said \\"é\\": the reply"' in "".join(map(str, parts))
+
+
 def test_the_calculator_for_chat_models_by_hand(tmp_path):
     call, close = "calculate: 34 + 47<|im_end|>", "\n<|im_start|>tool\n81<|im_end|>\n"
     said = [call, f"{call}{close}<|im_start|>assistant\n34 + 47 = 81<|im_end|>", "81<|im_end|>"]

@@ -186,6 +186,21 @@ def test_echo(variant):
     assert variant.environment_loss(logprobs, mask, batch).tolist() == [8 / 2, 0, (2 + 8 + 5) / 3]
 
 
+@of("echo")
+def test_echo_adds_to_the_loss_its_mean_over_completions(variant, tmp_path, monkeypatch):
+    original, found = variant.environment_loss, []
+
+    def noted(*args):
+        found.append(original(*args))
+        return found[-1]
+
+    monkeypatch.setattr(variant, "environment_loss", noted)
+    flags = short_flags("grpo_tools", **algorithms.ONE_STEP) | FLAGS["echo"]
+    run_dir = variant.main(variant.Args(output_dir=str(tmp_path), **flags))
+    (loss,) = [row["objective/loss"] for row in metrics_of(run_dir)[1:]]  # 0 but for ECHO
+    assert loss == pytest.approx(0.05 * torch.cat(found).mean().item()) and loss > 1e-3
+
+
 @of("high_entropy")
 def test_high_entropy(variant):
     entropy = torch.rand(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)

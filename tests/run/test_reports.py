@@ -175,6 +175,13 @@ def test_a_reply_that_begins_like_the_text_before_it_is_whole():
         assert tokenizer.decode(text_ids(tokenizer, reply, last_id)) == reply
 
 
+def test_a_reply_that_a_tokenizer_merges_with_the_text_before_it_is_whole():
+    """ "=8=5" has the tokens "=8", "=", "5", so "=" is not where the reply begins."""
+    vocabulary = {token: i for i, token in enumerate([*"0123456789=;", "=8"])}
+    merging = TokenizersBackend(tokenizer_object=Tokenizer(BPE(vocabulary, [("=", "8")])))
+    assert text_ids(merging, "8=5", vocabulary["="]) == merging("8=5").input_ids == [8, 10, 5]
+
+
 def test_text_for_the_log_never_ends_a_run():
     tokenizer = llama_2()
     smile = tokenizer("\U0001f642").input_ids[1:]
