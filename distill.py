@@ -46,17 +46,17 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from runtime.adapters import adapters_off, add_adapters
+from runtime.checks import check_model, check_tokenizer, check_training
 from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import CHECKPOINT_OPTIONS, RANK, WORLD_SIZE, adapters_off, add_adapters
-from common.model import all_gather, check_learning_rate, check_size, checkpoint_activations
-from common.model import clip_grad_norm, forward_method, join_processes, leave_processes
-from common.model import save_atomically, save_weights, shard
-from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import as_chat, check_tokenizer, encode, find_stop_ids, load_tokenizer
-from common.tokens import rollout_row
+from runtime.model import checkpoint_activations, clip_grad_norm, forward_method, shard
+from runtime.processes import RANK, WORLD_SIZE, all_gather, join_processes, leave_processes
+from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
+from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -184,8 +184,8 @@ def main(args: Args) -> Path:
         sizes = [model.get_input_embeddings().num_embeddings for model in (policy, teacher)]
         policy.resize_token_embeddings(min(sizes))  # further ids are padding, not tokens
         shard(teacher.requires_grad_(False), device)
-    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
-    check_learning_rate(args, policy)
+    add_adapters(policy, args.lora_rank, args.seed)
+    check_training(args, policy, stop_ids[0])
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -353,9 +353,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
-        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    check_size(model, tokenizer, positions)
+    check_model(model, info, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 

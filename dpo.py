@@ -58,16 +58,18 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
+from runtime.adapters import adapters_off, add_adapters
+from runtime.chats import UnusableRow
+from runtime.checks import check_model, check_tokenizer, check_training
+from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.model import CHECKPOINT_OPTIONS, RANK, adapters_off, add_adapters, all_gather
-from common.model import check_learning_rate, check_size, checkpoint_activations, clip_grad_norm
-from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
-from common.model import sums_over_ranks
-from common.rows import EncodedRows, encode_rows, load_function, load_rows
-from common.tokens import UnusableRow, as_chat, check_tokenizer, encode_completions, find_stop_ids
-from common.tokens import load_tokenizer
+from runtime.model import checkpoint_activations, clip_grad_norm, shard
+from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
+from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
+from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -203,8 +205,8 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(pair.prompt.ids) for pair in eval_pairs)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    add_adapters(policy, args.lora_rank, args.seed, stop_ids[0])
-    check_learning_rate(args, policy)
+    add_adapters(policy, args.lora_rank, args.seed)
+    check_training(args, policy, stop_ids[0])
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
@@ -439,9 +441,7 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     check_tokenizer(source, tokenizer)
     where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
     model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    if info["missing_keys"] or info["unexpected_keys"]:  # random weights, or weights left out
-        raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
-    check_size(model, tokenizer, positions)
+    check_model(model, info, tokenizer, positions)
     print(f"{source}: {model.num_parameters():,} parameters")
     return model
 

@@ -44,13 +44,15 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig, get_scheduler
 
+from runtime.adapters import add_adapters
+from runtime.chats import UnusableRow
+from runtime.checks import check_model, check_training
 from common.logprobs import last_states, micro_batches
-from common.model import CHECKPOINT_OPTIONS, RANK, add_adapters, all_gather, all_reduce_sum
-from common.model import check_learning_rate, check_size, checkpoint_activations, clip_grad_norm
-from common.model import join_processes, leave_processes, save_atomically, save_weights, shard
-from common.model import transformer_layers
-from common.rows import EncodedRows, encode_rows, load_rows
-from common.tokens import UnusableRow, as_chat, encode_completions, find_stop_ids, load_tokenizer
+from runtime.model import checkpoint_activations, clip_grad_norm, shard, transformer_layers
+from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
+from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -143,7 +145,7 @@ def main(args: Args) -> Path:
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
     model = load_classifier(args, tokenizer, stop_ids, device)
-    check_learning_rate(args, model)
+    check_training(args, model)
     if args.activation_checkpointing:
         checkpoint_activations(model)
     optimizer = AdamW(
@@ -266,9 +268,7 @@ def load_classifier(
     model, info = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_labels=1, device_map=where, output_loading_info=True
     )
-    if missing := {*info["missing_keys"]} - {"score.weight"}:  # they would be random
-        raise ValueError(f"{args.model} has no weights for {sorted(missing)}")
-    check_size(model, tokenizer, args.max_length)
+    check_model(model, info, tokenizer, args.max_length, new_head=True)
     torch.manual_seed(args.seed)
     model.score.float()
     if "score.weight" in info["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1

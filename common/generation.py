@@ -13,15 +13,12 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from runtime.checks import check_sampled
 from common.logprobs import head_logits, output_head
-from common.model import RANK, WORLD_SIZE, all_gather, all_reduce_sum, autocast, backbone
-from common.model import unsharded
+from runtime.model import autocast, backbone, unsharded
+from runtime.processes import RANK, WORLD_SIZE, all_gather, all_reduce_sum
 from common.tokens import pad_rows
 
-# Types of models whose own states or caches count left padding, or cannot drop rows. If another one
-# is sampled wrongly, `policy/sampling_kl` is high, and a warning says so.
-NOT_SAMPLED = {"bart", "deepseek_v4", "falcon_mamba", "mamba", "minimax", "openai-gpt"}
-NOT_SAMPLED |= {"recurrent_gemma", "rwkv", "xlnet", "xlstm"}
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
 
 
@@ -60,9 +57,7 @@ def generate(
     in the same state on each rank: up to rounding, a completion depends on its prompt and place
     alone.
     """
-    if model.config.model_type in NOT_SAMPLED:
-        name = type(model).__name__
-        raise ValueError(f"generate: {name} cannot read rows padded on the left, or drop rows")
+    check_sampled(model)
     uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
     uniform = uniform.to(model.device)
     first, last = (len(prompts) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))  # this rank's

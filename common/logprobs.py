@@ -4,7 +4,6 @@ A sequence is a pair (prompt, completion) of token ids. Per-token results for B 
 tensors (B, T): column t belongs to token t of the completion, and is 0 after its end.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.model import RANK, WORLD_SIZE, all_reduce_sum, autocast, backbone, failure_of
-from common.model import forward_method, use_bfloat16
+from runtime.checks import check_sampling_kl
+from runtime.model import autocast, backbone, failure_of, forward_method, use_bfloat16
+from runtime.processes import RANK, WORLD_SIZE, all_reduce_sum
 from common.prompts import Sequences, SharedPrompts, padded_states, shared_states, shares_prompts
 
 MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
-MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives about 0.0004
 
 
 @forward_method
@@ -164,13 +163,6 @@ def sampling_metrics(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     check_sampling_kl(kl)
     largest = log_ratio.masked_fill(~mask, -torch.inf).max().exp().item()
     return {"policy/sampling_kl": kl, "policy/sampling_ratio_max": largest}
-
-
-def check_sampling_kl(kl: float) -> None:
-    """A warning if KL(pi_sampler || pi_old), in nats per token, is that of two policies."""
-    if not kl <= MAX_SAMPLING_KL:  # or NaN
-        difference = "the sampler's log-probs are not the policy's, see docs/pitfalls.md"
-        warnings.warn(f"policy/sampling_kl {kl:.4f}: {difference}", stacklevel=3)
 
 
 def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED_FOLDERS = ("common", "tiny", "tests")
+COPIED_FOLDERS = ("common", "runtime", "tiny", "tests")
 
 
 class Edit(NamedTuple):
@@ -320,7 +320,7 @@ def apply(edit: Edit, root: Path) -> None:
 
 
 def write_copy(exercise: Exercise, folder: Path, healthy: bool = False) -> None:
-    """Scripts, common/, tiny/ and tests/ of this repository, with the bug unless `healthy`."""
+    """The repository's scripts and what they and the tests need, with the bug unless `healthy`."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty")

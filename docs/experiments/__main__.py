@@ -9,7 +9,7 @@
 An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and its tables on pages,
 between the comment lines that name them. A table may show numbers of another experiment: --redraw
 without a name writes all. Runs that runs/experiments already holds are read, not repeated, as long
-as their flags, the script and common/ are the same.
+as their flags, the script, common/ and runtime/ are the same.
 """
 
 import sys

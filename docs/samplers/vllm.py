@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common.logprobs import completion_logprobs
-from common.model import RANK, all_gather
+from runtime.processes import RANK, all_gather
 
 SERVER, FOLDER = "http://localhost:8000", Path("runs/served")
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import common.logprobs
 import distill
-from common.model import add_adapters
+from runtime.adapters import add_adapters
 from distill import Args, discounted_sums, distillation_loss, divergence, divergence_loss
 from distill import states_and_head
 

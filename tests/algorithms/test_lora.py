@@ -19,8 +19,10 @@ from transformers import BitsAndBytesConfig
 
 import grpo
 import ppo_rlhf
+from runtime.adapters import adapters_off, add_adapters
 from common.logprobs import InChunks, completion_logprobs
-from common.model import adapters_off, add_adapters, save_weights, shard
+from runtime.model import shard
+from runtime.saving import save_weights
 
 CPU = torch.device("cpu")
 POLICY = "tiny/arithmetic/policy"
@@ -301,7 +303,7 @@ def test_gradients_on_4_bits_are_those_on_the_same_weights_in_32(in_4_bits):
 
 def test_4_bits_need_adapters_and_one_process(in_4_bits, monkeypatch):
     for rank, processes in ((0, 1), (4, 2)):
-        monkeypatch.setattr("common.model.WORLD_SIZE", processes)
+        monkeypatch.setattr("runtime.checks.WORLD_SIZE", processes)
         model = AutoModelForCausalLM.from_pretrained(in_4_bits)
         add_adapters(model, rank, 1)
         with pytest.raises(ValueError, match="in 4 bits needs --lora-rank above 0 and a single"):

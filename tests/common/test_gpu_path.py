@@ -18,7 +18,6 @@ from scripts import REVIEWS, SCRIPTS, short_flags
 from simulated_gpu import SIM, SimulatedGPU
 from spies import spy_on
 
-import common.model
 import common.generation
 import common.logprobs
 from common.generation import SameTypeStaticCache, generate

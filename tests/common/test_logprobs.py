@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import common.logprobs
-from common.logprobs import completion_logprobs, micro_batches
-from common.logprobs import rollout_logprobs
+from common.logprobs import completion_logprobs, micro_batches, rollout_logprobs
 
 HEADS = {  # architectures, with what their heads do to the logits
     "llama": {},

@@ -8,11 +8,11 @@ from gpu_types import take_gpu_types
 from models import family_model, tiny_model
 from transformers import AutoModelForSequenceClassification
 
-import common.model
+import runtime.model
+from runtime.adapters import add_adapters
 from common.generation import generate
 from common.logprobs import completion_logprobs
-from common.model import add_adapters, checkpoint_activations, clip_grad_norm, shard
-from common.model import transformer_layers
+from runtime.model import checkpoint_activations, clip_grad_norm, shard, transformer_layers
 
 CPU = torch.device("cpu")
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 8]), ([9, 3], [4, 4])]
@@ -23,15 +23,15 @@ SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 8]), ([9, 3], [4, 4])]
 def sharded_units(monkeypatch):
     """What `shard` gives to FSDP where there are two processes: a list of (unit, types)."""
     units = []
-    monkeypatch.setattr(common.model, "WORLD_SIZE", 2)
-    monkeypatch.setattr(common.model, "receive_weights", lambda unit, device: None)
+    monkeypatch.setattr(runtime.model, "WORLD_SIZE", 2)
+    monkeypatch.setattr(runtime.model, "receive_weights", lambda unit, device: None)
 
     def fully_shard(unit, mp_policy, **options):
         units.append((unit, (mp_policy.param_dtype, mp_policy.reduce_dtype)))
         for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
             object.__setattr__(unit, name, lambda value: None)
 
-    monkeypatch.setattr(common.model, "fully_shard", fully_shard)
+    monkeypatch.setattr(runtime.model, "fully_shard", fully_shard)
     return units
 
 
@@ -105,8 +105,8 @@ def test_cards_that_only_emulate_bfloat16_compute_in_float32(monkeypatch, is_rea
         return including_emulation or is_real
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    assert common.model.use_bfloat16(torch.device("cuda", 0)) == is_real
-    assert not common.model.use_bfloat16(CPU)
+    assert runtime.model.use_bfloat16(torch.device("cuda", 0)) == is_real
+    assert not runtime.model.use_bfloat16(CPU)
 
 
 def test_a_gradient_is_clipped_and_must_be_finite():

@@ -15,9 +15,11 @@ from tokenizers.models import BPE
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 
-from common.rows import encode_rows
-from common.tokens import UnusableRow, encode, encode_completions
-from common.tokens import find_stop_ids, load_tokenizer, pad_rows, rollout_row, template_words
+from runtime.chats import template_words
+from runtime.chats import UnusableRow
+from runtime.rows import encode_rows
+from runtime.saving import rollout_row
+from common.tokens import encode, encode_completions, find_stop_ids, load_tokenizer, pad_rows
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
@@ -387,7 +389,7 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
         return [prompt_ids, *both]
 
     def encoded_by(rank):
-        monkeypatch.setattr("common.rows.RANK", rank)
+        monkeypatch.setattr("runtime.rows.RANK", rank)
         return encode_rows(rows, encode_row, lambda row, *ids: (row, [*ids]), tokenizer, 99)
 
     expected, reasons = [], []
@@ -399,9 +401,9 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
     assert len(expected) > 8 and len({*reasons}) == 4
     whole = encoded_by(0)
     assert f"dropped {dict(Counter(reasons))}" in capsys.readouterr().out
-    monkeypatch.setattr("common.rows.WORLD_SIZE", ranks)
+    monkeypatch.setattr("runtime.rows.WORLD_SIZE", ranks)
     gathered = []
-    monkeypatch.setattr("common.rows.all_gather", lambda items: gathered.append(items) or items)
+    monkeypatch.setattr("runtime.rows.all_gather", lambda items: gathered.append(items) or items)
     parts = [encoded_by(rank) for rank in range(ranks)]
     assert [item for part in parts for item in part] == [*whole] == expected
     assert len(gathered) == 3 * ranks  # items, longest, reasons

@@ -24,7 +24,7 @@ SOURCES = {
     path: path.read_text()
     for pattern in ("*.py", "*/*.py", "*/*/*.py", "*/*/*/*.py")
     for path in Path().glob(pattern)
-    if path.parts[0] in ("common", "docs", "tests", "tiny") or len(path.parts) == 1
+    if path.parts[0] in ("common", "docs", "runtime", "tests", "tiny") or len(path.parts) == 1
 }
 
 

@@ -29,7 +29,8 @@ grpo.main(grpo.Args(
 
 def test_a_script_in_a_package_beside_a_package_common_of_the_project(tmp_path):
     package = tmp_path / "rlhf"
-    shutil.copytree(ROOT / "common", package / "common")
+    for folder in ("common", "runtime"):
+        shutil.copytree(ROOT / folder, package / folder)
     shutil.copy(ROOT / "grpo.py", package)
     (command,) = re.findall(
         r"^    (sed -i .*)", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from scripts import SPECS, short_flags
 from spies import spy_on
 
-import common.model
+import runtime.model
 
 
 def run(name, output_dir, **flags):
@@ -53,7 +53,7 @@ def test_a_resumed_run_frees_the_checkpoint_that_it_loaded(plain, tmp_path, monk
 
 def test_activation_checkpointing_trains_the_same_weights(plain, tmp_path, monkeypatch):
     name, plain_dir = plain
-    recomputed = spy_on(common.model, monkeypatch, "checkpoint")
+    recomputed = spy_on(runtime.model, monkeypatch, "checkpoint")
     for on in (False, True):
         run_dir = run(name, tmp_path, activation_checkpointing=on)
         assert bool(recomputed) == on

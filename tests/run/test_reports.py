@@ -12,9 +12,10 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 
 import sft
-from common.model import add_adapters, check_learning_rate, check_size
-from common.rows import load_rows
-from common.tokens import check_tokenizer, encode, load_tokenizer, rollout_row
+from runtime.checks import check_model, check_tokenizer, check_training
+from runtime.rows import load_rows
+from runtime.saving import rollout_row
+from common.tokens import encode, load_tokenizer
 from grpo_tools import encode_reply, text_ids
 
 POLICY = "tiny/arithmetic/policy"
@@ -129,9 +130,8 @@ def test_two_tokenizers_of_one_vocabulary(tokenizer, tmp_path):
 
 def test_a_source_that_is_no_model(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_text("GGUF")
-    AutoModelForCausalLM.from_pretrained(POLICY).save_pretrained(tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
-    for source in ("model.gguf", "weights", "tiny/arithmetic/base", "nothing"):
+    for source in ("model.gguf", "tiny/arithmetic/base", "nothing"):
         with pytest.raises(ValueError, match=rf"\n--model, .*: {source} is no hub name, and no fo"):
             load_tokenizer(source)
 
@@ -196,27 +196,28 @@ def test_the_default_rate_is_for_tiny_models():
     model = torch.nn.Linear(5001, 2000)
     model.num_parameters = lambda: model.weight.numel()
     with pytest.warns(UserWarning, match="--learning-rate: the default is for tiny models"):
-        check_learning_rate(sft.Args(), model)
-    check_learning_rate(sft.Args(learning_rate=1e-5), model)
-    check_learning_rate(sft.Args(), AutoModelForCausalLM.from_pretrained(POLICY))
+        check_training(sft.Args(), model)
+    check_training(sft.Args(learning_rate=1e-5), model)
+    check_training(sft.Args(), AutoModelForCausalLM.from_pretrained(POLICY))
 
 
 @pytest.mark.filterwarnings("error")
 def test_adapters_cannot_train_an_end_that_is_like_other_tokens():
     model = AutoModelForCausalLM.from_pretrained(POLICY)
-    add_adapters(model, 4, 1, stop_id=2)
+    check_training(sft.Args(lora_rank=4), model, stop_id=2)
     model = AutoModelForCausalLM.from_pretrained(POLICY)
     embedding = model.get_input_embeddings().weight.data
     embedding[2] = embedding[3]
     with pytest.warns(UserWarning, match="--lora-rank: token 2, which ends texts, is untrained"):
-        add_adapters(model, 4, 1, stop_id=2)
+        check_training(sft.Args(lora_rank=4), model, stop_id=2)
 
 
 def test_longrope_ends_at_its_original_length(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(POLICY)
+    nothing = {"missing_keys": (), "unexpected_keys": ()}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
     for parameters in (rope, {"full_attention": rope, "sliding_attention": {"rope_type": "x"}}):
         model.config.rope_parameters = parameters
-        check_size(model, tokenizer, 32)
+        check_model(model, nothing, tokenizer, 32)
         with pytest.raises(ValueError, match="fewer positions than the 33 of the --max flags: 32"):
-            check_size(model, tokenizer, 33)
+            check_model(model, nothing, tokenizer, 33)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo
-from common.rows import load_function
+from runtime.functions import load_function
 from tiny.arithmetic.reward import last_number
 
 PROMPTS = [grpo.Prompt(text, [1], {"answer": "3"}) for text in ("1+2=", "0+3=")]
@@ -207,5 +207,5 @@ def test_a_file_is_a_module_loaded_once_until_it_changes(tmp_path, call, monkeyp
     assert call("rules.v2.py:count").tolist() == [1.0, 1.0]  # the same module
     file.write_text(rules.replace("0.0 +", "2.0 +"))
     assert call(f"{file}:count").tolist() == [2.0, 2.0]
-    monkeypatch.setattr("common.rows.RANK", 1)
+    monkeypatch.setattr("runtime.functions.RANK", 1)
     assert load_function("--reward-fn", "nowhere.py:none") is None  # rank 0 calls it for all

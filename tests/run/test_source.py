@@ -9,6 +9,7 @@ import pytest
 docs = pytest.mark.docs
 SCRIPTS = sorted(Path(__file__).parents[2].glob("*.py"))
 COMMON = sorted(Path(__file__).parents[2].glob("common/*.py"))
+RUNTIME = sorted(Path(__file__).parents[2].glob("runtime/*.py"))
 EACH = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 # What a script has for itself under a name that all share.
 OWN = {"Args", "main", "evaluate", "rollout_metrics"}
@@ -48,17 +49,24 @@ def test_one_name_one_source():
 
 
 @docs
-def test_scripts_import_no_script_and_nothing_but_common():
-    scripts = {path.stem for path in SCRIPTS}
-    for path in [*SCRIPTS, *COMMON]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module]
-            roots = {name.split(".")[0] for name in names}
-            assert not roots & {*scripts, "tiny", "tests", "docs"}, f"{path} imports {names}"
+def test_three_floors_and_no_arrow_up():
+    """Scripts, common/, runtime/: each imports libraries, itself and the floors below, scripts not
+    even one another.
+    """
+    floors = [[path.stem for path in SCRIPTS], ["common"], ["runtime"]]
+    above = {"tiny", "tests", "docs"}
+    for floor, paths in zip(floors, (SCRIPTS, COMMON, RUNTIME), strict=True):
+        forbidden = above | {*floor} if paths is SCRIPTS else above
+        for path in paths:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module]
+                roots = {name.split(".")[0] for name in names}
+                assert not roots & forbidden, f"{path} imports {names}"
+        above |= {*floor}
 
 
 @docs

@@ -5,13 +5,13 @@ import torch
 
 import common.generation
 import common.logprobs
-import common.model
+import runtime.model
 import common.prompts
 
 
 def take_gpu_types(patch, *modules):
     """What `use_bfloat16` says and `GRAPH_DEVICES` has on a GPU; steps are not captured."""
-    for module in (common.generation, common.logprobs, common.model, common.prompts, *modules):
+    for module in (common.generation, common.logprobs, runtime.model, common.prompts, *modules):
         if hasattr(module, "use_bfloat16"):
             patch.setattr(module, "use_bfloat16", lambda device: True)
     patch.setattr(common.generation, "GRAPH_DEVICES", ("cpu", "sim", "cuda"))

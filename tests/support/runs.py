@@ -54,7 +54,7 @@ def run_as_main(command: list, output: Path, environment: dict, before: str) -> 
     # A shell's job in the background ignores Ctrl-C, and with it what it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
-    for module in [name for name in sys.modules if name.split(".")[0] == "common"]:
+    for module in [name for name in sys.modules if name.split(".")[0] in ("common", "runtime")]:
         del sys.modules[module]  # its RANK is that of the environment when it is imported
     sys.argv = list(map(str, command))
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))

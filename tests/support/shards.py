@@ -12,11 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import common.generation
-import common.model
+import runtime.model
+import runtime.processes
 
 
 def watch():
-    shard, decode = common.model.shard, common.generation.decode
+    shard, decode = runtime.model.shard, common.generation.decode
 
     def checked_shard(model, device):
         whole = sum(weight.numel() for weight in model.parameters())
@@ -26,7 +27,7 @@ def watch():
         # A weight that cannot be divided evenly leaves the first processes one row more.
         most = sum(weight.shape[1:].numel() for weight in weights)
         own = sum(weight.to_local().numel() for weight in weights)
-        assert abs(own - whole / common.model.WORLD_SIZE) <= most
+        assert abs(own - whole / runtime.processes.WORLD_SIZE) <= most
         units = {name for name, part in sharded.named_modules() if isinstance(part, FSDPModule)}
         heads = {name for name, _ in model.named_children()} & {"score", "value_head"}
         roots = {"model", *heads} if heads else {""}
@@ -40,14 +41,14 @@ def watch():
         assert not any(part._forward_pre_hooks or part._forward_hooks for part in units)
         return decode(model, *arguments)
 
-    common.model.shard, common.generation.decode = checked_shard, checked_decode
+    runtime.model.shard, common.generation.decode = checked_shard, checked_decode
 
 
 def run_in_turn(commands):
     """The processes join before the first run and part after the last."""
-    device, leave = common.model.join_processes(), common.model.leave_processes
-    common.model.join_processes = lambda: device
-    common.model.leave_processes = lambda: None
+    device, leave = runtime.processes.join_processes(), runtime.processes.leave_processes
+    runtime.processes.join_processes = lambda: device
+    runtime.processes.leave_processes = lambda: None
     for command in commands:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")

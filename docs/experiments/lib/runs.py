@@ -85,15 +85,17 @@ def code_of(text: str) -> bytes:
 def key_of(command: str, seed: int, root: Path = Path()) -> str:
     """What names a run: its flags as the script resolves them, the code, and what the flags name.
 
-    Two spellings of a command have one key. A change to the script, to `common/`, or to a reward
-    function, model or data set that the command names gives another one, so that no number of the
-    old code comes back.
+    Two spellings of a command have one key. A change to the script, to `common/`, `runtime/`, or to
+    a reward function, model or data set that the command names gives another one, so that no number
+    of the old code comes back.
     """
     words = MODEL_OF.sub(lambda other: f"run:{key_of(other[1], seed, root)}", command).split()
     flags = vars(load_script(words[0], root).parse_args([*words[1:], "--seed", str(seed)]))
     del flags["output_dir"]
     key = sha1(json.dumps(flags, sort_keys=True).encode())
-    paths = [root / words[0], *sorted((root / "common").glob("*.py"))]
+    folders = ("common", "runtime")
+    paths = [root / words[0]]
+    paths += [path for folder in folders for path in sorted((root / folder).glob("*.py"))]
     for value in flags.values():
         for word in value if isinstance(value, list) else [value]:
             file = word.partition(":")[0] if isinstance(word, str) else ""  # path.py:function

@@ -1,9 +1,6 @@
 """The rows of a split of --dataset, as token ids. Those that cannot be used are counted."""
 
-import json
-import os
 import re
-import sys
 import warnings
 import zlib
 from array import array
@@ -12,17 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, load_dataset
-from pandas.errors import ParserWarning
 from tqdm import tqdm
 
-from common.model import RANK, WORLD_SIZE, all_gather
-from common.tokens import UnusableRow, template_values
+from runtime.chats import UnusableRow, template_values
+from runtime.checks import check_rows, check_template_values, checked_files
+from runtime.processes import RANK, WORLD_SIZE, all_gather
 
 READER_OPTIONS = {
     ".csv": {"index_col": False},  # else a field too many in the first row moves all columns by one
@@ -41,8 +37,6 @@ def load_rows(
     path, name = Path(dataset).absolute(), split.partition("[")[0]
     paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
     files = [path for path in paths if path.is_file()]
-    if len(files) > 1:
-        raise ValueError(f"--dataset: {name} is several files, {[*map(str, files)]}: keep one")
     if path.is_file():  # `datasets` puts a single file into the split `train`
         files, name = [path], "train"
     source, options = dataset, {"name": config}  # a hub name, or a folder searched for the split
@@ -51,68 +45,14 @@ def load_rows(
         source, options = str(files[0].parent), {"data_files": {name: escape(str(files[0]))}}
         for kind in READER_OPTIONS:
             options |= READER_OPTIONS[kind] if kind in files[0].name else {}  # also .jsonl.gz
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", ParserWarning)  # of fields that have no column
-            rows = load_dataset(source, split=split, **options)
+    with checked_files(dataset, files):
+        rows = load_dataset(source, split=split, **options)
         rows.data.validate(full=True)  # until here any bytes are a text
-    except Exception as error:
-        reason = (broken_line(files[0]) if files else None) or repr(error.__cause__ or error)
-        raise ValueError(f"--dataset {dataset}: {reason}") from error
-    if rows.info.builder_name == "text":
-        raise ValueError(f"--dataset {dataset}: lines of text; give rows with a column `text`")
-    if "__index_level_0__" in rows.column_names:
-        raise ValueError(f"--dataset {dataset}: a row has more fields than there are columns")
     types = {name: str(feature) for name, feature in rows.features.items()}
-    mixed = [name for name in types if "'content': Json" in types[name]]
-    if mixed:  # there `datasets` reads a string "5" as the number 5
-        raise ValueError(f"--dataset: in {mixed} the content of some messages is no string")
     media = [name for name in types if re.search(r"\b(Image|Audio|Video|Pdf)\(", types[name])]
-    if media:
-        warnings.warn(f"--dataset: pictures and sound are not read: {media}", stacklevel=2)
     rows = rows.remove_columns(media)
-    if missing := columns - {*rows.column_names}:
-        raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    if answer_column == "answer":
-        return rows
-    if "answer" in rows.column_names:
-        raise ValueError(f"--answer-column {answer_column}: there is a column `answer` too")
-    return rows.rename_column(answer_column, "answer")
-
-
-def broken_line(file: Path) -> str | None:
-    """The first line of a file that is not UTF-8, or no JSON in a file of such lines."""
-    is_text = file.suffix in (".csv", ".tsv", ".json", ".jsonl")
-    lines = file.read_bytes().splitlines() if is_text else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            line.decode()
-            if file.suffix == ".jsonl" and line.strip():
-                json.loads(line)
-        except ValueError as error:
-            return f"line {number}: {error}"
-    return None if file.stat().st_size else "the file is empty"
-
-
-def load_function(flag: str, spec: str) -> Callable | None:
-    """The function of path/to/file.py:function, on rank 0, which calls it for all. The file is a
-    module, loaded once until it changes: its functions share what it holds, and pickle knows it.
-    """
-    if RANK > 0:
-        return None
-    file, _, function = spec.rpartition(":")
-    path = os.path.realpath(file)
-    name = path.removesuffix(".py").replace(".", "_")  # pickle would import the part before a dot
-    version = (path, os.path.getmtime(path)) if path.endswith(".py") else None
-    if version != getattr(sys.modules.get(name), "version", None):
-        sys.path.append(os.path.dirname(path))  # for modules in its folder
-        module_spec = spec_from_file_location(name, path)
-        sys.modules[name] = module_from_spec(module_spec)
-        module_spec.loader.exec_module(sys.modules[name])
-        sys.modules[name].version = version
-    if not callable(getattr(sys.modules.get(name), function, None)):
-        raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
-    return getattr(sys.modules[name], function)
+    check_rows(dataset, rows, columns, answer_column, media)
+    return rows if answer_column == "answer" else rows.rename_column(answer_column, "answer")
 
 
 @dataclass(eq=False)
@@ -169,7 +109,8 @@ def encode_rows(
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
     for number, row in enumerate(mine, first):
         try:
-            values = template_values(tokenizer, row)
+            values = template_values(row) if tokenizer.chat_template else {}
+            check_template_values(tokenizer, values)
             tokenizer.apply_chat_template = partial(apply_chat_template, **values)
             ids = encode_row(row)
             length = len(ids[0]) + max(map(len, ids[1:]), default=0)

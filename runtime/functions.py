@@ -1,0 +1,29 @@
+"""Functions of a file that is named by a flag: rewards, environments."""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+
+from runtime.processes import RANK
+
+
+def load_function(flag: str, spec: str) -> Callable | None:
+    """The function of path/to/file.py:function, on rank 0, which calls it for all. The file is a
+    module, loaded once until it changes: its functions share what it holds, and pickle knows it.
+    """
+    if RANK > 0:
+        return None
+    file, _, function = spec.rpartition(":")
+    path = os.path.realpath(file)
+    name = path.removesuffix(".py").replace(".", "_")  # pickle would import the part before a dot
+    version = (path, os.path.getmtime(path)) if path.endswith(".py") else None
+    if version != getattr(sys.modules.get(name), "version", None):
+        sys.path.append(os.path.dirname(path))  # for modules in its folder
+        module_spec = spec_from_file_location(name, path)
+        sys.modules[name] = module_from_spec(module_spec)
+        module_spec.loader.exec_module(sys.modules[name])
+        sys.modules[name].version = version
+    if not callable(getattr(sys.modules.get(name), function, None)):
+        raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
+    return getattr(sys.modules[name], function)

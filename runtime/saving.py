@@ -1,0 +1,87 @@
+"""What a run writes: checkpoints, whole weights, a line of rollouts.jsonl."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp
+from transformers import PreTrainedModel
+
+from runtime.adapters import merge_adapter
+from runtime.processes import RANK, WORLD_SIZE
+
+# What a checkpoint has: whole tensors on rank 0, of what is trained alone.
+CHECKPOINT_OPTIONS = dcp.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+)
+
+
+def save_atomically(state: dict, path: Path) -> None:
+    """`torch.save` beside the old file, which the new one replaces once it is on the disk."""
+    beside = path.with_suffix(".tmp")
+    try:
+        torch.save(state, beside)
+        with open(beside, "rb+") as file:
+            os.fsync(file)
+    except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+        raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
+    os.replace(beside, path)
+
+
+def save_weights(model: PreTrainedModel, folder: Path) -> None:
+    """After training: whole weights, for `from_pretrained`. Adapters are merged into them, in
+    float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
+    """
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if getattr(model, "is_loaded_in_4bit", False):
+        for weight in model.parameters():
+            if hasattr(weight, "quant_state"):
+                weight.quant_state.dtype = torch.float32  # not rounded to the checkpoint's type
+        model.dequantize(torch.float32)
+        model.is_loaded_in_4bit = False
+    if hasattr(model, "peft_config"):
+        model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                merge_adapter(layer)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
+    weights, adapter = {}, {}
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
+        if name in gathered and "lora_" not in name:
+            weights[name.replace(".base_layer", "")] = gathered[name]
+        if name in gathered and name in trained:  # beside adapters: A, B and heads
+            adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
+    if RANK == 0:
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        if "rope_theta" in rope:  # where transformers 4 and llama.cpp look for it
+            model.config.rope_theta = rope["rope_theta"]
+        model.save_pretrained(folder, state_dict=weights)
+    if RANK == 0 and hasattr(model, "peft_config"):
+        model.peft_config["default"].save_pretrained(folder / "adapter")
+        save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+
+
+def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> dict[str, list]:
+    """A line of rollouts.jsonl: of each pair (prompt, completion) of ids the texts, its number in
+    each column (B,), and its numbers per token in columns (B, T), to three decimals. The text of a
+    character that takes several tokens stands at the last of them.
+    """
+    rows = []
+    for i, (prompt_ids, ids) in enumerate(sequences):
+        stream = DecodeStream(skip_special_tokens=False)
+        try:
+            tokens = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+        except Exception:  # bytes that are no character, of a tokenizer that falls back to bytes
+            tokens = tokenizer.convert_ids_to_tokens(ids)
+        row = {"prompt": tokenizer.decode(prompt_ids), "tokens": tokens}
+        for name, values in columns.items():
+            numbers = values[i, : len(ids)] if values.dim() == 2 else values[i]
+            row[name] = numbers.double().round(decimals=3).tolist()
+        rows.append(row)
+    return {"completions": rows}
