@@ -28,6 +28,7 @@ import json
 import math
 import os
 import sys
+from array import array
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -54,7 +55,7 @@ from common.logprobs import head_logits, map_logits, micro_batches, output_head,
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, forward_method, shard
 from runtime.processes import RANK, WORLD_SIZE, all_gather, join_processes, leave_processes
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -112,8 +113,8 @@ class Args:
 
 class StudentPrompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
-    ids: list[int]  # its token ids
-    teacher_ids: list[int]  # those of what the teacher reads
+    ids: array  # its token ids
+    teacher_ids: array  # those of what the teacher reads
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def main(args: Args) -> Path:
         teacher_ids = find_stop_ids(args.teacher, load_tokenizer(args.teacher))
         stop_ids = [*dict.fromkeys(stop_ids + teacher_ids)]  # each once
     train_prompts = load_student_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
+    eval_prompts = load_student_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     teacher = policy  # without its adapters
@@ -194,7 +195,7 @@ def main(args: Args) -> Path:
     # --- the loop ---
     sample = partial(sample_for_both, args, policy, stop_ids)
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum(args.model, args.teacher)}
+    state = {"step": 0, "data": checksum(train_prompts, args.model, args.teacher)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -270,7 +271,7 @@ def sample_for_both(
     """Completions after the student's prompts, the same after the teacher's, and the log-probs
     (B, T) with which their tokens were sampled.
     """
-    prompt_ids = [prompt.ids for prompt in prompts]
+    prompt_ids = [list(prompt.ids) for prompt in prompts]
     completion_ids, sampler_logprobs = generate(
         policy,
         prompt_ids,
@@ -281,7 +282,7 @@ def sample_for_both(
         batch_size=args.generation_batch_size,
     )
     sequences = list(zip(prompt_ids, completion_ids, strict=True))
-    teacher_ids = [prompt.teacher_ids for prompt in prompts]
+    teacher_ids = [list(prompt.teacher_ids) for prompt in prompts]
     return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
 
 
@@ -358,25 +359,29 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_student_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
+def load_student_prompts(
+    args: Args, split: str, tokenizer: Any, most: int | None = None
+) -> list[StudentPrompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def pop_texts(row: dict) -> list:
+    def encode_row(row: dict) -> StudentPrompt:
         prompt = row.pop(args.prompt_column)
         texts = [prompt, row.pop(args.teacher_prompt_column, prompt)]
-        return [as_chat(text) for text in texts] if args.chat else texts
-
-    def encode_row(row: dict) -> list[list[int]]:
-        ids = [encode(tokenizer, text, add_generation_prompt=True) for text in pop_texts(row)]
-        return [[], *ids]  # two prompts, which share no beginning
-
-    def to_prompt(row: dict, _: list[int], ids: list[int], teacher_ids: list[int]) -> StudentPrompt:
-        return StudentPrompt(pop_texts(row)[0], ids, teacher_ids)
+        texts = [as_chat(text) for text in texts] if args.chat else texts
+        ids = [array("i", encode(tokenizer, text, add_generation_prompt=True)) for text in texts]
+        return StudentPrompt(texts[0], ids[0], ids[1])
 
     required = {args.prompt_column, args.teacher_prompt_column} - {None}
     rows = load_rows(args.dataset, args.dataset_config, split, required)
-    flag = "--max-prompt-length"
-    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag)
+    return encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda prompt: max(prompt.ids, prompt.teacher_ids, key=len),
+        tokenizer=tokenizer,
+        max_length=args.max_prompt_length,
+        flag="--max-prompt-length",
+        most=most,
+    )
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -37,6 +37,7 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -67,7 +68,7 @@ from common.logprobs import Sequences, completion_logprobs, micro_batches, rollo
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
@@ -133,14 +134,14 @@ class Args:
 
 class Prompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
-    ids: list[int]  # its token ids
+    ids: array  # its token ids
     columns: dict  # the row's other columns, for the reward functions
 
 
 class PreferencePair(NamedTuple):
     prompt: Prompt
-    chosen_ids: list[int]  # token ids of the preferred completion
-    rejected_ids: list[int]  # token ids of the other one
+    chosen_ids: array  # token ids of the preferred completion
+    rejected_ids: array  # token ids of the other one
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def main(args: Args) -> Path:
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_preference_pairs(args, args.train_split, tokenizer, stop_ids)
-    eval_pairs = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    eval_pairs = load_preference_pairs(args, args.eval_split, tokenizer, stop_ids, args.eval_rows)
     longest_prompt = max(len(pair.prompt.ids) for pair in eval_pairs)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -234,7 +235,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_pairs.checksum(args.model, args.reference)}
+    state = {"step": 0, "data": checksum(train_pairs, args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -331,7 +332,8 @@ def to_sequences(pairs: list[PreferencePair], device: Any) -> tuple[Sequences, T
     """The chosen and the rejected completion of each pair with its prompt, 2B; lengths (B, 2)."""
     sequences = []
     for pair in pairs:
-        sequences += [(pair.prompt.ids, pair.chosen_ids), (pair.prompt.ids, pair.rejected_ids)]
+        for ids in (pair.chosen_ids, pair.rejected_ids):
+            sequences.append((list(pair.prompt.ids), list(ids)))
     lengths = [[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs]
     return sequences, torch.tensor(lengths, device=device)
 
@@ -344,7 +346,7 @@ def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
 
 def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
     """`micro_batches` of pairs, with the tokens of both completions."""
-    sequences = [(pair.prompt.ids, pair.chosen_ids + pair.rejected_ids) for pair in pairs]
+    sequences = [(list(pair.prompt.ids), pair.chosen_ids + pair.rejected_ids) for pair in pairs]
     return micro_batches(sequences, torch.arange(len(pairs)), size)
 
 
@@ -372,7 +374,7 @@ def evaluate(
             sums[name] += values.double().sum()
     means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
     prompts = [pair.prompt for pair in pairs]
-    prompt_ids = [prompt.ids for prompt in prompts]
+    prompt_ids = [list(prompt.ids) for prompt in prompts]
     completion_ids, sampler_logprobs = generate(
         policy,
         prompt_ids,
@@ -446,26 +448,30 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_preference_pairs(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
+def load_preference_pairs(
+    args: Args, split: str, tokenizer: Any, stop_ids: list[int], most: int | None = None
+) -> list[PreferencePair]:
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
-    def encode_row(row: dict) -> list[list[int]]:
+    def encode_row(row: dict) -> PreferencePair:
         prompt, *completions = to_pair(args, row)
         prompt_ids, both = encode_completions(tokenizer, prompt, completions, stop_ids)
         if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
-        return [prompt_ids, *both]
-
-    def to_item(
-        row: dict, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]
-    ) -> PreferencePair:
-        text, _, _ = to_pair(args, row)
-        return PreferencePair(Prompt(text, prompt_ids, row), chosen_ids, rejected_ids)
+        chosen_ids, rejected_ids = (array("i", ids) for ids in both)
+        return PreferencePair(Prompt(prompt, array("i", prompt_ids), row), chosen_ids, rejected_ids)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    rest = "reward functions" if args.eval_reward_fn else None
-    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, rest=rest)
+    return encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda pair: pair.prompt.ids + max(pair.chosen_ids, pair.rejected_ids, key=len),
+        tokenizer=tokenizer,
+        max_length=args.max_length,
+        most=most,
+        rest="reward functions" if args.eval_reward_fn else None,
+    )
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:

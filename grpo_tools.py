@@ -21,8 +21,10 @@ plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `ev
 
 import json
 import os
+import re
 import sys
 import warnings
+from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -52,7 +54,7 @@ from common.logprobs import Sequences, completion_logprobs, micro_batches, rollo
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -117,7 +119,7 @@ class Args:
 
 class Prompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
-    ids: list[int]  # its token ids
+    ids: array  # its token ids
     columns: dict  # the row's other columns, for the reward functions
 
 
@@ -211,7 +213,7 @@ def main(args: Args) -> Path:
             raise ValueError(f"--call-end {args.call_end}: one token expected, found {tokens}")
         turn_ends = stop_ids + call_end_ids
     train_prompts = load_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
+    eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -229,7 +231,7 @@ def main(args: Args) -> Path:
     # --- the loop ---
     sample = partial(sample_turns, args, policy, turn_ends, environment)
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum(args.model)}
+    state = {"step": 0, "data": checksum(train_prompts, args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -356,7 +358,7 @@ def sample_turns(
         starts = [len(completions[i]) for i in running]
         turns, turn_logprobs = generate(
             policy,
-            [prompts[i].ids + completions[i] for i in running],
+            [list(prompts[i].ids) + completions[i] for i in running],
             max_new_tokens=args.max_new_tokens - min(starts),  # what is too long is cut below
             temperature=1.0,
             stop_ids=turn_ends,
@@ -381,7 +383,7 @@ def sample_turns(
         if not running:
             break
     longest = max(map(len, completions))
-    sequences = [(prompt.ids, ids) for prompt, ids in zip(prompts, completions, strict=True)]
+    sequences = [(list(prompt.ids), ids) for prompt, ids in zip(prompts, completions, strict=True)]
     return sequences, logprobs[:, :longest], is_sampled[:, :longest], called, ended
 
 
@@ -482,7 +484,7 @@ def between_turns(tokenizer: Any, reply: dict) -> list[str | int]:
     messages.append(reply | {"content": "the reply"})
     after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turn_end = before.rfind(turn) + len(turn)
-    _, *pieces = special_tokens(tokenizer).split(after[turn_end:])
+    _, *pieces = re.split(f"(?={special_tokens(tokenizer).pattern})", after[turn_end:])
     if not (turn in before and after.startswith(before) and "the reply" in after and pieces):
         raise ValueError(f"the chat template appends no {role!r} message: return texts and ids")
     parts = []
@@ -533,23 +535,27 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
+def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def pop_prompt(row: dict) -> str | list[dict]:
+    def encode_row(row: dict) -> Prompt:
         text = row.pop(args.prompt_column)
-        return as_chat(text) if args.chat else text
-
-    def encode_row(row: dict) -> list[list[int]]:
-        return [encode(tokenizer, pop_prompt(row), add_generation_prompt=True)]
-
-    def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        return Prompt(pop_prompt(row), ids, columns=row)
+        text = as_chat(text) if args.chat else text
+        ids = encode(tokenizer, text, add_generation_prompt=True)
+        return Prompt(text, array("i", ids), columns=row)
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag, rest)
+    return encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda prompt: prompt.ids,
+        tokenizer=tokenizer,
+        max_length=args.max_prompt_length,
+        flag="--max-prompt-length",
+        most=most,
+        rest="reward functions",
+    )
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -26,6 +26,7 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
@@ -52,7 +53,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
@@ -110,13 +111,13 @@ class Args:
 
 class Prompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
-    ids: list[int]  # its token ids
+    ids: array  # its token ids
     columns: dict  # the row's other columns, for the reward functions
 
 
 class LabelledRow(NamedTuple):
     prompt: Prompt
-    completion_ids: list[int]  # token ids of the completion
+    completion_ids: array  # token ids of the completion
     label: bool  # whether it is desirable
 
 
@@ -167,7 +168,7 @@ def main(args: Args) -> Path:
     reward_fn = load_reward_fn(args.eval_reward_fn, tokenizer) if args.eval_reward_fn else None
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_rows = load_labelled(args, args.train_split, tokenizer, stop_ids)
-    eval_rows = load_labelled(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    eval_rows = load_labelled(args, args.eval_split, tokenizer, stop_ids, args.eval_rows)
     if min(len(train_rows), len(eval_rows)) < 2:
         raise ValueError("--dataset: the reference point takes two rows or more in each split")
     longest_prompt = max(len(row.prompt.ids) for row in eval_rows)
@@ -204,7 +205,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_rows.checksum(args.model, args.reference)}
+    state = {"step": 0, "data": checksum(train_rows, args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -217,7 +218,7 @@ def main(args: Args) -> Path:
         # 1. Draw the completions of this step.
         start_time = time.perf_counter()
         rows = [train_rows[i] for i in batches[step]]
-        sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
+        sequences = [(list(row.prompt.ids), list(row.completion_ids)) for row in rows]
         labels = torch.tensor([row.label for row in rows], device=device)  # (B,)
 
         # 2. The reference point, of the whole step and without gradient.
@@ -305,7 +306,7 @@ def evaluate(
     rows: list[LabelledRow],
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics of the held-out rows and of one sampled completion for each, and the samples."""
-    labelled = [(row.prompt.ids, row.completion_ids) for row in rows]
+    labelled = [(list(row.prompt.ids), list(row.completion_ids)) for row in rows]
     logratios = sum_logratios(args, policy, ref_model, labelled)
     # In another order: held-out neighbours are often the two sides of one pair.
     order = torch.randperm(len(rows), generator=Generator().manual_seed(args.seed))
@@ -314,7 +315,7 @@ def evaluate(
     labels = torch.tensor([row.label for row in rows], device=policy.device)
     held_out = kto_metrics(args, logratios, z0, labels)
     prompts = [row.prompt for row in rows]
-    prompt_ids = [prompt.ids for prompt in prompts]
+    prompt_ids = [list(prompt.ids) for prompt in prompts]
     completion_ids, _ = generate(
         policy,
         prompt_ids,
@@ -383,30 +384,32 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_labelled(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
+def load_labelled(
+    args: Args, split: str, tokenizer: Any, stop_ids: list[int], most: int | None = None
+) -> list[LabelledRow]:
     """The rows of a split, without those that are empty or longer than --max-length."""
     columns = [args.prompt_column, args.completion_column, args.label_column]
 
-    def to_texts(row: dict) -> tuple:
+    def encode_row(row: dict) -> LabelledRow:
         prompt, completion, label = [row.pop(column) for column in columns]  # the rest: rewards'
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
-        return as_chat(prompt) if args.chat else prompt, completion, bool(label)
-
-    def encode_row(row: dict) -> list[list[int]]:
-        prompt, completion, _ = to_texts(row)
-        prompt_ids, ids = encode_completions(tokenizer, prompt, [completion], stop_ids)
-        return [prompt_ids, *ids]
-
-    def to_item(row: dict, prompt_ids: list[int], completion_ids: list[int]) -> LabelledRow:
-        text, _, label = to_texts(row)
-        return LabelledRow(Prompt(text, prompt_ids, row), completion_ids, label)
+        prompt = as_chat(prompt) if args.chat else prompt
+        prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
+        prompt = Prompt(prompt, array("i", prompt_ids), row)
+        return LabelledRow(prompt, array("i", ids), bool(label))
 
     rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
-    rest = "reward functions" if args.eval_reward_fn else None
-    labelled = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length, rest=rest)
-    labels = rows.select([number for number, _ in labelled.encoded])[args.label_column]
-    print(f"{split}: {sum(map(bool, labels))} of them desirable")
+    labelled = encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda row: row.prompt.ids + row.completion_ids,
+        tokenizer=tokenizer,
+        max_length=args.max_length,
+        most=most,
+        rest="reward functions" if args.eval_reward_fn else None,
+    )
+    print(f"{split}: {sum(row.label for row in labelled)} of them desirable")
     return labelled
 
 

@@ -42,6 +42,7 @@ import os
 import sys
 import time
 import warnings
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -74,7 +75,7 @@ from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -172,7 +173,7 @@ class Args:
 
 class Prompt(NamedTuple):
     text: str | list[dict]  # a string or chat messages
-    ids: list[int]  # its token ids
+    ids: array  # its token ids
     columns: dict  # the row's other columns, for the reward functions
 
 
@@ -282,7 +283,7 @@ def main(args: Args) -> Path:
     eval_fns = [load_reward_fn(args.eval_reward_fn, tokenizer)] if args.eval_reward_fn else []
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
-    eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
+    eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -309,8 +310,8 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
-    checksum = train_prompts.checksum(args.model, args.reference, args.reward_model)
-    state = {"step": 0, "data": checksum, "beta": args.beta}
+    models = (args.model, args.reference, args.reward_model)
+    state = {"step": 0, "data": checksum(train_prompts, *models), "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -468,7 +469,7 @@ def sample(
     args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
 ) -> tuple[Sequences, Tensor]:
     """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [prompt.ids for prompt in prompts]
+    prompt_ids = [list(prompt.ids) for prompt in prompts]
     completion_ids, sampler_logprobs = generate(
         policy,
         prompt_ids,
@@ -652,23 +653,27 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_prompts(args: Args, split: str, tokenizer: Any) -> EncodedRows:
+def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def pop_prompt(row: dict) -> str | list[dict]:
+    def encode_row(row: dict) -> Prompt:
         text = row.pop(args.prompt_column)
-        return as_chat(text) if args.chat else text
-
-    def encode_row(row: dict) -> list[list[int]]:
-        return [encode(tokenizer, pop_prompt(row), add_generation_prompt=True)]
-
-    def to_prompt(row: dict, ids: list[int]) -> Prompt:
-        return Prompt(pop_prompt(row), ids, columns=row)
+        text = as_chat(text) if args.chat else text
+        ids = encode(tokenizer, text, add_generation_prompt=True)
+        return Prompt(text, array("i", ids), columns=row)
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, to_prompt, tokenizer, args.max_prompt_length, flag, rest)
+    return encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda prompt: prompt.ids,
+        tokenizer=tokenizer,
+        max_length=args.max_prompt_length,
+        flag="--max-prompt-length",
+        most=most,
+        rest="reward functions",
+    )
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -28,6 +28,7 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -50,7 +51,7 @@ from runtime.checks import check_model, check_training
 from common.logprobs import last_states, micro_batches
 from runtime.model import checkpoint_activations, clip_grad_norm, shard, transformer_layers
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
@@ -98,9 +99,9 @@ class Args:
 
 
 class Comparison(NamedTuple):
-    prompt_ids: list[int]  # token ids of the prompt
-    chosen_ids: list[int]  # token ids of the preferred completion
-    rejected_ids: list[int]  # token ids of the other one
+    prompt_ids: array  # token ids of the prompt
+    chosen_ids: array  # token ids of the preferred completion
+    rejected_ids: array  # token ids of the other one
     margin: float  # m
 
 
@@ -143,7 +144,7 @@ def main(args: Args) -> Path:
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
-    eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids, args.eval_rows)
     model = load_classifier(args, tokenizer, stop_ids, device)
     check_training(args, model)
     if args.activation_checkpointing:
@@ -164,7 +165,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
-    state = {"step": 0, "data": train_pairs.checksum(args.model), "score_mean": 0.0}
+    state = {"step": 0, "data": checksum(train_pairs, args.model), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -244,7 +245,7 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
 # --- scores ------------------------------------------------------------------------------------
 def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
     """`micro_batches` of pairs, with the tokens of both completions."""
-    sequences = [(pair.prompt_ids, pair.chosen_ids + pair.rejected_ids) for pair in pairs]
+    sequences = [(list(pair.prompt_ids), pair.chosen_ids + pair.rejected_ids) for pair in pairs]
     return micro_batches(sequences, torch.arange(len(pairs)), size)
 
 
@@ -252,8 +253,8 @@ def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
     """r_w and r_l (2, b), float32: the head's output at the last token of both completions of each
     pair, from one forward pass.
     """
-    batch = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
-    batch += [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
+    batch = [(list(pair.prompt_ids), list(pair.chosen_ids)) for pair in pairs]
+    batch += [(list(pair.prompt_ids), list(pair.rejected_ids)) for pair in pairs]
     last = last_states(model, batch)  # (2b, d)
     scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
     return scores.view(2, len(pairs))
@@ -296,10 +297,12 @@ def load_classifier(
     return shard(model, device)
 
 
-def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> EncodedRows:
+def load_comparisons(
+    args: Args, split: str, tokenizer: Any, stop_ids: list[int], most: int | None = None
+) -> list[Comparison]:
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
-    def encode_row(row: dict) -> list[list[int]]:
+    def encode_row(row: dict) -> Comparison:
         margin = row.pop(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
@@ -307,20 +310,22 @@ def load_comparisons(args: Args, split: str, tokenizer: Any, stop_ids: list) -> 
         prompt_ids, both = encode_completions(tokenizer, prompt, completions, stop_ids)
         if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
-        return [prompt_ids, *both]
-
-    def to_item(
-        row: dict, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]
-    ) -> Comparison:
-        margin = row.pop(args.margin_column, 0.0)
-        return Comparison(prompt_ids, chosen_ids, rejected_ids, margin)
+        chosen_ids, rejected_ids = (array("i", ids) for ids in both)
+        return Comparison(array("i", prompt_ids), chosen_ids, rejected_ids, margin)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
     columns -= {"prompt", "margin", None}  # these need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
     if args.margin_column in rows.column_names:
         print(f"{split}: margins m from the column `{args.margin_column}`")
-    return encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
+    return encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda pair: pair.prompt_ids + max(pair.chosen_ids, pair.rejected_ids, key=len),
+        tokenizer=tokenizer,
+        max_length=args.max_length,
+        most=most,
+    )
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:

@@ -24,6 +24,7 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -48,9 +49,9 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
-from runtime.rows import EncodedRows, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
-from common.tokens import as_chat, encode, encode_completions, find_stop_ids, load_tokenizer
+from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids, load_tokenizer
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -93,12 +94,12 @@ class Args:
 
 
 class Demonstration(NamedTuple):
-    ids: list[int]  # token ids of a text that ends with a learned turn
-    is_learned: list[int]  # 1 for the tokens of learned turns, 0 for all others
+    ids: array  # token ids of a text that ends with a learned turn
+    is_learned: array  # 1 for the tokens of learned turns, 0 for all others
 
     def prompt(self) -> list[int]:
         """The ids before the last run of learned tokens."""
-        return self.ids[: len(self.ids) - self.is_learned[::-1].index(0)]
+        return list(self.ids[: len(self.ids) - self.is_learned[::-1].index(0)])
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def main(args: Args) -> Path:
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_data = load_demonstrations(args, args.train_split, tokenizer, stop_ids)
-    eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids)[: args.eval_rows]
+    eval_data = load_demonstrations(args, args.eval_split, tokenizer, stop_ids, args.eval_rows)
     longest_prompt = max(len(texts[-1].prompt()) for texts in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -141,7 +142,7 @@ def main(args: Args) -> Path:
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_data.checksum(args.model)}
+    state = {"step": 0, "data": checksum(train_data, args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
@@ -226,8 +227,8 @@ def loss_sequences(args: Args, data: list[list[Demonstration]]) -> tuple[Sequenc
     for ids, is_learned in (text for texts in data for text in texts):
         # With --train-on-prompt all tokens but the first, which has no context.
         start = 1 if args.train_on_prompt else is_learned.index(1)
-        sequences.append((ids[:start], ids[start:]))
-        masks.append([1] * len(ids[1:]) if args.train_on_prompt else is_learned[start:])
+        sequences.append((list(ids[:start]), list(ids[start:])))
+        masks.append([1] * len(ids[1:]) if args.train_on_prompt else list(is_learned[start:]))
     return sequences, masks
 
 
@@ -242,51 +243,63 @@ def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
     return model
 
 
-def load_demonstrations(args: Args, split: str, tokenizer: Any, stop_ids: list[int]) -> EncodedRows:
+def load_demonstrations(
+    args: Args, split: str, tokenizer: Any, stop_ids: list[int], most: int | None = None
+) -> list[list[Demonstration]]:
     """The rows of a split: each a text, or several if the chat template changes earlier turns, as
     some drop their thoughts.
     """
     lost = Counter()  # turns of conversations that keep others
 
-    def encode_row(row: dict) -> list[list[int]]:
+    def encode_row(row: dict) -> list[Demonstration]:
         if "text" in row and not {"messages", args.prompt_column, args.completion_column} & {*row}:
             if args.chat:
                 raise ValueError("--chat: a column `text` is learned as it is, without a template")
             ids = encode(tokenizer, row.pop("text"))  # all learned; stop ids within it end nothing
             if len(ids) == 1 or ids[-1] not in stop_ids:
                 ids = [*ids, stop_ids[0]]
-            return [[], ids, [0] + [1] * (len(ids) - 1)]
-        texts, reasons = [], []
-        for prompt, completion in to_texts(args, row):
+            return [Demonstration(array("i", ids), array("b", [0] + [1] * (len(ids) - 1)))]
+        texts, reasons, read = [], [], NOTHING
+        turns = to_turns(args, row)
+        for number, (prompt, completion) in enumerate(turns):
             try:
-                prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
-                if texts and len(prompt_ids + ids) > args.max_length:
-                    raise UnusableRow("longer than --max-length")
+                prompt_ids, ids, read = encode_answer(tokenizer, prompt, completion, stop_ids, read)
             except UnusableRow as reason:
                 reasons.append(str(reason))
+                continue
+            if texts and len(prompt_ids) > args.max_length:  # so are the prompts of all later turns
+                reasons += ["longer than --max-length"] * (len(turns) - number)
+                break
+            if texts and len(prompt_ids) + len(ids) > args.max_length:
+                reasons.append("longer than --max-length")
                 continue
             if not texts or prompt_ids[: len(texts[-1].ids)] != texts[-1].ids:
                 texts.append(Demonstration([], []))  # the template has changed earlier turns
             text = texts[-1]
-            text.is_learned.extend([0] * (len(prompt_ids) - len(text.ids)) + [1] * len(ids))
-            text.ids[:] = prompt_ids + ids
+            new_ids = prompt_ids[len(text.ids) :]
+            text.ids.extend(new_ids + ids)
+            text.is_learned.extend([0] * len(new_ids) + [1] * len(ids))
         if not texts:
             raise UnusableRow(reasons[0])
         lost.update(reasons)
-        return [[], *[numbers for text in texts for numbers in text]]  # no common beginning
-
-    def to_item(_: dict, beginning: list[int], *numbers: list[int]) -> list[Demonstration]:
-        return list(map(Demonstration, numbers[::2], numbers[1::2]))
+        return [Demonstration(array("i", text.ids), array("b", text.is_learned)) for text in texts]
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    data = encode_rows(rows, encode_row, to_item, tokenizer, args.max_length)
+    data = encode_rows(
+        rows,
+        encode_row,
+        ids_of=lambda texts: max((text.ids for text in texts), key=len),
+        tokenizer=tokenizer,
+        max_length=args.max_length,
+        most=most,
+    )
     if lost := sum(all_gather([lost]), Counter()):
         print(f"{split}: of these rows, turns dropped {dict(lost)}")
     return data
 
 
-def to_texts(args: Args, row: dict) -> list[tuple]:
+def to_turns(args: Args, row: dict) -> list[tuple]:
     """The prompt and the completion of each turn that is learned, strings or chat messages."""
     columns = [args.prompt_column, args.completion_column]
     if "messages" in row and columns[0] == "prompt" and columns[1] not in row:
@@ -306,7 +319,11 @@ def to_texts(args: Args, row: dict) -> list[tuple]:
         if column not in row:
             raise ValueError(f"no column {column} in --dataset: it has {[*row]}")
     prompt, completion = [row.pop(column) for column in columns]
-    return [(as_chat(prompt) if args.chat else prompt, completion)]
+    if args.chat or isinstance(completion, list):
+        prompt = as_chat(prompt)
+    if isinstance(prompt, list):
+        completion = as_chat(completion, "assistant")
+    return [(prompt, completion)]
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 from functools import partial
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from runtime.chats import template_message
-from runtime.checks import check_completion, check_completions, check_ids, check_source, check_text
-from runtime.checks import check_template_kwargs
+from runtime.checks import check_answer, check_apart, check_completion, check_ids, check_source
+from runtime.checks import check_template_kwargs, check_text, check_written
 
 
 def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
@@ -60,46 +60,99 @@ def as_chat(text: Any, role: str = "user") -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def encode(tokenizer: Any, text: Any, add_generation_prompt: bool = False) -> list[int]:
-    """Token ids of a string, with the tokenizer's BOS and without an EOS that it appends, or of
-    chat messages through the chat template.
-    """
-    check_text(tokenizer, text, add_generation_prompt)
+def render(tokenizer: Any, text: str | list[dict], add_generation_prompt: bool = False) -> str:
+    """What the chat template writes of messages; a string stays as it is."""
     if isinstance(text, str):
-        messages, written = [], text
-        ids = tokenizer(text).input_ids
-        if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
-            ids = ids[:-1]  # a prompt that ends with EOS would be over
-    else:
-        messages = [template_message(message) for message in text]
-        written = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        ids = tokenizer(written, add_special_tokens=False).input_ids
-    check_ids(tokenizer, messages, written, ids)
+        return text
+    messages = [template_message(message) for message in text]
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+
+
+def to_ids(tokenizer: Any, written: str, is_chat: bool) -> list[int]:
+    """Token ids of what a chat template has written, which has special tokens of its own; or of a
+    string, with the tokenizer's BOS and without an EOS that it appends.
+    """
+    ids = tokenizer(written, add_special_tokens=not is_chat).input_ids
+    appends_eos = ids[-1:] == [tokenizer.eos_token_id] and not is_chat
+    if appends_eos and not written.endswith(tokenizer.eos_token):
+        ids = ids[:-1]  # a prompt that ends with EOS would be over
+    return ids
+
+
+def encode(
+    tokenizer: Any, text: str | list[dict], add_generation_prompt: bool = False
+) -> list[int]:
+    """Token ids of a string or of chat messages."""
+    check_text(tokenizer, text, add_generation_prompt)
+    written = render(tokenizer, text, add_generation_prompt)
+    check_written(tokenizer, text, written)
+    ids = to_ids(tokenizer, written, is_chat=isinstance(text, list))
+    check_ids(tokenizer, text, written, ids)
     return ids
 
 
 def encode_completions(
     tokenizer: Any, prompt: Any, completions: list, stop_ids: list[int]
 ) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a prompt and of each of its completions, which end with their first stop id. A
-    completion is tokenised as one text with the prompt, and cut where it begins.
-    """
-    check_completions(tokenizer, prompt, completions)
+    """Token ids of a prompt and of each of its completions, which end with their first stop id."""
     if any(isinstance(completion, list) for completion in completions):
         prompt = as_chat(prompt)
     if isinstance(prompt, list):
         completions = [as_chat(completion, "assistant") for completion in completions]
-    sampled_ids = encode(tokenizer, prompt, add_generation_prompt=True)
     sequences = []
     for completion in completions:
-        ids = encode(tokenizer, prompt + completion)
-        start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
-        ids = [*ids, stop_ids[0]]
-        end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
-        check_completion(tokenizer, prompt, completion, sampled_ids, ids, start, end)
-        sequences.append((start, ids[: end + 1]))
+        prompt_ids, ids, _ = encode_answer(tokenizer, prompt, completion, stop_ids)
+        sequences.append((prompt_ids, ids))
     # All completions share one prompt, which ends where the first of them begins.
-    start = min(start for start, _ in sequences)
-    return sampled_ids[:start], [ids[start:] for _, ids in sequences]
+    start = min(len(prompt_ids) for prompt_ids, _ in sequences)
+    return prompt_ids[:start], [before[start:] + ids for before, ids in sequences]
+
+
+class Read(NamedTuple):
+    """What has been tokenised of a conversation: up to a stop token, where tokens begin anew."""
+
+    text: str
+    ids: list[int]
+    num_messages: int
+
+
+NOTHING = Read("", [], 0)
+
+
+def encode_answer(
+    tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int], read: Read = NOTHING
+) -> tuple[list[int], list[int], Read]:
+    """Token ids of a prompt and of its completion, which ends with its first stop id. They are
+    tokenised as one text, and cut where the ids end from which a completion is sampled. `read` is
+    what an earlier turn of the conversation has returned, which is not tokenised again.
+    """
+    is_chat = isinstance(prompt, list)
+    check_text(tokenizer, prompt, is_prompt=True, first=read.num_messages)
+    check_text(tokenizer, completion)
+    check_completion(prompt, completion)
+    asked = render(tokenizer, prompt, add_generation_prompt=True)
+    answered = render(tokenizer, prompt + completion)
+    if not answered.startswith(read.text):  # the template has changed earlier turns
+        read = NOTHING
+    new_asked, new_answered = asked[len(read.text) :], answered[len(read.text) :]
+    check_written(tokenizer, (prompt + completion)[read.num_messages :], new_answered)
+    sampled_ids = to_ids(tokenizer, new_asked, is_chat)
+    ids = to_ids(tokenizer, new_answered, is_chat)
+    start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
+    if start < len(sampled_ids) and is_chat and answered.startswith(asked):
+        # One token has the prompt's end and the answer's beginning, such as a new line and an
+        # indentation. A sampler reads the prompt alone, so the answer is tokenised by itself.
+        start, whole_ids = len(sampled_ids), ids
+        ids = sampled_ids + to_ids(tokenizer, answered.removeprefix(asked), is_chat)
+        check_apart(tokenizer, whole_ids, ids)
+    ids = [*ids, stop_ids[0]]
+    end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
+    check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
+    check_ids(tokenizer, (prompt + completion)[read.num_messages :], new_answered, ids[: end + 1])
+    prompt_ids = read.ids + ids[:start]
+    stop = answered.find(tokenizer.decode(ids[end]), len(commonprefix([asked, answered])))
+    if is_chat and stop >= 0:
+        read = Read(answered[:stop], read.ids + ids[:end], len(prompt) + 1)
+    return prompt_ids, ids[start : end + 1], read

@@ -5,15 +5,17 @@ A ValueError ends the run; an `UnusableRow` is dropped and counted; a warning is
 kind is an `if` here, and a row of the tables in tests/run/test_reports.py.
 """
 
+import ast
 import json
 import os
-import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from datasets import Dataset
 from pandas.errors import ParserWarning
@@ -29,7 +31,6 @@ from runtime.processes import RANK, WORLD_SIZE
 NOT_SAMPLED = {"bart", "deepseek_v4", "falcon_mamba", "mamba", "minimax", "openai-gpt"}
 NOT_SAMPLED |= {"recurrent_gemma", "rwkv", "xlnet", "xlstm"}
 MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives about 0.0004
-CHAT_AS_TEXT = re.compile(r"""\s*\[\s*{\s*["'](role|content|from)["']""")
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -197,50 +198,83 @@ def check_message(message: Any) -> None:
         raise ValueError(f"only parts of type `text` can be read, found {parts!r:.200}")
 
 
-def check_text(tokenizer: Any, text: Any, is_prompt: bool = False) -> None:
-    """A string or chat messages, before they are tokens."""
+def check_text(tokenizer: Any, text: Any, is_prompt: bool = False, first: int = 0) -> None:
+    """A string, or chat messages from the `first` on, before they are tokens."""
     if not isinstance(text, str | list | None):  # a number of a csv, a single message
         raise ValueError(f"expected a string or a list of chat messages, found {text!r:.200}")
     messages = text if isinstance(text, list) else []
-    for message in messages:
+    for message in messages[first:]:
         check_message(message)
+        if special_tokens(tokenizer).search(str(message)):  # it would end or begin a turn
+            raise UnusableRow("with a special token in the text of a message")
     last = messages[-1] if messages else {}
     last_text = message_text(last) if messages else text
-    if last_text and CHAT_AS_TEXT.match(last_text):
-        raise UnusableRow("whose chat is a text: make it a list of messages")
+    if last_text and says_a_chat(last_text):
+        found = f"a text that says a chat: make it a list of messages: {last_text[:200]!r}"
+        if is_prompt:
+            raise ValueError(f"--dataset: {found}")
+        warnings.warn(f"--dataset: {found}", stacklevel=3)
     may_be_empty = last.get("tool_calls") or last.get("role") == "tool"
     if not may_be_empty and (not last_text or not last_text.strip()):
         raise UnusableRow("with an empty prompt or completion (in a csv also NA and null)")
     if is_prompt and last.get("role") == "assistant":
         raise UnusableRow("whose prompt ends with an assistant's turn")
-    special = special_tokens(tokenizer)
-    if any(special.search(str(message)) for message in messages):  # it would end or begin a turn
-        raise UnusableRow("with a special token in the text of a message")
-    is_plain = isinstance(text, str) and not special.search(text)  # no template has written it
-    if is_prompt and is_plain and tokenizer.chat_template:
-        warnings.warn("--chat: without it string prompts get no chat template", stacklevel=3)
+    is_plain = isinstance(text, str) and not special_tokens(tokenizer).search(text)
+    if is_prompt and is_plain and tokenizer.chat_template:  # no template has written it
+        warnings.warn("--chat: without it string prompts get no chat template", stacklevel=4)
 
 
-def check_ids(tokenizer: Any, messages: list[dict], written: str, ids: list[int]) -> None:
+def says_a_chat(text: str) -> bool:
+    """Whether a string is JSON, or Python, of a message, of a list of them, or of `messages` with
+    such a list; also where it is in quotes a second time.
+    """
+    found = text
+    for _ in range(2):
+        if isinstance(found, str) and found.lstrip().startswith(("[", "{", '"', "'")):
+            for parse in (json.loads, ast.literal_eval):
+                with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                    found = parse(found.strip())
+                    break
+    found = found.get("messages", [found]) if isinstance(found, dict) else found
+    first = found[0] if found and isinstance(found, list) else None
+    return isinstance(first, dict) and any(
+        keys <= first.keys() for keys in ({"role", "content"}, {"from", "value"})
+    )
+
+
+def check_ids(tokenizer: Any, text: str | list[dict], written: str, ids: list[int]) -> None:
     """The tokens of a string, or of what the chat template has written of messages."""
-    if messages:
-        check_template(tokenizer, messages, written)
     if not ids:
         raise UnusableRow("with a text that has no tokens")
-    may_be_written = {tokenizer.bos_token_id, tokenizer.eos_token_id}  # OPT's unk is its BOS
-    if tokenizer.unk_token_id in {*ids} - may_be_written and tokenizer.unk_token not in written:
-        raise UnusableRow("with characters that the tokenizer of --model does not know")
     if ids[:2] == 2 * [tokenizer.bos_token_id]:
         raise ValueError("two BOS at the start of the token ids")
+    # A text comes back from its ids: what the user wrote, without white space beside special
+    # tokens, which may take it with them.
+    texts = [text] if isinstance(text, str) else [message_text(message) for message in text]
+    pieces = [piece.strip() for text in texts for piece in special_tokens(tokenizer).split(text)]
+    back = tokenizer.decode(ids)
+    pieces = [piece for piece in pieces if piece not in back and piece in written]
+    if not pieces:
+        return
+    # Characters that a tokenizer may write in another way are alike in NFKC; it may add spaces.
+    lost = Counter(normalize("NFKC", "".join(pieces))) - Counter(normalize("NFKC", back))
+    if any(character.isalnum() for character in lost):
+        raise UnusableRow("with characters that the tokenizer of --model does not know")
+    if lost and not hasattr(tokenizer, "losses_are_known"):
+        tokenizer.losses_are_known = True  # one warning, not one for each row
+        name = tokenizer.name_or_path
+        warnings.warn(f"--dataset: the tokenizer of {name} loses {[*lost]}", stacklevel=3)
 
 
-def check_template(tokenizer: Any, messages: list[dict], written: str) -> None:
-    """What a template has written. It may leave out earlier answers and thoughts, and write what a
-    tool says as JSON.
+def check_written(tokenizer: Any, messages: str | list[dict], written: str) -> None:
+    """What a template has written of messages. It may leave out earlier answers and thoughts, and
+    write what a tool says as JSON.
     """
+    if isinstance(messages, str):
+        return
     name, words = tokenizer.name_or_path, template_words(str(tokenizer.chat_template))
     lost = []
-    for message in messages:
+    for message in map(template_message, messages):
         role, text = message["role"], message["content"]
         is_common = role in ("developer", "tool", "function", "ipython") and role in written
         if role not in {"system", "user", "assistant"} | words and not is_common:
@@ -267,42 +301,52 @@ def check_template(tokenizer: Any, messages: list[dict], written: str) -> None:
         warnings.warn(f"--dataset: {name}'s chat template {what}", stacklevel=2)
 
 
-def check_completions(tokenizer: Any, prompt: Any, completions: list) -> None:
-    """A prompt and its completions, before they are tokens."""
-    for text in (prompt, *completions):
-        check_text(tokenizer, text)
-    asked = prompt if isinstance(prompt, str) else message_text(prompt[-1])
-    if any(isinstance(text, str) and text.startswith(asked) for text in completions):
-        repeated = "a completion begins with its whole prompt, which the model reads twice"
-        warnings.warn(f"--dataset: {repeated}", stacklevel=3)
-    if any(isinstance(text, list) and len(text) > 1 for text in completions):
+def check_completion(prompt: Any, completion: Any) -> None:
+    """A completion, before it is tokens with its prompt."""
+    if isinstance(completion, list) and len(completion) > 1:
         raise UnusableRow("with a completion of several messages")
+    if isinstance(completion, str) and completion.startswith(prompt):
+        repeated = "a completion begins with its whole prompt, which the model reads twice"
+        warnings.warn(f"--dataset: {repeated}", stacklevel=4)
 
 
-def check_completion(
-    tokenizer: Any, prompt: Any, completion: Any, sampled_ids: list, ids: list, start: int, end: int
+def check_apart(tokenizer: Any, whole_ids: list[int], ids: list[int]) -> None:
+    """Ids of a text as a whole, and of its prompt and its answer one by one."""
+    if tokenizer.decode(whole_ids) != tokenizer.decode(ids):  # such as a space between the two
+        raise UnusableRow("whose answer is another text when it is tokenised by itself")
+
+
+def check_answer(
+    tokenizer: Any,
+    prompt: Any,
+    completion: Any,
+    asked: str,
+    answered: str,
+    sampled_ids: list[int],
+    ids: list[int],
+    start: int,
+    end: int,
 ) -> None:
-    """A completion, ids[start : end + 1] of the whole text. At the start these part from the ids
-    from which an answer is sampled; at the end is their first stop id.
+    """A completion, ids[start : end + 1] of the text `answered`. At the start these part from the
+    ids of `asked`, from which it is sampled; at the end is their first stop id.
     """
-    is_chat = isinstance(completion, list)
+    is_chat, changed = isinstance(completion, list), "whose prompt's last token changes with the"
     if is_chat and completion[0]["role"] != "assistant":
         raise UnusableRow("whose completion is not an assistant's turn")
+    if start < len(sampled_ids) and not is_chat:
+        raise UnusableRow(f"{changed} completion: a space?")
     if start < len(sampled_ids):  # the template opens a thought in sampled or trained answers alone
-        prompt_ids = sampled_ids
-        if is_chat:
-            messages = [template_message(message) for message in prompt]
-            written = tokenizer.apply_chat_template(messages, tokenize=False)
-            prompt_ids = tokenizer(written, add_special_tokens=False).input_ids
-        if start < len(commonprefix([sampled_ids, prompt_ids])):
-            raise UnusableRow("whose prompt's last token changes with the completion: a space?")
+        messages = [template_message(message) for message in prompt]
+        written = tokenizer.apply_chat_template(messages, tokenize=False)
+        if len(commonprefix([asked, answered])) < len(commonprefix([asked, written])):
+            raise UnusableRow(f"{changed} completion: a space?")
         sampled, trained = tokenizer.decode(sampled_ids[start:]), tokenizer.decode(ids[start:-1])
         answer = message_text(completion[0]).rpartition("</think>")[2].strip()
         if not answer or answer not in trained:
             raise UnusableRow("whose answer begins as the chat template's opening of a thought")
         opening = trained.partition(answer)[0]
         difference = f"an answer is sampled after {sampled!r}, trained after {opening!r}"
-        warnings.warn(f"--chat-template-kwargs: {difference}", stacklevel=3)
+        warnings.warn(f"--chat-template-kwargs: {difference}", stacklevel=4)
     if is_chat and end == start:  # no token of what the message says
         raise UnusableRow("whose completion the chat template leaves out")
     rest = tokenizer.decode(ids[end + 1 :], skip_special_tokens=True)

@@ -3,16 +3,13 @@
 import re
 import warnings
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
@@ -55,69 +52,40 @@ def load_rows(
     return rows if answer_column == "answer" else rows.rename_column(answer_column, "answer")
 
 
-@dataclass(eq=False)
-class EncodedRows(Sequence):
-    """The usable rows of a split as items. Their token ids are in memory, 4 bytes each; all else
-    stays where `datasets` has it, on the disk, and is read with the item.
-    """
-
-    rows: Dataset
-    to_item: Callable
-    encoded: list[tuple[int, list[array]]]  # of each item the row's number and its token ids
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        number, ids = self.encoded[index]
-        return self.to_item(self.rows[number], *map(list, ids))
-
-    def checksum(self, *models: str | None) -> int:
-        """CRC-32 of all rows and columns, and of the weights in folders of models, by which
-        --resume sees that they have changed.
-        """
-        checksum = 0
-        for batch in self.rows.with_format("arrow").iter(1000):  # an image by its bytes
-            checksum = zlib.crc32(repr(batch.to_pydict()).encode(), checksum)
-        for folder in filter(None, models):
-            for file in sorted(Path(folder).glob("*.safetensors")):
-                checksum = zlib.crc32(np.memmap(file), checksum)
-        return checksum
-
-
 def encode_rows(
     rows: Dataset,
-    encode_row: Callable[[dict], list[list[int]]],
-    to_item: Callable,
+    encode_row: Callable[[dict], Any],
+    ids_of: Callable[[Any], Sequence[int]],
     tokenizer: Any,
     max_length: int,
     flag: str = "--max-length",
+    most: int | None = None,
     rest: str | None = None,
-) -> EncodedRows:
-    """The items of a split. `encode_row` pops the columns that it reads; it returns lists: the ids
-    of a prompt, or none, and what goes on after it, such as the ids of its completions. `to_item`
-    makes an item of the row and these. Rows that are unusable, or longer than `max_length`, the
-    value of `flag`, are dropped and counted: a warning if most are, a ValueError if all are, or if
-    a row fails otherwise. Prints the counts, the columns that are left for `rest`, or for nobody,
-    and the first row. Each rank encodes a part of the rows.
+) -> list:
+    """The items of a split, at most the first `most`. `encode_row` makes an item of a row, and pops
+    the columns that it reads; `ids_of` an item are the token ids of its longest text. Rows that are
+    unusable, or longer than `max_length`, the value of `flag`, are dropped and counted: a warning
+    if most are, a ValueError if all are, or if a row fails otherwise. Prints the counts, the
+    columns that are left for `rest`, or for nobody, and the first text. Each rank encodes a part of
+    the rows.
     """
-    split, encoded, dropped, longest, left = str(rows.split), [], Counter(), 0, []
+    split, items, dropped, longest, left = str(rows.split), [], Counter(), 0, []
     apply_chat_template = tokenizer.apply_chat_template
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
     for number, row in enumerate(mine, first):
+        if len(items) == most:
+            break
         try:
             values = template_values(row) if tokenizer.chat_template else {}
             check_template_values(tokenizer, values)
             tokenizer.apply_chat_template = partial(apply_chat_template, **values)
-            ids = encode_row(row)
-            length = len(ids[0]) + max(map(len, ids[1:]), default=0)
+            item = encode_row(row)
+            length = len(ids_of(item))
             longest = max(longest, length)
             if length > max_length:
                 raise UnusableRow(f"longer than {flag}")
-            encoded.append((number, [array("i", numbers) for numbers in ids]))
+            items.append(item)
             left = [*row]
         except UnusableRow as reason:
             dropped[str(reason)] += 1
@@ -125,10 +93,10 @@ def encode_rows(
             where = f"--dataset: row {number} of {split}"
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     tokenizer.apply_chat_template = apply_chat_template
-    encoded, longest = all_gather(encoded), max(all_gather([longest]))
+    items, longest = all_gather(items)[:most], max(all_gather([longest]))
     dropped = sum(all_gather([dropped]), Counter())
-    report = f"{split}: {len(encoded)} rows, dropped {dict(dropped)}; longest {longest} tokens"
-    if not encoded:
+    report = f"{split}: {len(items)} rows, dropped {dict(dropped)}; longest {longest} tokens"
+    if not items:
         raise ValueError(f"--dataset: no row is left of {report}")
     types = {column.name: str(column.type) for column in rows.features.arrow_schema}
     if left and rest:
@@ -136,11 +104,26 @@ def encode_rows(
         report += f"; for {rest}: {types}"
     elif left:
         report += f"; not read: {left}"
-    prompt_ids, *completions = map(list, encoded[0][1])
-    text = tokenizer.decode(prompt_ids + completions[0] if completions else prompt_ids)
+    text = tokenizer.decode(ids_of(items[0]))
     if len(text) > 1000:
         text = f"{text[:500]} ... {text[-500:]}"
     print(f"{report}\n    {text!r}")
-    if len(encoded) < dropped.total():
+    if len(items) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
-    return EncodedRows(rows, to_item, encoded)
+    return items
+
+
+def checksum(items: list, *sources: str | None) -> int:
+    """CRC-32 of items as they are encoded, and of what is read of models in folders: by it --resume
+    sees that they have changed. Rank 0 computes it for all.
+    """
+    value = 0
+    for item in items if RANK == 0 else ():
+        value = zlib.crc32(repr(item).encode(), value)
+    for folder in filter(None, sources if RANK == 0 else ()):
+        for path in sorted(Path(folder).glob("*")):
+            if path.suffix in (".safetensors", ".bin", ".json", ".jinja"):
+                with path.open("rb") as file:
+                    while piece := file.read(2**24):
+                        value = zlib.crc32(piece, value)
+    return all_gather([value])[0]

@@ -7,7 +7,7 @@ import ast
 import math
 
 import pytest
-from encoded import message
+from encoded import message, with_lists
 from models import CHAT
 from reviews import EOS, MERGED, POLICY, dataset, ids
 from scripts import SPECS
@@ -25,7 +25,7 @@ def load(name, tmp_path, rows, chat_template=None, stop_ids=(EOS,), **flags):
     tokenizer.chat_template = chat_template
     script = SPECS[name].module
     args = script.Args(dataset=dataset(tmp_path, rows), model=POLICY, **flags)
-    return [*getattr(script, SPECS[name].loader)(args, "train", tokenizer, list(stop_ids))]
+    return with_lists(getattr(script, SPECS[name].loader)(args, "train", tokenizer, list(stop_ids)))
 
 
 def row_of(prompt, completion, rejected=" it", **columns):

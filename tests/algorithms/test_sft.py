@@ -134,9 +134,9 @@ def test_a_turn_of_weight_0_is_read_and_not_learned(tmp_path):
     (row,), (texts,) = load(tmp_path / "data", KEEPS, [turns])
     assert texts == [["1=", "#2<eos>", "3=#4<eos>5=", "#6<eos>"]]
     ((prompt, completion),), (is_learned,) = sft.loss_sequences(sft.Args(), [row])
-    assert prompt + completion == row[0].ids and len(prompt) == 2
-    assert is_learned == row[0].is_learned[2:]
-    assert row[0].prompt() == row[0].ids[:-3]
+    assert prompt + completion == list(row[0].ids) and len(prompt) == 2
+    assert is_learned == list(row[0].is_learned[2:])
+    assert row[0].prompt() == list(row[0].ids[:-3])
 
 
 def test_a_step_learns_all_turns_of_its_conversations(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_step_learns_all_turns_of_its_conversations(tmp_path, monkeypatch):
     parts = [
         dict(prompt=x, completion=y)
         for turns in DATA
-        for x, y in sft.to_texts(sft.Args(), dict(messages=turns))
+        for x, y in sft.to_turns(sft.Args(), dict(messages=turns))
     ]
     write_splits(tmp_path / "parts", parts)
     shutil.copytree(BASE, tmp_path / "model")

@@ -1,6 +1,8 @@
 """What goes wrong with texts, a line each: a row is dropped, a run ends, a warning is printed."""
 
+import json
 import warnings
+from string import ascii_letters
 
 import pytest
 from encoded import encode_pair, message
@@ -28,6 +30,11 @@ CALL = {"function": {"name": "f", "arguments": '{"1": 2}'}}
 def answer(content, **more):
     return [message("assistant", content, **more)]
 
+
+TURN = {"role": "user", "content": "5+6"}
+SAYS_A_CHAT = [json.dumps(says) for says in ([TURN], TURN, {"messages": [TURN]})]
+SAYS_A_CHAT += [" " + json.dumps([{"from": "human", "value": "5+6"}]), str([TURN])]
+SAYS_A_CHAT += [json.dumps(SAYS_A_CHAT[0]), str(SAYS_A_CHAT[4])]
 
 CASES = [
     # template, prompt, completion, kind, what is said
@@ -57,19 +64,25 @@ CASES = [
     (OPENING, ASKED, answer("1,#</think>"), UnusableRow, "whose answer begins as"),
     (CHAT, "5+6=", "11", UserWarning, "--chat: without it string prompts get no chat template"),
     (None, "5+6=", "5+6=11", UserWarning, "a completion begins with its whole prompt"),
+    *[(None, says, "11", ValueError, "a text that says a chat") for says in SAYS_A_CHAT],
+    (None, "5+6=", SAYS_A_CHAT[0], UserWarning, "a text that says a chat"),
+    (CHAT, [message("user", SAYS_A_CHAT[1])], "11", ValueError, "a text that says a chat"),
     (NAMED, ASKED, answer("  3"), UserWarning, "trims the white space before a text"),
     (NAMED, ASKED, answer("3", name="5"), UserWarning, "reads no 'name'"),
     (CALLS, ASKED, answer("", tool_calls=[CALL]), UserWarning, "of a call as a quoted text"),
     (NAMED, ASKED, answer("3", name="", train=None), None, None),
     (CHAT, "5+6=<pad>", "11", None, None),  # a template has written it
     (None, "5+6=", "11", None, None),
+    (None, "[1,2,3]", "11", None, None),
+    (None, '{"role":1}', "11", None, None),
+    (None, '"11', "11", None, None),
 ]
 
 
 @pytest.mark.parametrize(("template", "prompt", "completion", "kind", "said"), CASES)
 def test_what_is_said_of_a_row(template, prompt, completion, kind, said, tokenizer):
     tokenizer.chat_template = template
-    tokenizer.add_tokens(["<think>", "</think>", *'"{}: \\'])
+    tokenizer.add_tokens(["<think>", "</think>", *"\"'{}[]: \\", *ascii_letters])
     if kind is UserWarning:
         with pytest.warns(kind, match=said):
             encode_pair(tokenizer, prompt, completion, [2])

@@ -12,12 +12,11 @@ from encoded import encode_pair, message
 from tokenizers.processors import TemplateProcessing
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 
 from runtime.chats import template_words
 from runtime.chats import UnusableRow
-from runtime.rows import encode_rows
+from runtime.rows import checksum, encode_rows
 from runtime.saving import rollout_row
 from common.tokens import encode, encode_completions, find_stop_ids, load_tokenizer, pad_rows
 
@@ -331,14 +330,14 @@ def test_a_completion_that_makes_a_row_unusable(template, completion, error, tok
         encode_pair(tokenizer, QUESTION, completion, [2])
 
 
-def load(tokenizer, rows):
-    """The items of some texts, which are their ids."""
+def load(tokenizer, rows, most=None):
+    """The items of some texts: the row and its ids."""
 
     def encode_row(row):
-        return [encode(tokenizer, row["text"])]
+        return dict(row), encode(tokenizer, row.pop("text"))
 
     rows = Dataset.from_list(rows, split="train")
-    return encode_rows(rows, encode_row, lambda row, ids: (row["text"], ids), tokenizer, 9)
+    return encode_rows(rows, encode_row, lambda item: item[1], tokenizer, 9, most=most)
 
 
 def texts(*values):
@@ -350,28 +349,54 @@ def test_rows_that_are_left_are_reported(tokenizer, capsys):
     long = "1+2+3+4+5="
     with pytest.warns(UserWarning, match="MOST ROWS ARE LOST of train: 2 rows"):
         loaded = load(tokenizer, texts("", "1+2=", long, long, "3+4="))
-    assert [*loaded] == loaded[:] == [(text, encode(tokenizer, text)) for text in ("1+2=", "3+4=")]
+    kept = [({"text": text}, encode(tokenizer, text)) for text in ("1+2=", "3+4=")]
+    assert loaded == kept
     capsys.readouterr()
     load(tokenizer, texts(long, "1+2=", None, "3+4="))
     counts = {"longer than --max-length": 1, EMPTY: 1}  # in the order of the rows
-    line = f"train: 2 rows, dropped {counts}; longest 11 tokens; not read: ['text']"
+    line = f"train: 2 rows, dropped {counts}; longest 11 tokens"
     assert capsys.readouterr().out.splitlines() == [line, "    '<bos>1+2='"]
     with pytest.raises(ValueError, match="--dataset: no row is left of train: 0 rows"):
         load(tokenizer, texts("", ""))
     with pytest.raises(ValueError, match="--dataset: row 1 of train: ValueError: every chat"):
         load(tokenizer, [{"text": [message(role, "5")]} for role in ("user", None)])
+    # Rows behind the first that are wanted are not looked at.
+    assert load(tokenizer, texts("", "1+2=", "3+4=", None), most=2) == kept
+    assert f"dropped {{{EMPTY!r}: 1}}" in capsys.readouterr().out
 
 
 def test_a_checksum_sees_what_has_changed(tokenizer, tmp_path):
     rows = [dict(text="1+2=", label=1), dict(text="1+3=", label=2)]
-    changed = [rows, rows[::-1], rows[:1], [rows[0], rows[1] | dict(label=1)]]
+    changed = [rows[::-1], rows[:1], [rows[0], rows[1] | dict(label=1)]]
     changed += [[rows[0], rows[1] | dict(text="1+3")]]
-    sums = [load(tokenizer, rows).checksum() for rows in (rows, *changed)]
-    assert sums[0] == sums[1] == load(tokenizer, rows).checksum(None, "some/name")
-    for value in (1, 2):  # and weights
-        save_file({"weight": torch.tensor([value])}, tmp_path / "model.safetensors")
-        sums.append(load(tokenizer, rows).checksum(None, str(tmp_path)))
-    assert len({*sums}) == len(changed) + 2
+    sums = [checksum(load(tokenizer, rows)) for rows in (rows, *changed)]
+    assert sums[0] == checksum(load(tokenizer, rows), None, "some/name")
+    many = [({}, [i]) for i in range(2500)]
+    sums += [checksum(many), checksum([({}, [9]), *many[1:]])]  # the first, and far behind it
+    for name in ("model.safetensors", "pytorch_model.bin", "config.json", "chat_template.jinja"):
+        for value in (1, 2):
+            (tmp_path / name).write_bytes(bytes([value]) * 2**24 + b"end")
+            sums.append(checksum(load(tokenizer, rows), None, str(tmp_path)))
+    assert len({*sums}) == len(sums)
+    (tmp_path / "checkpoint.pt").write_bytes(b"of a run that goes on")
+    assert checksum(load(tokenizer, rows), str(tmp_path)) == sums[-1]
+
+
+def test_a_checksum_sees_another_template(tokenizer):
+    rows = [{"text": [message("user", "1+2")]}]
+    sums = []
+    for template in (CHAT, CHAT.replace("}}=", "}}=,")):
+        tokenizer.chat_template = template
+        sums.append(checksum(load(tokenizer, rows)))
+    assert sums[0] != sums[1]
+
+
+def test_values_of_a_row_do_not_enter_the_next_split(tokenizer):
+    tokenizer.chat_template = "{{ n }}" + CHAT
+    row = {"text": [message("user", "1+2")]}
+    load(tokenizer, [row | {"chat_template_kwargs": {"n": "5"}}])
+    ((_, ids),) = load(tokenizer, [row])
+    assert tokenizer.decode(ids) == "1+2="
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -385,17 +410,16 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
 
     def encode_row(row):
         prompt, completion = pairs[row["number"]]
-        prompt_ids, both = encode_completions(tokenizer, prompt, [completion, "4"], [2])
-        return [prompt_ids, *both]
+        return row["number"], *encode_completions(tokenizer, prompt, [completion, "4"], [2])
 
-    def encoded_by(rank):
+    def encoded_by(rank, most=None):
         monkeypatch.setattr("runtime.rows.RANK", rank)
-        return encode_rows(rows, encode_row, lambda row, *ids: (row, [*ids]), tokenizer, 99)
+        return encode_rows(rows, encode_row, lambda item: item[1], tokenizer, 99, most=most)
 
     expected, reasons = [], []
     for row in rows:
         try:
-            expected.append((row, encode_row(row)))
+            expected.append(encode_row(row))
         except UnusableRow as reason:
             reasons.append(str(reason))
     assert len(expected) > 8 and len({*reasons}) == 4
@@ -405,10 +429,10 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
     gathered = []
     monkeypatch.setattr("runtime.rows.all_gather", lambda items: gathered.append(items) or items)
     parts = [encoded_by(rank) for rank in range(ranks)]
-    assert [item for part in parts for item in part] == [*whole] == expected
+    assert [item for part in parts for item in part] == whole == expected
     assert len(gathered) == 3 * ranks  # items, longest, reasons
-    sums = {part.checksum() for part in (whole, *parts)}
-    assert len(sums) == 1  # of all rows, on each rank
+    few = [item for rank in range(ranks) for item in encoded_by(rank, most=4)]
+    assert few[:4] == expected[:4]
 
 
 # --- back to texts --------------------------------------------------------------------------------

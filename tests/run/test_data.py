@@ -237,7 +237,7 @@ def test_text_is_trained_without_a_prompt(tokenizer, tmp_path):
     texts = ["1+2=#3", "1+2=#3<eos>", "1+2=<eos>#3<eos>4"]
     rows = load("sft", [{"text": text} for text in texts], tmp_path, tokenizer)
     for [(ids, is_learned)], text in zip(rows, expected, strict=True):
-        assert is_learned == [0] + [1] * (len(ids) - 1)  # all but the BOS
+        assert list(is_learned) == [0] + [1] * (len(ids) - 1)  # all but the BOS
         assert tokenizer.decode(ids) == text
 
 
@@ -246,7 +246,7 @@ OTHER = [TURNS[0], message("assistant", "#4")]
 
 
 def pairs_of(row, **flags):
-    return sft.to_texts(sft.Args(**flags), row)
+    return sft.to_turns(sft.Args(**flags), row)
 
 
 def test_pairs_of_dialogues_as_text():
@@ -351,9 +351,8 @@ def conversation(*turns, **columns):
         ("sft", [conversation(*TURNS, question="1")], dict(prompt_column="question"), NO_COLUMN),
         ("sft", [dict(text="1+2=#3", question="1")], dict(prompt_column="question"), NO_COLUMN),
         ("sft", [dict(text="1+2=#3")], dict(chat=True), "--chat: a column `text` is learned as it"),
-        ("sft", [row_of(json.dumps(TURNS), "#3")], {}, "whose chat is a text"),
-        ("sft", [row_of("1+2=", str(TURNS[1:]))], {}, "whose chat is a text"),
-        ("grpo", [row_of(f" {json.dumps(TURNS[:1])}", "#3")], {}, "whose chat is a text"),
+        ("sft", [row_of(json.dumps(TURNS), "#3")], {}, "a text that says a chat"),
+        ("grpo", [row_of(f" {json.dumps(TURNS[:1])}", "#3")], {}, "a text that says a chat"),
         (
             "grpo",
             [row_of("1+2=", "#3", x=4)],
@@ -380,7 +379,7 @@ def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
 def test_columns_for_reward_functions_are_named(suffix, text, types, tokenizer, tmp_path, capsys):
     (tmp_path / f"train.{suffix}").write_text(text)
     rows = load_rows(str(tmp_path), None, "train", {"answer"})
-    encode_rows(rows, lambda row: [[4]], None, tokenizer, 9, rest="reward functions")
+    encode_rows(rows, lambda row: [4], list, tokenizer, 9, rest="reward functions")
     assert f"for reward functions: {types}"[:-2] in capsys.readouterr().out
 
 
@@ -401,6 +400,6 @@ def test_rows_that_look_like_an_agents_log_are_rows(tmp_path):
 def test_a_prompt_without_tokens_is_dropped():
     """The tokenizer has neither a BOS nor a token for what it does not know."""
     tokenizer = TokenizersBackend(tokenizer_object=Tokenizer(BPE({"1": 0}, [])))
-    assert encode(tokenizer, "1é", add_generation_prompt=True) == [0]
+    assert encode(tokenizer, "1", add_generation_prompt=True) == [0]
     with pytest.raises(UnusableRow, match="with a text that has no tokens"):
         encode(tokenizer, "é", add_generation_prompt=True)
