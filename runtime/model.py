@@ -69,7 +69,8 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
     matrices -= {model.get_input_embeddings().weight}  # a head tied to it
     for weight in model.parameters():
         bfloat16 = use_bfloat16(device) and weight in matrices and not weight.requires_grad
-        if weight.is_floating_point():  # others are in 4 bits
+        is_quantised = hasattr(weight, "quant_state")  # its codes may be stored as floats
+        if weight.is_floating_point() and not is_quantised:
             weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
 
 

@@ -279,6 +279,22 @@ def test_adapters_on_4_bits(name, in_4_bits, tmp_path):
     assert (plain_logprobs(saved, *SEQUENCES[0])[0] - start).abs().max() > 0.02
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_codes_stored_as_floats_are_left_alone(storage, tmp_path, monkeypatch):
+    """As models for FSDP have them; as numbers they would be rounded, or doubled in size."""
+    pytest.importorskip("bitsandbytes")
+    take_gpu_types(monkeypatch)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage)
+    model = AutoModelForCausalLM.from_pretrained(POLICY, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, model, POLICY))
+    codes = {p: p.detach().clone() for p in model.parameters() if hasattr(p, "quant_state")}
+    assert len(codes) == 7 * model.config.num_hidden_layers
+    shard(model.requires_grad_(False), CPU)
+    for found, expected in codes.items():
+        assert found.dtype == storage
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
 def test_gradients_on_4_bits_are_those_on_the_same_weights_in_32(in_4_bits):
     """Also after a pass without a gradient, for which bitsandbytes may repack the weights."""
     found = []
