@@ -283,7 +283,8 @@ def test_adapters_on_4_bits(name, in_4_bits, tmp_path):
 def test_codes_stored_as_floats_are_left_alone(storage, tmp_path, monkeypatch):
     """As models for FSDP have them; as numbers they would be rounded, or doubled in size."""
     pytest.importorskip("bitsandbytes")
-    take_gpu_types(monkeypatch)
+    if storage == torch.float32:
+        take_gpu_types(monkeypatch)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage)
     model = AutoModelForCausalLM.from_pretrained(POLICY, quantization_config=config)
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, model, POLICY))
@@ -315,6 +316,29 @@ def test_gradients_on_4_bits_are_those_on_the_same_weights_in_32(in_4_bits):
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def test_the_adapter_is_saved_before_it_is_merged_on_the_cpu(in_4_bits, tmp_path, monkeypatch):
+    """On a GPU the weights in 4 bits may fit, but not in float32: nothing learned is lost."""
+    model = AutoModelForCausalLM.from_pretrained(in_4_bits)
+    add_adapters(model, 4, 1)
+    shard(model, CPU)
+    calls, move = [], type(model).cpu
+    monkeypatch.setattr(type(model), "cpu", lambda self: calls.append("cpu") or move(self))
+
+    def dequantize(*args):
+        assert calls == ["cpu"]
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(type(model), "dequantize", dequantize)
+    with pytest.raises(torch.OutOfMemoryError):
+        save_weights(model, tmp_path)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(saved) == len(trained) == 2 * 7 * model.config.num_hidden_layers
+    for name, weight in trained.items():
+        assert torch.equal(saved[f"base_model.model.{name.replace('.default', '')}"], weight)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(in_4_bits), tmp_path / "adapter")
 
 
 def test_4_bits_need_adapters_and_one_process(in_4_bits, monkeypatch):
