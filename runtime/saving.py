@@ -1,6 +1,7 @@
 """What a run writes: checkpoints, whole weights, a line of rollouts.jsonl."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def save_atomically(state: dict, path: Path) -> None:
         with open(beside, "rb+") as file:
             os.fsync(file)
     except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+        beside.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
     os.replace(beside, path)
 
@@ -62,6 +64,8 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
         if "rope_theta" in rope:  # where transformers 4 and llama.cpp look for it
             model.config.rope_theta = rope["rope_theta"]
         model.save_pretrained(folder, state_dict=weights)
+        for file in folder.rglob("*.safetensors"):  # which only their owner could read
+            shutil.copymode(folder / "config.json", file)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -82,9 +86,13 @@ def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> 
     """
     rows = []
     for i, (prompt_ids, ids) in enumerate(sequences):
-        stream = DecodeStream(skip_special_tokens=False)
+        stream, tokens = DecodeStream(skip_special_tokens=False), []
         try:
-            tokens = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+            for t, token in enumerate(ids):
+                tokens.append(stream.step(tokenizer.backend_tokenizer, token) or "")
+                if t >= 15 and not any(tokens[-16:]):  # no characters, which have at most 4 bytes
+                    tokens[-1] = tokenizer.decode(ids[t - 15 : t + 1])
+                    stream = DecodeStream(skip_special_tokens=False)  # the old one reads all again
         except Exception:  # bytes that are no character, of a tokenizer that falls back to bytes
             tokens = tokenizer.convert_ids_to_tokens(ids)
         row = {"prompt": tokenizer.decode(prompt_ids), "tokens": tokens}
