@@ -14,8 +14,25 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from runtime.checks import check_4_bits
+from runtime.checks import check_4_bits, check_model, check_tokenizer
 from runtime.processes import RANK, WORLD_SIZE
+
+
+def load_model(
+    kind: Any, source: str, tokenizer: Any, positions: int, new_head: bool = False
+) -> Any:
+    """A model of a class such as AutoModelForCausalLM, from a folder or the hub, checked against
+    the tokenizer and lengths. It stays in eval mode: no dropout. With `new_head` a classifier of
+    one label; `head_is_new` says whether its head was not in the checkpoint.
+    """
+    check_tokenizer(source, tokenizer)
+    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
+    labels = {"num_labels": 1} if new_head else {}
+    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True, **labels)
+    check_model(model, info, tokenizer, positions, new_head)
+    model.head_is_new = "score.weight" in info["missing_keys"]
+    print(f"{source}: {model.num_parameters():,} parameters")
+    return model
 
 
 def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
