@@ -12,7 +12,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from runs import assert_resumes, keep_earlier_checkpoints, metrics_of, run_and_resume
 from safetensors.torch import load_file
-from scripts import SPECS
+from scripts import SPECS, short_flags, with_flag
 from spies import Record, spy_by_name
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import BitsAndBytesConfig
@@ -193,6 +193,19 @@ def test_the_reference_stays_where_it_was(run):
         assert any(row.get("reward/margin") for row in rows)
 
 
+@pytest.mark.parametrize("name", with_flag("reference"))
+def test_the_reference_below_adapters_is_the_model_itself(name, tmp_path):
+    """In the second step, too, when the policy has moved."""
+    script, found = SPECS[name].module, []
+    for reference in (None, script.Args.model):
+        flags = SPECS[name].short_flags | dict(lora_rank=2, learning_rate=1e-2, reference=reference)
+        flags |= short_flags(name, epochs=0.4, total_rollouts=2)
+        run_dir = script.main(script.Args(**flags | {"output_dir": str(tmp_path)}))
+        rows = metrics_of(run_dir)
+        found.append([{key: row[key] for key in row if "time/" not in key} for row in rows])
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
 @pytest.mark.parametrize(
     "critic_init", some_wide(["reward_model", "sft", "policy"], fast=["reward_model"])
 )
@@ -231,6 +244,18 @@ def test_frozen_matrices_in_bfloat16_give_the_same_bits(architecture, monkeypatc
     assert in_bfloat16 > 0 and size == 4 * sum(p.numel() for p in frozen) - 2 * in_bfloat16
     for plain, stored in zip(*results, strict=True):
         assert torch.equal(plain, stored)
+
+
+def test_frozen_matrices_in_bfloat16_are_merged_in_float32(tmp_path, monkeypatch):
+    """An update is smaller than what bfloat16 rounds away."""
+    take_gpu_types(monkeypatch)
+    model, before, products = with_random_adapters("llama")
+    shard(model, CPU)
+    save_weights(model, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, product in products.items():
+        expected = before[name].bfloat16().float() + 2 * product
+        torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
