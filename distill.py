@@ -48,12 +48,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from runtime.adapters import adapters_off, add_adapters
-from runtime.checks import check_model, check_tokenizer, check_training
+from runtime.checks import check_training
 from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, forward_method, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, forward_method, load_model, shard
 from runtime.processes import RANK, WORLD_SIZE, all_gather, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -349,16 +349,6 @@ def evaluate(
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    check_tokenizer(source, tokenizer)
-    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
-    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    check_model(model, info, tokenizer, positions)
-    print(f"{source}: {model.num_parameters():,} parameters")
-    return model
-
-
 def load_student_prompts(
     args: Args, split: str, tokenizer: Any, most: int | None = None
 ) -> list[StudentPrompt]:

@@ -53,12 +53,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from runtime.adapters import adapters_off, add_adapters
-from runtime.checks import check_model, check_sampling_kl, check_tokenizer, check_training
+from runtime.checks import check_sampling_kl, check_training
 from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs
-from runtime.model import checkpoint_activations, clip_grad_norm, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
@@ -474,16 +474,6 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    check_tokenizer(source, tokenizer)
-    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
-    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    check_model(model, info, tokenizer, positions)
-    print(f"{source}: {model.num_parameters():,} parameters")
-    return model
-
-
 def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 

@@ -47,12 +47,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from runtime.adapters import adapters_off, add_adapters
 from runtime.chats import message_text, special_tokens
-from runtime.checks import check_message, check_model, check_tokenizer, check_training
+from runtime.checks import check_message, check_training
 from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
 from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -525,16 +525,6 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 
 
 # --- model and data ----------------------------------------------------------------------------
-def load_model(kind: Any, source: str, tokenizer: Any, positions: int) -> Any:
-    """A model, checked against the tokenizer and lengths. It stays in eval mode: no dropout."""
-    check_tokenizer(source, tokenizer)
-    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
-    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True)
-    check_model(model, info, tokenizer, positions)
-    print(f"{source}: {model.num_parameters():,} parameters")
-    return model
-
-
 def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 

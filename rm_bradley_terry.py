@@ -47,9 +47,10 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, g
 
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
-from runtime.checks import check_model, check_training
+from runtime.checks import check_training
 from common.logprobs import last_states, micro_batches
-from runtime.model import checkpoint_activations, clip_grad_norm, shard, transformer_layers
+from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import transformer_layers
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
@@ -265,14 +266,11 @@ def load_classifier(
     args: Args, tokenizer: Any, stop_ids: list[int], device: torch.device
 ) -> torch.nn.Module:
     """A transformer with a head of one output, in eval mode: dropout is off."""
-    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        args.model, num_labels=1, device_map=where, output_loading_info=True
-    )
-    check_model(model, info, tokenizer, args.max_length, new_head=True)
+    kind = AutoModelForSequenceClassification
+    model = load_model(kind, args.model, tokenizer, args.max_length, new_head=True)
     torch.manual_seed(args.seed)
     model.score.float()
-    if "score.weight" in info["missing_keys"]:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
+    if model.head_is_new:  # N(0, 1/(d + 1)), arXiv 2009.01325, B.1
         torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     # transformers scores the last id that is not the padding, so the padding must not end a text.
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in stop_ids:
@@ -292,8 +290,7 @@ def load_classifier(
         add_adapters(model, args.lora_rank, args.seed)
         model.score.requires_grad_(True)
         model.peft_config["default"].modules_to_save = ["score"]
-    num_trained = model.num_parameters(only_trainable=True)
-    print(f"{args.model}: {model.num_parameters():,} parameters, {num_trained:,} of them trained")
+    print(f"trained: {model.num_parameters(only_trainable=True):,} parameters")
     return shard(model, device)
 
 

@@ -6,10 +6,12 @@ tensors (B, T): column t belongs to token t of the completion, and is 0 after it
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from runtime.checks import check_sampling_kl
 from runtime.model import autocast, backbone, failure_of, forward_method, use_bfloat16
@@ -48,8 +50,8 @@ def completion_logprobs(
         scaled = logits if temperature == 1 else logits / temperature
         log_pi = scaled.log_softmax(dim=1)  # (c, V)
         values = [log_pi.gather(1, tokens[chunk, None]).squeeze(1)]
-        is_forward = not torch.is_grad_enabled()  # `InChunks` has autograd in its backward pass
-        if entropy_gradient or (entropy and is_forward):
+        if entropy:
+            log_pi = log_pi if entropy_gradient else log_pi.detach()
             values.append(-(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(dim=1))  # 0, not 0 * -inf
         return values
 
@@ -59,54 +61,27 @@ def completion_logprobs(
     logprobs = zeros.index_put((row, t), values[0])
     if not entropy:
         return logprobs
-    entropies = zeros.index_put((row, t), values[1])
-    return logprobs, entropies if entropy_gradient else entropies.detach()
+    return logprobs, zeros.index_put((row, t), values[1])
 
 
 def map_logits(model: Any, states: Tensor, function: Callable) -> tuple[Tensor, ...]:
     """Results (n,) of function(logits (c, V), chunk) from hidden states (n, d), where a chunk is a
-    slice of the n tokens. Over a large vocabulary the logits are the largest tensor of all.
+    slice of the n tokens. Over a large vocabulary the logits are the largest tensor of all: only
+    those of one chunk exist at a time, and the backward pass computes them again.
     """
     head = output_head(model)
-    # Gradients of chunks are added up in float32; sharded weights may be gathered in bfloat16.
-    weight = head.weight.float() if head.weight.requires_grad else head.weight
+    if head.weight.requires_grad:
+        # Gradients of chunks are added up in float32; sharded weights may be gathered in bfloat16.
+        head = head._replace(weight=head.weight.float())
 
-    def of_chunk(weight: Tensor, bias: Tensor | None, states: Tensor, chunk: slice) -> list[Tensor]:
-        logits = head_logits(states[chunk], head._replace(weight=weight, bias=bias))
-        return function(logits, chunk)
+    def of_chunk(states: Tensor, chunk: slice) -> list[Tensor]:
+        return function(head_logits(states, head), chunk)
 
-    return InChunks.apply(of_chunk, weight, head.bias, states)
-
-
-class InChunks(torch.autograd.Function):
-    """The results of of_chunk(W, b, states, chunk) for each chunk of tokens, concatenated. Only one
-    chunk's logits exist at a time: the backward pass computes them again, now with autograd, which
-    adds up the gradients of chunks in place. There of_chunk may leave out results at the end that
-    have no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, of_chunk: Callable, weight: Tensor, bias: Tensor | None, states: Tensor
-    ) -> tuple[Tensor, ...]:
-        size = max(1, MAX_LOGITS // len(weight))
-        ctx.chunks = [slice(i, i + size) for i in range(0, max(1, len(states)), size)]
-        ctx.of_chunk = of_chunk
-        ctx.save_for_backward(weight, bias, states)
-        results = [of_chunk(weight, bias, states, chunk) for chunk in ctx.chunks]
-        return tuple(torch.cat(values) for values in zip(*results, strict=True))
-
-    @staticmethod
-    @torch.enable_grad()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [
-            tensor if tensor is None else tensor.detach().requires_grad_(needs_grad)
-            for tensor, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
-        ]
-        for chunk in ctx.chunks:
-            values = ctx.of_chunk(*inputs, chunk)
-            torch.autograd.backward(values, [grad[chunk] for grad in grads[: len(values)]])
-        return None, *(getattr(tensor, "grad", None) for tensor in inputs)
+    size = max(1, MAX_LOGITS // len(head.weight))
+    chunks = [slice(i, i + size) for i in range(0, max(1, len(states)), size)]
+    recomputed = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+    results = [recomputed(states[chunk], chunk) for chunk in chunks]
+    return tuple(torch.cat(values) for values in zip(*results, strict=True))
 
 
 @forward_method
@@ -131,9 +106,9 @@ def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Ten
 
 
 def last_states(model: Any, batch: Sequences) -> Tensor:
-    """The hidden states (b, d) of the last tokens of a batch, from which a head computes scores:
-    those before one more token, here 0, which is not read.
-    """
+    """The hidden states (b, d) of the last tokens of a batch, from which a head computes scores."""
+    # States are taken before each completion token; that before an appended one, of any id, is the
+    # last token's own.
     states, _, _ = completion_states(model, [(prompt, [*ids, 0]) for prompt, ids in batch])
     ends = torch.tensor([len(ids) + 1 for _, ids in batch], dtype=torch.long).cumsum(dim=0) - 1
     return states[ends.to(model.device, non_blocking=True)]

@@ -55,7 +55,7 @@ class SharedPrompts:
         self.positions = self.in_branches % longest  # (N,)
         self.branches = pad_sequence(branches, batch_first=True).to(device, non_blocking=True)
         self.before = torch.cat(before).to(device, non_blocking=True)  # (n,)
-        self.windows = set()  # those that layers have asked for
+        self.masks = {}  # of each window that layers have asked for: one for all of them
 
 
 def shared_attention(
@@ -78,12 +78,24 @@ def shared_attention(
             raise ValueError(f"its attention has a {name}")
     by_token = [states[0].transpose(0, 1) for states in (query, key, value)]  # (N, heads, d)
     q, k, v = (take(states, shared.branches).transpose(1, 2) for states in by_token)
-    shared.windows.add(sliding_window)
-    mask, length = None, q.shape[2]  # causal; q is (b, heads, L, d)
-    if sliding_window and sliding_window < length:  # the last tokens alone
-        mask = q.new_ones(1, 1, length, length, dtype=torch.bool).tril().triu(1 - sliding_window)
+    if sliding_window not in shared.masks:
+        shared.masks[sliding_window] = window_mask(v, sliding_window)
+    mask = shared.masks[sliding_window]
     attended, _ = sdpa_attention_forward(module, q, k, v, mask, is_causal=True, **options)
     return take(attended.flatten(0, 1), shared.in_branches)[None], None
+
+
+def window_mask(states: Tensor, window: int | None) -> Tensor | None:
+    """What is added to the scores (1, 1, L, L) of tokens (b, heads, L, d) that see only the last
+    `window` tokens, themselves included; None if that is all before them.
+    """
+    length = states.shape[2]
+    if not window or window >= length:
+        return None
+    # Numbers, in rows of a multiple of 8: from any other mask each layer makes and keeps its own.
+    mask = states.new_zeros(1, 1, length, length + -length % 8)[..., :length]
+    is_seen = torch.ones_like(mask, dtype=torch.bool).tril().triu(1 - window)
+    return mask.masked_fill_(~is_seen, -torch.inf)
 
 
 def take(states: Tensor, places: Tensor) -> Tensor:
@@ -141,7 +153,7 @@ def shares_prompts(model: Any) -> bool:
         model.set_attn_implementation("shared_prompts")
         shared = SharedPrompts(batch, model.device)
         states = shared_states(model, shared)
-        if window and window not in shared.windows:  # too long for these rows to show it
+        if window and window not in shared.masks:  # too long for these rows to show it
             raise ValueError("its sliding window is not known")
         return states
 

@@ -140,7 +140,8 @@ def checked_files(dataset: str, files: list[Path]) -> Iterator[None]:
             warnings.simplefilter("error", ParserWarning)  # of fields that have no column
             yield
     except Exception as error:
-        reason = (broken_line(files[0]) if files else None) or repr(error.__cause__ or error)
+        cause = error.__cause__ or error
+        reason = (broken_line(files[0]) if files else None) or f"{type(cause).__name__}: {cause}"
         raise ValueError(f"--dataset {dataset}: {reason}") from error
 
 

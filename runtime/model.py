@@ -14,8 +14,25 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from runtime.checks import check_4_bits
+from runtime.checks import check_4_bits, check_model, check_tokenizer
 from runtime.processes import RANK, WORLD_SIZE
+
+
+def load_model(
+    kind: Any, source: str, tokenizer: Any, positions: int, new_head: bool = False
+) -> Any:
+    """A model of a class such as AutoModelForCausalLM, from a folder or the hub, checked against
+    the tokenizer and lengths. It stays in eval mode: no dropout. With `new_head` a classifier of
+    one label; `head_is_new` says whether its head was not in the checkpoint.
+    """
+    check_tokenizer(source, tokenizer)
+    where = None if RANK == 0 else "meta"  # one process reads the weights, see `shard`
+    labels = {"num_labels": 1} if new_head else {}
+    model, info = kind.from_pretrained(source, device_map=where, output_loading_info=True, **labels)
+    check_model(model, info, tokenizer, positions, new_head)
+    model.head_is_new = "score.weight" in info["missing_keys"]
+    print(f"{source}: {model.num_parameters():,} parameters")
+    return model
 
 
 def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -69,7 +86,8 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
     matrices -= {model.get_input_embeddings().weight}  # a head tied to it
     for weight in model.parameters():
         bfloat16 = use_bfloat16(device) and weight in matrices and not weight.requires_grad
-        if weight.is_floating_point():  # others are in 4 bits
+        is_quantised = hasattr(weight, "quant_state")  # its codes may be stored as floats
+        if weight.is_floating_point() and not is_quantised:
             weight.data = weight.data.to(torch.bfloat16 if bfloat16 else torch.float32)
 
 

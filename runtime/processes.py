@@ -25,7 +25,7 @@ def join_processes() -> torch.device:
     if WORLD_SIZE > 1:
         torch.distributed.init_process_group()
     if RANK > 0:  # rank 0 alone prints and writes
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
         warnings.simplefilter("ignore")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -1,6 +1,7 @@
 """What a run writes: checkpoints, whole weights, a line of rollouts.jsonl."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def save_atomically(state: dict, path: Path) -> None:
         with open(beside, "rb+") as file:
             os.fsync(file)
     except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+        beside.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
     os.replace(beside, path)
 
@@ -37,34 +39,44 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
     """After training: whole weights, for `from_pretrained`. Adapters are merged into them, in
     float32; `adapter/` has these alone, by peft's names, and the heads that were trained.
     """
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    if getattr(model, "is_loaded_in_4bit", False):
-        for weight in model.parameters():
-            if hasattr(weight, "quant_state"):
-                weight.quant_state.dtype = torch.float32  # not rounded to the checkpoint's type
-        model.dequantize(torch.float32)
-        model.is_loaded_in_4bit = False
     if hasattr(model, "peft_config"):
-        model = (model.cpu() if WORLD_SIZE == 1 else model).float()  # frozen weights were bfloat16
+        save_adapter(model, folder / "adapter")  # first: not lost if there is no memory to merge it
+        if WORLD_SIZE == 1:
+            model.cpu()  # float32 takes more: a GPU of 12 GB that trains 7B in 4 bits has not 26
+        if getattr(model, "is_loaded_in_4bit", False):
+            for weight in model.parameters():
+                if hasattr(weight, "quant_state"):
+                    weight.quant_state.dtype = torch.float32  # not rounded to the checkpoint's type
+            model.dequantize(torch.float32)
+            model.is_loaded_in_4bit = False
+        model.float()  # frozen weights were bfloat16
         for layer in model.modules():
             if isinstance(layer, LoraLayer):
                 merge_adapter(layer)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
-    weights, adapter = {}, {}
+    weights = {}
     for name, _ in (*model.named_parameters(), *model.named_buffers()):  # a tied weight once
         if name in gathered and "lora_" not in name:
             weights[name.replace(".base_layer", "")] = gathered[name]
-        if name in gathered and name in trained:  # beside adapters: A, B and heads
-            adapter["base_model.model." + name.replace(".default", "")] = gathered[name]
     if RANK == 0:
         rope = getattr(model.config, "rope_parameters", None) or {}
         if "rope_theta" in rope:  # where transformers 4 and llama.cpp look for it
             model.config.rope_theta = rope["rope_theta"]
         model.save_pretrained(folder, state_dict=weights)
-    if RANK == 0 and hasattr(model, "peft_config"):
-        model.peft_config["default"].save_pretrained(folder / "adapter")
-        save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+        for file in folder.rglob("*.safetensors"):  # which only their owner could read
+            shutil.copymode(folder / "config.json", file)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """A, B and heads: what was trained."""
+    gathered = dcp.get_model_state_dict(model, options=CHECKPOINT_OPTIONS)  # all ranks
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if RANK == 0:
+        names = {"base_model.model." + name.replace(".default", ""): name for name in trained}
+        model.peft_config["default"].save_pretrained(folder)
+        weights = {in_peft: gathered[name] for in_peft, name in names.items()}
+        save_file(weights, folder / "adapter_model.safetensors")
 
 
 def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> dict[str, list]:
@@ -74,9 +86,13 @@ def rollout_row(tokenizer: Any, sequences: list, columns: dict[str, Tensor]) -> 
     """
     rows = []
     for i, (prompt_ids, ids) in enumerate(sequences):
-        stream = DecodeStream(skip_special_tokens=False)
+        stream, tokens = DecodeStream(skip_special_tokens=False), []
         try:
-            tokens = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+            for t, token in enumerate(ids):
+                tokens.append(stream.step(tokenizer.backend_tokenizer, token) or "")
+                if t >= 15 and not any(tokens[-16:]):  # no characters, which have at most 4 bytes
+                    tokens[-1] = tokenizer.decode(ids[t - 15 : t + 1])
+                    stream = DecodeStream(skip_special_tokens=False)  # the old one reads all again
         except Exception:  # bytes that are no character, of a tokenizer that falls back to bytes
             tokens = tokenizer.convert_ids_to_tokens(ids)
         row = {"prompt": tokenizer.decode(prompt_ids), "tokens": tokens}

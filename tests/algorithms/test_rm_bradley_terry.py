@@ -214,8 +214,7 @@ def test_padding_gets_an_id_that_ends_no_completion(
     tokenizer.pad_token = pad
     model = tiny_classifier("llama", vocab_size=vocabulary)  # its config has no padding id
     before = model.get_input_embeddings().weight.detach().clone()
-    model.save_pretrained(tmp_path)
-    args = Args(model=str(tmp_path), max_length=64)
+    args = Args(model=save_model(tmp_path, model, tokenizer), max_length=64)
     model = load_classifier(args, tokenizer, stop_ids, torch.device("cpu"))
     assert tokenizer.pad_token_id == model.config.pad_token_id == pad_id
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == rows
@@ -326,4 +325,4 @@ def test_only_the_head_and_the_last_layers_move_and_have_moments(tmp_path, num_l
     _, moments = torch.load(run_dir / "checkpoint.pt", weights_only=True)["model"]
     assert moments["state"].keys() == trained
     count = sum(p.numel() for name, p in start.named_parameters() if name in trained)
-    assert f"{count:,} of them trained" in capsys.readouterr().out
+    assert f"trained: {count:,} parameters" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from scripts import SPECS
 from spies import spy_on, watch_steps
 
 import grpo_variants
+from runtime.checks import check_sampling_kl
 
 ROLLOUTS = ["grpo", "grpo_variants", "ppo_rlhf", "reinforce", "distill"]
 
@@ -89,6 +90,14 @@ def test_dpo_warns_if_its_samples_are_not_of_the_policy(other_sampler, tmp_path)
     other_sampler("dpo")
     with pytest.warns(UserWarning, match="policy/sampling_kl"):
         run("dpo", tmp_path, epochs=0.1, eval_split="test", eval_rows=5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_sampler_whose_distance_is_no_number_is_named_too():
+    check_sampling_kl(0.0)
+    for kl in (math.nan, math.inf):
+        with pytest.warns(UserWarning, match="the sampler's log-probs are not the policy's"):
+            check_sampling_kl(kl)
 
 
 def test_the_gradient_with_a_cap_is_trls_token_truncate(other_sampler, tmp_path, monkeypatch):

@@ -8,8 +8,7 @@ import torch
 from gpu_types import take_gpu_types
 from plain import plain_logprobs
 from models import APART, FREE, REFUSED, VOCAB, family_model, some_slow, tiny_config, tiny_model
-from spies import spy_on
-from torch.utils._python_dispatch import TorchDispatchMode
+from spies import Record, spy_on
 from transformers import LlamaForCausalLM
 
 import common.logprobs
@@ -71,19 +70,6 @@ def assert_same_gradients(found, expected):
 def several_chunks(monkeypatch, positions=3):
     """Let only a few positions fit into a chunk; 13 are scored in `make_pairs()`."""
     monkeypatch.setattr(common.logprobs, "MAX_LOGITS", positions * VOCAB + 1)
-
-
-class Record(TorchDispatchMode):
-    """Keeps what an operation returns."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.operation, self.outputs = operation, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        self.outputs += [output] * (function is self.operation)
-        return output
 
 
 # --- values and gradients -----------------------------------------------------------------------
@@ -358,7 +344,7 @@ def test_logits_exist_at_the_completions_tokens_only_and_in_chunks(monkeypatch, 
     assert forward == [3] * (scored // 3) + [scored % 3] * (scored % 3 > 0)
     calls.clear()
     sum(values.sum() for values in (outputs if entropy else (outputs,))).backward()
-    assert [len(hidden) for (hidden, *_), _ in calls] == forward  # computed again
+    assert [len(hidden) for (hidden, *_), _ in calls] == forward[::-1]  # computed again
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])

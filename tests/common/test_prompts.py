@@ -9,6 +9,7 @@ import torch
 from gpu_types import take_gpu_types
 from models import VOCAB, family_model, some_wide, tiny_model
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.logprobs import completion_logprobs, completion_states, last_states
 from common.prompts import SharedPrompts, shared_attention, shares_prompts
@@ -204,6 +205,35 @@ def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "shared_prompts", without_window)
     with pytest.warns(UserWarning, match="sliding window"):
         assert not shares_prompts(model)
+
+
+@pytest.mark.parametrize("length", [4, 5, 6])
+def test_a_window_begins_at_its_first_token(length):
+    """Of 4 tokens: a fifth token is the first one that does not see the first."""
+    model = tiny_model("mistral", sliding_window=4)
+    ids = list(range(1, length + 1))
+    expected = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, 1:]
+    found, _, _ = completion_states(model, [(ids[:2], [*ids[2:], 9])])
+    assert shares_prompts(model)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_share_the_mask_of_a_window(monkeypatch):
+    """Each layer would keep one of L x L numbers for its backward pass."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    sizes = dict(sliding_window=4, head_dim=8, num_hidden_layers=4, layer_types=layers)
+    model, masks = tiny_model("gemma3_text", **sizes), []
+
+    def spy(module, query, key, value, mask, **options):
+        masks.append(mask)
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    completion_states(model, make_sequences())  # the trial
+    monkeypatch.setattr("common.prompts.sdpa_attention_forward", spy)
+    completion_states(model, make_sequences())
+    assert masks[0] is masks[2] is masks[3] and masks[1] is None
+    # What torch takes as it is: numbers of the states' type, in rows of a multiple of 8.
+    assert masks[0].dtype == torch.float32 and masks[0].stride(2) % 8 == 0
 
 
 def test_each_prompt_is_read_once():

@@ -61,6 +61,8 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys, monkeypat
         assert not any("<" in sample["completion"] for sample in samples)  # nor <eos>
         assert name == "sft" or samples[0]["prompt"] == AWKWARD  # there it is decoded
     SPECS[name].saved.from_pretrained(run_dir)
+    modes = {(run_dir / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1  # others may read it
     config = json.loads((run_dir / "config.json").read_text())  # for older programs too
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 

@@ -3,16 +3,19 @@ or end a run late. A row each.
 """
 
 import re
+import sys
+import warnings
 
 import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
-from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 
+import runtime.processes
 import sft
-from runtime.checks import check_model, check_tokenizer, check_training
+from runtime.checks import check_model, check_tokenizer, check_training, checked_files
 from runtime.rows import load_rows
 from runtime.saving import rollout_row
 from common.tokens import encode, load_tokenizer
@@ -188,6 +191,33 @@ def test_text_for_the_log_never_ends_a_run():
     for ids in ([*smile, 259], [*smile, smile[0], 259], [*smile, *smile[:2], 259, 260]):
         (row,) = rollout_row(tokenizer, [([257], ids)], {})["completions"]
         assert len(row["tokens"]) == len(ids) and row["tokens"][-1] in "012"
+
+
+def test_bytes_that_are_no_character_are_read_once():
+    """Of a tokenizer of bytes; a stream of text would read all of them again at each of them."""
+    vocabulary = {token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    model = Tokenizer(BPE(vocabulary, []))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer = TokenizersBackend(tokenizer_object=model)
+    smile = tokenizer("\U0001f642").input_ids
+    assert len(smile) == 4
+    for ids in (smile[:1] * 48, smile[:1] * 5 + smile, smile[:1] * 32 + smile, smile[:2] + smile):
+        (row,) = rollout_row(tokenizer, [(smile, ids)], {})["completions"]
+        assert len(row["tokens"]) == len(ids) and "".join(row["tokens"]) == tokenizer.decode(ids)
+
+
+def test_a_cache_that_cannot_be_written_is_named():
+    said = r"--dataset x: PermissionError: .* denied: '/cache/rows\.lock'"
+    with pytest.raises(ValueError, match=said), checked_files("x", []):
+        raise PermissionError(13, "Permission denied", "/cache/rows.lock")
+
+
+def test_other_ranks_print_in_every_locale(monkeypatch):
+    monkeypatch.setattr(runtime.processes, "RANK", 1)
+    monkeypatch.setattr("sys.stdout", sys.stdout)
+    with warnings.catch_warnings():
+        runtime.processes.join_processes()
+    assert sys.stdout.errors == "backslashreplace"  # of a character that latin-1 lacks
 
 
 # --- models ---------------------------------------------------------------------------------------

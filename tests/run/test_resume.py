@@ -157,11 +157,13 @@ def test_in_the_critics_warm_up_and_at_its_end(warmup, tmp_path):
 
 def test_a_full_disk_is_said_to_be_one(copied, monkeypatch):
     def full(state, path):
+        path.write_bytes(b"704 bytes")
         raise RuntimeError("unexpected pos 704 vs 598")  # torch's words
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match=f"{copied}/checkpoint.pt cannot be written, is the disk ful"):
         resume("grpo", copied)
+    assert not (copied / "checkpoint.tmp").exists()  # it would keep the disk full
 
 
 FAILING = """

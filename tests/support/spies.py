@@ -4,6 +4,7 @@ import inspect
 from types import ModuleType
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def spy_on(module: ModuleType, monkeypatch, name: str) -> list:
@@ -54,3 +55,16 @@ def watch_steps(monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
     return steps
+
+
+class Record(TorchDispatchMode):
+    """Keeps what an operation returns."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.outputs = operation, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        self.outputs += [output] * (function is self.operation)
+        return output
