@@ -57,7 +57,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs
-from runtime.model import checkpoint_activations, clip_grad_norm, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import EncodedRows, encode_rows, load_rows
@@ -112,7 +112,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
@@ -215,7 +216,7 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -226,6 +227,7 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

@@ -51,7 +51,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -94,7 +94,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 1e-3  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's; default: 1e-3 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -139,7 +140,7 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- the reward, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -149,6 +150,7 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer)[: args.eval_rows]
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=1e-3, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)
