@@ -24,7 +24,7 @@ not sums; AdamW and a linear schedule.
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
         --max-length 1024 --max-new-tokens 256 --batch-size 64 --micro-batch-size 2 --epochs 1 \
-        --beta 0.1 --learning-rate 1e-6                    # a GPU of 24 GB
+        --beta 0.1                                         # a GPU of 24 GB
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
 
 A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); apo_zero: 1; SimPO, ORPO,

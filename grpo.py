@@ -16,7 +16,7 @@ learning rate that falls to 0. DAPO, GSPO and others are flags of grpo_variants.
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 --beta 0 \
-        --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
+        --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 \
         --total-rollouts 460                             # about one epoch, on a 24 GB GPU
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
 

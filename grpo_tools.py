@@ -14,7 +14,7 @@ token is decoded and tokenised again. Deviations from the paper: the turns; std 
 plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `eval/reward` rise.
 
     python grpo_tools.py                                 # tiny/calculator, a minute on a CPU
-    python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat --learning-rate 1e-6 ... \
+    python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat ... \
         --environment mine.py:tool --reward-fn mine.py:right  # docs/grpo_tools.md
     torchrun --nproc_per_node=8 grpo_tools.py ...        # eight GPUs: docs/processes.md
 """

@@ -14,7 +14,7 @@ micro-batch; AdamW and a linear schedule, not RMSprop.
 
     python kto.py                                          # tiny/reviews, under a minute on a CPU
     python kto.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --beta 0.1 \
-        --max-length 1024 --max-new-tokens 256 --micro-batch-size 4 --learning-rate 1e-6  # 24 GB
+        --max-length 1024 --max-new-tokens 256 --micro-batch-size 4    # a GPU of 24 GB
     torchrun --nproc_per_node=8 kto.py ...                 # eight GPUs: docs/processes.md
 
 A healthy run: the first loss is half the mean weight, and `reward/margin` rises from 0. If

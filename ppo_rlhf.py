@@ -29,8 +29,7 @@ counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
         --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 --max-new-tokens 512 \
-        --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 --critic-learning-rate 1e-5 \
-        --total-rollouts 200                             # four models of 0.5B, a GPU of 48 GB
+        --beta 0.05 --micro-batch-size 8 --total-rollouts 200  # four models of 0.5B, a GPU of 48 GB
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
 
 A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays

@@ -16,7 +16,7 @@ with a linear decay. A healthy run: `reward/mean` and `eval/reward` rise.
     python reinforce.py                                  # tiny/arithmetic, half a minute on a CPU
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
         --dataset-config main --prompt-column question --chat --max-prompt-length 256 \
-        --max-new-tokens 512 --eval-rows 200 --micro-batch-size 8 --learning-rate 1e-6 \
+        --max-new-tokens 512 --eval-rows 200 --micro-batch-size 8 \
         --total-rollouts 230                             # as many prompts as GSM8K has; 24 GB
     torchrun --nproc_per_node=8 reinforce.py ...         # eight GPUs: docs/processes.md
 """

@@ -15,7 +15,7 @@ the mean score of demonstrations).
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
         --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 2 \
-        --epochs 1 --learning-rate 1e-5                    # a GPU of 24 GB
+        --epochs 1                                         # a GPU of 24 GB
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
 
 A healthy run: with a new head and no margin the first loss is near chance level, ln 2 = 0.69;
