@@ -53,7 +53,8 @@ from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, forward_method, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
+from runtime.model import load_model, shard
 from runtime.processes import RANK, WORLD_SIZE, all_gather, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -98,8 +99,9 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's first rate, which falls linearly to 0; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    learning_rate: PositiveFloat = 5e-4
+    # AdamW's first rate, which falls linearly to 0; default: 5e-4 below 10M
+    # parameters, else 1e-5, with --lora-rank 1e-4
+    learning_rate: PositiveFloat | None = None
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -167,7 +169,7 @@ def divergence(log_pi: Tensor, log_teacher: Tensor, kind: str, beta: float) -> T
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -185,6 +187,7 @@ def main(args: Args) -> Path:
         sizes = [model.get_input_embeddings().num_embeddings for model in (policy, teacher)]
         policy.resize_token_embeddings(min(sizes))  # further ids are padding, not tokens
         shard(teacher.requires_grad_(False), device)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-5)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

@@ -24,7 +24,7 @@ not sums; AdamW and a linear schedule.
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
         --max-length 1024 --max-new-tokens 256 --batch-size 64 --micro-batch-size 2 --epochs 1 \
-        --beta 0.1 --learning-rate 1e-6                    # a GPU of 24 GB
+        --beta 0.1                                         # a GPU of 24 GB
     torchrun --nproc_per_node=8 dpo.py ...                 # eight GPUs: docs/processes.md
 
 A healthy run: the first loss is ln 2 = 0.693 (IPO: 1 / (4 beta^2); apo_zero: 1; SimPO, ORPO,
@@ -66,7 +66,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
@@ -111,7 +111,9 @@ class Args:
     micro_batch_size: PositiveInt = 32  # pairs per forward pass: memory and speed, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's peak; default: 5e-4 below 10M parameters, else 1e-6 (orpo: 8e-6), and ten times
+    # that with --lora-rank
+    learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1  # warm-up, as a fraction of the steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -195,7 +197,7 @@ def orpo_loss(mean_logprobs: Tensor, beta: float) -> Tensor:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- the reward, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -206,6 +208,8 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(pair.prompt.ids) for pair in eval_pairs)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    real = 8e-6 if args.loss == "orpo" else 1e-6
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=real)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

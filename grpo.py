@@ -16,7 +16,7 @@ learning rate that falls to 0. DAPO, GSPO and others are flags of grpo_variants.
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
         --prompt-column question --chat --max-prompt-length 256 --max-new-tokens 512 --beta 0 \
-        --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 --learning-rate 1e-6 \
+        --prompts-per-rollout 16 --num-minibatches 1 --micro-batch-size 8 \
         --total-rollouts 460                             # about one epoch, on a 24 GB GPU
     torchrun --nproc_per_node=8 grpo.py ...              # eight GPUs: docs/processes.md
 
@@ -58,7 +58,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
@@ -113,7 +113,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
@@ -216,7 +217,7 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -227,6 +228,7 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

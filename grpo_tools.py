@@ -14,7 +14,7 @@ token is decoded and tokenised again. Deviations from the paper: the turns; std 
 plus 1e-4; two optimiser steps per rollout. A healthy run: `reward/mean` and `eval/reward` rise.
 
     python grpo_tools.py                                 # tiny/calculator, a minute on a CPU
-    python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat --learning-rate 1e-6 ... \
+    python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --chat ... \
         --environment mine.py:tool --reward-fn mine.py:right  # docs/grpo_tools.md
     torchrun --nproc_per_node=8 grpo_tools.py ...        # eight GPUs: docs/processes.md
 """
@@ -52,7 +52,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -100,7 +100,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 3e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's; default: 3e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
@@ -198,7 +199,7 @@ def grpo_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun rank 0 alone prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- environment, reward, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -217,6 +218,7 @@ def main(args: Args) -> Path:
     # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=3e-4, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

@@ -66,7 +66,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
@@ -144,7 +144,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's peak; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
@@ -327,7 +328,7 @@ def variant_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -338,6 +339,7 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

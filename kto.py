@@ -14,7 +14,7 @@ micro-batch; AdamW and a linear schedule, not RMSprop.
 
     python kto.py                                          # tiny/reviews, under a minute on a CPU
     python kto.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --beta 0.1 \
-        --max-length 1024 --max-new-tokens 256 --micro-batch-size 4 --learning-rate 1e-6  # 24 GB
+        --max-length 1024 --max-new-tokens 256 --micro-batch-size 4    # a GPU of 24 GB
     torchrun --nproc_per_node=8 kto.py ...                 # eight GPUs: docs/processes.md
 
 A healthy run: the first loss is half the mean weight, and `reward/margin` rises from 0. If
@@ -51,7 +51,7 @@ from runtime.checks import check_training
 from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
@@ -91,7 +91,8 @@ class Args:
     micro_batch_size: PositiveInt = 32  # rows per forward pass: memory and speed, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 1e-3  # AdamW's peak; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's peak; default: 1e-3 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1  # warm-up, as a fraction of the steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -161,7 +162,7 @@ def kto_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- the reward, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -174,6 +175,7 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(row.prompt.ids) for row in eval_rows)
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=1e-3, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

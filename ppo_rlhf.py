@@ -29,8 +29,7 @@ counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
         --dataset trl-lib/ultrafeedback-prompt --max-prompt-length 512 --max-new-tokens 512 \
-        --beta 0.05 --micro-batch-size 8 --learning-rate 1e-6 --critic-learning-rate 1e-5 \
-        --total-rollouts 200                             # four models of 0.5B, a GPU of 48 GB
+        --beta 0.05 --micro-batch-size 8 --total-rollouts 200  # four models of 0.5B, a GPU of 48 GB
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
 
 A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays
@@ -72,7 +71,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
@@ -138,8 +137,10 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 5e-4  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
-    critic_learning_rate: PositiveFloat = 1e-3  # the critic's; 0.5B parameters or more: 1e-5
+    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
+    # the critic's; default: 1e-3 below 10M parameters, else 1e-5, with --lora-rank 1e-4
+    critic_learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # learning rates fall linearly to 0; else they are constant
     max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down, each model's by itself
     eval_every: PositiveInt = 10  # rollouts between evaluations; also at the start and at the end
@@ -275,7 +276,7 @@ def value_loss(
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- rewards, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -286,6 +287,7 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)
@@ -295,6 +297,9 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     critic = load_critic(args, policy, tokenizer, positions, device)
+    args.critic_learning_rate = find_rate(
+        critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
+    )
     if args.reward_model:
         reward_model = critic.backbone  # its adapters are off where it is the reward model
         if args.lora_rank == 0 or args.critic_init != "reward_model":

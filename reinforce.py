@@ -16,7 +16,7 @@ with a linear decay. A healthy run: `reward/mean` and `eval/reward` rise.
     python reinforce.py                                  # tiny/arithmetic, half a minute on a CPU
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
         --dataset-config main --prompt-column question --chat --max-prompt-length 256 \
-        --max-new-tokens 512 --eval-rows 200 --micro-batch-size 8 --learning-rate 1e-6 \
+        --max-new-tokens 512 --eval-rows 200 --micro-batch-size 8 \
         --total-rollouts 230                             # as many prompts as GSM8K has; 24 GB
     torchrun --nproc_per_node=8 reinforce.py ...         # eight GPUs: docs/processes.md
 """
@@ -52,7 +52,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -95,7 +95,8 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 1e-3  # AdamW's; 0.5B parameters or more: 1e-6 (LoRA: 1e-5)
+    # AdamW's; default: 1e-3 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
     eval_rows: PositiveInt = 500  # held-out prompts, at most; one completion each
@@ -140,7 +141,7 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: 
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- the reward, data and models ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -150,6 +151,7 @@ def main(args: Args) -> Path:
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=1e-3, real=1e-6)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

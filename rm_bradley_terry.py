@@ -15,7 +15,7 @@ the mean score of demonstrations).
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
         --dataset trl-lib/ultrafeedback_binarized --batch-size 64 --micro-batch-size 2 \
-        --epochs 1 --learning-rate 1e-5                    # a GPU of 24 GB
+        --epochs 1                                         # a GPU of 24 GB
     torchrun --nproc_per_node=8 rm_bradley_terry.py ...    # eight GPUs: docs/processes.md
 
 A healthy run: with a new head and no margin the first loss is near chance level, ln 2 = 0.69;
@@ -47,9 +47,8 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, g
 
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
-from runtime.checks import check_training
 from common.logprobs import last_states, micro_batches
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.model import transformer_layers
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
@@ -86,7 +85,8 @@ class Args:
     batch_size: PositiveInt = 32  # pairs per optimiser step
     micro_batch_size: PositiveInt = 32  # pairs per forward pass: sets memory, not the result
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 1e-3  # AdamW's peak; 0.5B parameters or more: 1e-5 (LoRA: 1e-4)
+    # AdamW's peak; default: 1e-3 below 10M parameters, else 1e-5, with --lora-rank 1e-4
+    learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.2  # warm-up, as a fraction of all steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -139,7 +139,7 @@ def calibration_error(score_gaps: Tensor, bins: int = 5) -> float:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- data and model ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -147,7 +147,7 @@ def main(args: Args) -> Path:
     train_pairs = load_comparisons(args, args.train_split, tokenizer, stop_ids)
     eval_pairs = load_comparisons(args, args.eval_split, tokenizer, stop_ids, args.eval_rows)
     model = load_classifier(args, tokenizer, stop_ids, device)
-    check_training(args, model)
+    args.learning_rate = find_rate(model, args.learning_rate, args.lora_rank, tiny=1e-3, real=1e-5)
     if args.activation_checkpointing:
         checkpoint_activations(model)
     optimizer = AdamW(

@@ -47,7 +47,7 @@ from runtime.chats import UnusableRow
 from runtime.checks import check_training
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from runtime.model import checkpoint_activations, clip_grad_norm, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
@@ -81,7 +81,8 @@ class Args:
     micro_batch_size: PositiveInt = 32  # texts per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    learning_rate: PositiveFloat = 1e-3  # AdamW's peak; 0.5B parameters or more: 1e-5 (LoRA: 1e-4)
+    # AdamW's peak; default: 1e-3 below 10M parameters, else 2e-5, with --lora-rank 2e-4
+    learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03  # warm-up, as a fraction of all steps
     weight_decay: NonNegativeFloat = 0.0  # AdamW's weight decay
@@ -112,7 +113,7 @@ def negative_log_likelihood(logprobs: Tensor, num_tokens: int) -> Tensor:
 def main(args: Args) -> Path:
     """Train; returns the run's folder. Under torchrun only rank 0 prints and writes."""
     device = join_processes()
-    print(f"{args.model} on {args.dataset}, learning rate {args.learning_rate}, {device}")
+    print(f"{args.model} on {args.dataset}, {device}")
 
     # --- data and model ---
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
@@ -122,6 +123,7 @@ def main(args: Args) -> Path:
     longest_prompt = max(len(texts[-1].prompt()) for texts in eval_data[: args.eval_samples])
     positions = max(args.max_length, longest_prompt + args.max_new_tokens)
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
+    args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=1e-3, real=2e-5)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)

@@ -35,6 +35,21 @@ def load_model(
     return model
 
 
+def find_rate(model: Any, given: float | None, lora_rank: int, tiny: float, real: float) -> float:
+    """The learning rate that is given. If none is: `tiny` for a model below 10M parameters, and for
+    a larger one `real`, or ten times that for adapters (docs/choosing.md); the default is printed.
+    """
+    if given is not None:
+        return given
+    num_parameters = model.num_parameters()
+    rate = tiny
+    if num_parameters >= 10_000_000:
+        rate = round(10 * real, 10) if lora_rank > 0 else real  # 10 * 1e-6 is 9.99...e-06
+    default = f"the default for {num_parameters:,} parameters"
+    print(f"{model.name_or_path}: learning rate {rate}, {default}")
+    return rate
+
+
 def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Move a model, or a lone head, to the device; under torchrun FSDP shards it, layer by layer.
     Gradients are summed over ranks, not averaged: losses are divided by counts over all ranks.

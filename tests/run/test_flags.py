@@ -1,12 +1,18 @@
-"""Flags: contradictions, --resume, the learning rate's schedule. Ranges: test_every_script.py."""
+"""Flags: contradictions, --resume, learning rates and schedules. Ranges: test_every_script.py."""
 
 import json
+from functools import cache
 
 import pytest
 from algorithms import run
+from models import save_model
 from pydantic import ValidationError
 from runs import metrics_of, words
 from scripts import SPECS, short_flags, with_flag
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoTokenizer
+
+from runtime.model import find_rate
 
 EACH = pytest.mark.parametrize("name", SPECS)
 
@@ -124,3 +130,109 @@ def test_schedules_of_the_learning_rate(schedule, tmp_path):
     rows = metrics_of(run("grpo_variants", tmp_path, **flags, max_new_tokens=2))[1:]
     rates = [1e3 * row["policy/learning_rate"] for row in rows]
     assert rates == pytest.approx(SCHEDULES[schedule], rel=1e-5)
+
+
+# The default rate of a tiny model, with adapters or without; of a real one; of its adapters.
+RATES = {
+    "sft": (1e-3, 2e-5, 2e-4),
+    "rm_bradley_terry": (1e-3, 1e-5, 1e-4),
+    "reinforce": (1e-3, 1e-6, 1e-5),
+    "ppo_rlhf": (5e-4, 1e-6, 1e-5),
+    "grpo": (5e-4, 1e-6, 1e-5),
+    "grpo_variants": (5e-4, 1e-6, 1e-5),
+    "grpo_tools": (3e-4, 1e-6, 1e-5),
+    "dpo": (5e-4, 1e-6, 1e-5),
+    "kto": (1e-3, 1e-6, 1e-5),
+    "distill": (5e-4, 1e-5, 1e-4),
+}
+CRITIC = (1e-3, 1e-5, 1e-4)
+ORPO = (5e-4, 8e-6, 8e-5)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The folder of a model of one layer whose embedding alone, 80,000 x 128, is above 10M."""
+
+    @cache
+    def real(source, kind=AutoModelForCausalLM):
+        folder = tmp_path_factory.mktemp("real")
+        config = AutoConfig.from_pretrained(source, vocab_size=80_000, num_hidden_layers=1)
+        save_model(folder, kind.from_config(config), AutoTokenizer.from_pretrained(source))
+        return str(folder)
+
+    return real
+
+
+def args_of(name, folder, monkeypatch, **flags):
+    """Those of the args.json of a new run, and those that --resume reads."""
+    script = SPECS[name].module
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "log", stop)
+    flags = SPECS[name].short_flags | dict(output_dir=str(folder), max_new_tokens=9) | flags
+    flags = short_flags(name, **flags)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(script.Args(**flags))
+    (run_dir,) = folder.iterdir()
+    saved = json.loads((run_dir / "args.json").read_text())
+    resumed = script.parse_args(["--resume", str(run_dir)])
+    assert vars(resumed) == saved | {"resume": str(run_dir)}
+    return resumed
+
+
+@EACH
+def test_default_rates(name, real, tmp_path, monkeypatch, capsys):
+    of_tiny, of_real, of_adapters = RATES[name]
+    source = SPECS[name].module.Args.model
+    large = dict(model=real(source), teacher=real(source), teacher_prompt_column=None)
+    cases = {
+        "tiny": (dict(), of_tiny),
+        "tiny's adapters": (dict(lora_rank=2), of_tiny),
+        "real": (large, of_real),
+        "its adapters": (large | dict(lora_rank=2), of_adapters),
+    }
+    for case, (flags, expected) in cases.items():
+        (tmp_path / case).mkdir()
+        args = args_of(name, tmp_path / case, monkeypatch, **flags)
+        assert args.learning_rate == expected, case
+        printed = capsys.readouterr().out
+        assert f"{args.model}: learning rate {expected}, the default for " in printed
+    (tmp_path / "given").mkdir()
+    given = dict(learning_rate=3e-7, critic_learning_rate=3e-7)
+    assert args_of(name, tmp_path / "given", monkeypatch, **large | given).learning_rate == 3e-7
+    assert "the default for" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "simpo", "orpo"])
+def test_the_default_rate_of_a_loss(loss, real, tmp_path, monkeypatch):
+    model = real("tiny/reviews/policy")
+    expected = ORPO if loss == "orpo" else RATES["dpo"]
+    cases = dict(loss=loss), dict(loss=loss, model=model), dict(loss=loss, model=model, lora_rank=2)
+    for number, (flags, rate) in enumerate(zip(cases, expected, strict=True)):
+        (tmp_path / str(number)).mkdir()
+        args = args_of("dpo", tmp_path / str(number), monkeypatch, **flags)
+        assert args.learning_rate == rate
+
+
+@pytest.mark.parametrize("start", ["sft", "policy", "scratch", "reward_model"])
+def test_the_default_rate_of_a_critic(start, real, tmp_path, monkeypatch):
+    """By the size of its own backbone, which is the policy if it is only a head on it."""
+    source = "tiny/reviews/policy"
+    classifier = real("tiny/reviews/reward_model", AutoModelForSequenceClassification)
+    cases = dict(), dict(reward_model=classifier), dict(reward_model=classifier, lora_rank=2)
+    if start != "reward_model":
+        cases = dict(), dict(model=real(source)), dict(model=real(source), lora_rank=2)
+    for number, (flags, rate) in enumerate(zip(cases, CRITIC, strict=True)):
+        (tmp_path / str(number)).mkdir()
+        args = args_of("ppo_rlhf", tmp_path / str(number), monkeypatch, critic_init=start, **flags)
+        assert args.critic_learning_rate == rate
+        assert args.learning_rate == RATES["ppo_rlhf"][number if "model" in flags else 0]
+
+
+@pytest.mark.parametrize(("size", "rate"), [(9_999_999, 1e-3), (10_000_000, 2e-5)])
+def test_models_below_10_million_parameters_are_tiny(size, rate):
+    model = AutoModelForCausalLM.from_pretrained("tiny/arithmetic/base")
+    model.num_parameters = lambda: size
+    assert find_rate(model, None, lora_rank=0, tiny=1e-3, real=2e-5) == rate

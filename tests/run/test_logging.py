@@ -69,11 +69,13 @@ def test_what_a_run_leaves_and_prints(name, tracked, tmp_path, capsys, monkeypat
     # The console: what is trained on what, evaluations, how to resume, and the model's folder.
     printed = capsys.readouterr().out
     first, *_ = printed.splitlines()
-    for text in (args.model, args.dataset, f"learning rate {args.learning_rate}", "cpu"):
+    for text in (args.model, args.dataset, "cpu"):
         assert text in first
     weights = load_file(run_dir / "model.safetensors")
     num_parameters = sum(weight.numel() for weight in weights.values())
     assert f"{args.model}: {num_parameters:,} parameters" in printed
+    default = f"learning rate {args.learning_rate}, the default for {num_parameters:,} parameters"
+    assert f"{args.model}: {default}" in printed
     assert "step 0: held-out " in printed and f"--resume {run_dir} continues it" in printed
     assert printed.endswith(f"\nmodel: {run_dir} (docs/viewer.html shows the run)\n")
 

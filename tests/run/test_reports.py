@@ -7,7 +7,6 @@ import sys
 import warnings
 
 import pytest
-import torch
 from datasets import Dataset, Features, Image, Value
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -221,16 +220,6 @@ def test_other_ranks_print_in_every_locale(monkeypatch):
 
 
 # --- models ---------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("error")
-def test_the_default_rate_is_for_tiny_models():
-    model = torch.nn.Linear(5001, 2000)
-    model.num_parameters = lambda: model.weight.numel()
-    with pytest.warns(UserWarning, match="--learning-rate: the default is for tiny models"):
-        check_training(sft.Args(), model)
-    check_training(sft.Args(learning_rate=1e-5), model)
-    check_training(sft.Args(), AutoModelForCausalLM.from_pretrained(POLICY))
-
-
 @pytest.mark.filterwarnings("error")
 def test_adapters_cannot_train_an_end_that_is_like_other_tokens():
     model = AutoModelForCausalLM.from_pretrained(POLICY)

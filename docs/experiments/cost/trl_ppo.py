@@ -25,7 +25,7 @@ from ppo_rlhf import Args
 
 def main(seed: int, folder: str) -> None:
     torch.set_num_threads(1)
-    args = Args()
+    args = Args(learning_rate=5e-4, critic_learning_rate=1e-3)  # as by default
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     rows = load_dataset(args.dataset, split=args.train_split)
     rows = rows.map(lambda row: tokenizer(row["prompt"]), remove_columns=rows.column_names)

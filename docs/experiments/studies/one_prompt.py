@@ -34,7 +34,11 @@ DIGITS = 4  # decimals of what the models give; `fixed` shows as many
 # The scripts' flags; those that are not named keep their default.
 PPO, DPO = ppo_rlhf.Args(), dpo.Args()
 GRPO = grpo.Args(
-    model=PPO.model, reward_model=PPO.reward_model, beta=0.2, max_new_tokens=PPO.max_new_tokens
+    model=PPO.model,
+    reward_model=PPO.reward_model,
+    beta=0.2,
+    max_new_tokens=PPO.max_new_tokens,
+    learning_rate=5e-4,
 )
 
 
