@@ -202,11 +202,11 @@ def main(args: Args) -> Path:
         metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: a completion per prompt, from the student as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds]
         sequences, teacher_sequences, sampler_logprobs = sample(prompts, rng)  # B of each
@@ -219,7 +219,8 @@ def main(args: Args) -> Path:
         advantages = discounted_sums(rewards, args.discount)  # (B, T)
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        remaining = 1 - (step - 1) / args.total_rollouts
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         for inds in batches:
             if args.divergence == "sampled":
                 logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
@@ -247,18 +248,18 @@ def main(args: Args) -> Path:
             "completions/truncated_fraction": np.mean(truncated),
         }
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = {"reward": completion_rewards, "advantage": advantages}
             columns |= {"log_ratio": -rewards, "truncated": torch.tensor(truncated)}
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         progress.set_postfix({"objective/kl": metrics["objective/kl"]})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir

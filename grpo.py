@@ -254,12 +254,12 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
         # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B, groups adjacent
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
@@ -293,7 +293,7 @@ def main(args: Args) -> Path:
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
         if args.anneal_lr:
-            remaining = (args.total_rollouts - step) / args.total_rollouts
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         sums, grad_norms = defaultdict(float), []
         for minibatch in minibatches:
@@ -334,21 +334,21 @@ def main(args: Args) -> Path:
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             if ref_model is not None:
                 pi_old = sampler_logprobs if old_logprobs is None else old_logprobs
                 columns["log_ratio"] = pi_old - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir

@@ -355,7 +355,7 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
@@ -371,12 +371,12 @@ def main(args: Args) -> Path:
     next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
         # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
             args, policy, stop_ids, reward_fns, next_prompts, rng
         )
@@ -423,7 +423,7 @@ def main(args: Args) -> Path:
         advantages = advantages.to(device)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         sums, grad_norms = defaultdict(float), []
         for minibatch in minibatches:
             minibatch = minibatch[is_trained[minibatch]]
@@ -488,20 +488,20 @@ def main(args: Args) -> Path:
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             if ref_model is not None:
                 columns["log_ratio"] = (old_logprobs - ref_logprobs) * mask
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir

@@ -200,7 +200,7 @@ def main(args: Args) -> Path:
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
@@ -212,11 +212,11 @@ def main(args: Args) -> Path:
         metrics, samples = evaluate_policy()
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
         # 1. Draw the completions of this step.
         start_time = time.perf_counter()
-        rows = [train_rows[i] for i in batches[step]]
+        rows = [train_rows[i] for i in batches[step - 1]]
         sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
         labels = torch.tensor([row.label for row in rows], device=device)  # (B,)
 
@@ -225,7 +225,7 @@ def main(args: Args) -> Path:
         z0 = reference_point(sum_logratios(args, policy, ref_model, mismatched))
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
             # The reference first: later, its memory would come on top of the activations.
@@ -250,18 +250,18 @@ def main(args: Args) -> Path:
         metrics |= {
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_rows)),
+            "time/epoch": min(args.epochs, step * args.batch_size / len(train_rows)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
         samples = []
-        is_last = step + 1 == total_steps
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == total_steps
+        if is_last or step % args.eval_every == 0:
             eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples)
+        log(args, run_dir, step, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], z0=metrics["objective/z0"])
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir

@@ -319,12 +319,12 @@ def main(args: Args) -> Path:
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out, from the policy as it is now. Random numbers depend on the seed and the step
         # alone, so resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
@@ -364,9 +364,11 @@ def main(args: Args) -> Path:
             advantages = whiten(advantages, mask)
 
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        remaining = (args.total_rollouts - step) / args.total_rollouts if args.anneal_lr else 1.0
-        is_warmup = step < args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
-        if step == args.critic_warmup_rollouts:
+        remaining = 1.0
+        if args.anneal_lr:
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
+        is_warmup = step <= args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
+        if step == args.critic_warmup_rollouts + 1:
             policy_optimizer.state.clear()  # moments of an untrained critic's advantages
         policy_lr = 0.0 if is_warmup else args.learning_rate * remaining
         policy_optimizer.param_groups[0]["lr"] = policy_lr
@@ -439,17 +441,17 @@ def main(args: Args) -> Path:
             columns["log_ratio"] = k1
             metrics["objective/kl"] = kl
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir

@@ -171,11 +171,11 @@ def main(args: Args) -> Path:
         metrics, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: k completions per prompt, from the policy as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, 1.0, rng)  # B
@@ -196,7 +196,7 @@ def main(args: Args) -> Path:
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
         if args.anneal_lr:
-            remaining = (args.total_rollouts - step) / args.total_rollouts
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
         for inds in batches:
@@ -226,17 +226,17 @@ def main(args: Args) -> Path:
             metrics["objective/kl"] = log_ratio.mean().item()  # nats per completion
             columns["log_ratio"] = policy_logprobs - ref_logprobs
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir

@@ -160,7 +160,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
@@ -172,14 +172,14 @@ def main(args: Args) -> Path:
         metrics = evaluate(args, model, eval_pairs)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics)
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.
         start_time = time.perf_counter()
-        pairs = [train_pairs[i] for i in batches[step]]
+        pairs = [train_pairs[i] for i in batches[step - 1]]
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
@@ -204,17 +204,17 @@ def main(args: Args) -> Path:
             "reward/rejected": r_l.mean().item(),
             "reward/grad_norm": grad_norm,
             "reward/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_pairs)),
+            "time/epoch": min(args.epochs, step * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        is_last = step + 1 == total_steps
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == total_steps
+        if is_last or step % args.eval_every == 0:
             metrics |= evaluate(args, model, eval_pairs)
             state["score_mean"] = metrics["eval/score_chosen"]
-        log(args, run_dir, step + 1, metrics)
+        log(args, run_dir, step, metrics)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
     save_model(run_dir, model, tokenizer, stop_ids)

@@ -137,7 +137,7 @@ def main(args: Args) -> Path:
     batches = torch.cat(epochs)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
@@ -149,16 +149,16 @@ def main(args: Args) -> Path:
         metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
         # 1. Draw the demonstrations of this step.
         start_time = time.perf_counter()
-        rows = [train_data[i] for i in batches[step]]
+        rows = [train_data[i] for i in batches[step - 1]]
         sequences, is_learned = loss_sequences(args, rows)
         num_tokens = sum(map(sum, is_learned))  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds, is_learned=is_learned)  # (b, T)
@@ -175,17 +175,17 @@ def main(args: Args) -> Path:
             "objective/loss": all_reduce_sum(loss_sum).item(),
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_data)),
+            "time/epoch": min(args.epochs, step * args.batch_size / len(train_data)),
             "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
         }
         eval_metrics, samples = {}, []
-        is_last = step + 1 == total_steps
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == total_steps
+        if is_last or step % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
-        log(args, run_dir, step + 1, metrics | eval_metrics, samples)
+        log(args, run_dir, step, metrics | eval_metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], grad_norm=grad_norm)
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
