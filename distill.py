@@ -271,19 +271,19 @@ def sample_for_both(
     """Completions after the student's prompts, the same after the teacher's, and the log-probs
     (B, T) with which their tokens were sampled.
     """
-    prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
+    sequences, sampler_logprobs = generate(
         policy,
-        prompt_ids,
+        [prompt.ids for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         temperature=1.0,
         stop_ids=stop_ids,
         rng=rng,
         batch_size=args.generation_batch_size,
     )
-    sequences = list(zip(prompt_ids, completion_ids, strict=True))
-    teacher_ids = [prompt.teacher_ids for prompt in prompts]
-    return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
+    teacher_sequences = [
+        (prompt.teacher_ids, ids) for prompt, (_, ids) in zip(prompts, sequences, strict=True)
+    ]
+    return sequences, teacher_sequences, sampler_logprobs
 
 
 @torch.no_grad()

@@ -372,23 +372,20 @@ def evaluate(
             sums[name] += values.double().sum()
     means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
     prompts = [pair.prompt for pair in pairs]
-    prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
+    sequences, sampler_logprobs = generate(
         policy,
-        prompt_ids,
+        [prompt.ids for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    sequences = list(zip(prompt_ids, completion_ids, strict=True))
     metrics = {
         "eval/loss": means["objective/loss"],
         "eval/pair_accuracy": means["reward/accuracy"],
         "eval/margin": means["reward/margin"],
-        "eval/length_mean": np.mean([len(ids) for ids in completion_ids]),
+        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
     }
     if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
         size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
@@ -399,7 +396,8 @@ def evaluate(
             ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
         metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
     samples = []
-    for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
+    for prompt, (_, ids) in zip(prompts, sequences, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
         rewards = reward_fn(prompts, sequences).tolist()

@@ -243,6 +243,13 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     training = {"policy": (policy, optimizer)}
     checksum = train_prompts.checksum(args.model, args.reference, args.reward_model)
     state = {"step": 0, "data": checksum}
@@ -250,7 +257,7 @@ def main(args: Args) -> Path:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+        metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
@@ -262,7 +269,9 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B, groups adjacent
-        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
+        sequences, sampler_logprobs = sample(
+            [prompt.ids for prompt in prompts], temperature=args.temperature, rng=rng
+        )
         terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
         rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
@@ -342,7 +351,7 @@ def main(args: Args) -> Path:
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step == args.total_rollouts
         if is_last or step % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+            evals, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
         log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
@@ -361,23 +370,6 @@ def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
         order = torch.randperm(len(rows), generator=rng)
         yield from (rows[i] for i in order[skip:])
         skip = max(skip - len(rows), 0)
-
-
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
 def rollout_metrics(
@@ -404,11 +396,12 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    prompt_ids = [prompt.ids for prompt in prompts]
+    sequences, _ = sample(prompt_ids, temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()

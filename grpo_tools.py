@@ -363,7 +363,7 @@ def sample_turns(
             rng=rng,
             batch_size=args.generation_batch_size,
         )
-        for i, start, ids, values in zip(running, starts, turns, turn_logprobs, strict=True):
+        for i, start, (_, ids), values in zip(running, starts, turns, turn_logprobs, strict=True):
             completions[i] += ids[: args.max_new_tokens - start]
             end = len(completions[i])
             is_sampled[i, start:end] = True

@@ -354,6 +354,13 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
@@ -365,7 +372,7 @@ def main(args: Args) -> Path:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+        metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
@@ -378,7 +385,7 @@ def main(args: Args) -> Path:
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
-            args, policy, stop_ids, reward_fns, next_prompts, rng
+            args, sample, reward_fns, next_prompts, rng
         )
         state["prompts_read"] += num_prompts
         terms = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
@@ -495,7 +502,7 @@ def main(args: Args) -> Path:
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step == args.total_rollouts
         if is_last or step % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+            evals, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
         log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
@@ -517,7 +524,7 @@ def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
 
 
 def roll_out(
-    args: Args, policy: Any, stop_ids: list, reward_fns: dict, prompts: Iterator, rng: Generator
+    args: Args, sample: Callable, reward_fns: dict, prompts: Iterator, rng: Generator
 ) -> tuple[Sequences, Tensor, Tensor, int]:
     """G completions for each of --prompts-per-rollout prompts, with the log-probs (B, T) with which
     they were sampled, rewards (K, B), and the number of prompts taken.
@@ -530,7 +537,8 @@ def roll_out(
         is_last = sampling_round == args.max_sampling_rounds
         missing = args.prompts_per_rollout - len(completions) // args.group_size
         taken = [prompt for prompt in islice(prompts, missing) for _ in range(args.group_size)]
-        sequences, logprobs = sample(args, policy, stop_ids, taken, args.temperature, rng)
+        prompt_ids = [prompt.ids for prompt in taken]
+        sequences, logprobs = sample(prompt_ids, temperature=args.temperature, rng=rng)
         rewards = torch.stack([fn(taken, sequences) for fn in reward_fns.values()])
         num_prompts += missing
         teach = groups_that_teach(args, rewards)
@@ -553,23 +561,6 @@ def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
         rewards = torch.stack([group_advantages(reward, args.group_size) for reward in rewards])
     groups = (torch.tensor(args.reward_weights) @ rewards).view(-1, args.group_size)
     return (groups != groups[:, :1]).any(dim=1)
-
-
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
 def rollout_metrics(
@@ -596,13 +587,14 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of --eval-samples completions per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     n = args.eval_samples
     prompts = [prompt for prompt in prompts for _ in range(n)]
-    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    prompt_ids = [prompt.ids for prompt in prompts]
+    sequences, _ = sample(prompt_ids, temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()

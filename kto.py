@@ -314,21 +314,18 @@ def evaluate(
     labels = torch.tensor([row.label for row in rows], device=policy.device)
     held_out = kto_metrics(args, logratios, z0, labels)
     prompts = [row.prompt for row in rows]
-    prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, _ = generate(
+    sequences, _ = generate(
         policy,
-        prompt_ids,
+        [prompt.ids for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    sequences = list(zip(prompt_ids, completion_ids, strict=True))
     metrics = {
         "eval/loss": held_out["objective/loss"],
-        "eval/length_mean": np.mean([len(ids) for ids in completion_ids]),
+        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
     }
     if "reward/margin" in held_out:
         metrics["eval/margin"] = held_out["reward/margin"]
@@ -336,7 +333,8 @@ def evaluate(
     k1 = sum_logratios(args, policy, ref_model, sequences, args.temperature)
     metrics["eval/kl"] = k1.double().mean().item()
     samples = []
-    for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
+    for prompt, (_, ids) in zip(prompts, sequences, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
         rewards = reward_fn(prompts, sequences).tolist()

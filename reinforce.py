@@ -162,13 +162,21 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        temperature=1.0,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": train_prompts.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
     else:
-        metrics, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
+        metrics, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
@@ -178,7 +186,7 @@ def main(args: Args) -> Path:
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, 1.0, rng)  # B
+        sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)  # B
         batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
 
         # 2. Returns: rewards, minus beta times the log-ratio to the reference.
@@ -230,7 +238,7 @@ def main(args: Args) -> Path:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step == args.total_rollouts
         if is_last or step % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
+            evals, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
             metrics |= evals
         log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
@@ -242,29 +250,12 @@ def main(args: Args) -> Path:
     return run_dir
 
 
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [prompt.ids for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
-
-
 def evaluate(
-    args: Args, policy: Any, stop_ids: list, reward_fn: Callable, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _ = sample(args, policy, stop_ids, prompts, 1.0, rng)
+    sequences, _ = sample([prompt.ids for prompt in prompts], rng=rng)
     rewards = reward_fn(prompts, sequences).tolist()
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):

@@ -199,16 +199,16 @@ def evaluate(
     num_tokens = sum(map(sum, is_learned))
     batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
     logprobs = rollout_logprobs(policy, sequences, batches, 1.0, is_learned=is_learned)  # (B, T)
-    prompts = [texts[-1].prompt() for texts in data[: args.eval_samples]]
-    completions, _ = generate(
+    sequences, _ = generate(
         policy,
-        prompts,
+        [texts[-1].prompt() for texts in data[: args.eval_samples]],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
+    prompts, completions = zip(*sequences, strict=True)
     metrics = {
         "eval/loss": negative_log_likelihood(logprobs, num_tokens).item(),
         "eval/length_mean": np.mean([len(ids) for ids in completions]),

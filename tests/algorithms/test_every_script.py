@@ -205,12 +205,12 @@ def test_the_kl_to_a_reference_that_is_not_the_model(name, lora_rank, tmp_path, 
         flags["beta"] = 0.1
     rows = metrics_of(run(name, tmp_path / "runs", **flags))
     is_rollout = name in WITH_ROLLOUTS
-    arguments, (completions, _) = sampled[int(is_rollout)]  # the first is an evaluation
+    _, (sequences, _) = sampled[int(is_rollout)]  # the first is an evaluation
     with torch.no_grad():
         k1 = [
             sum(plain_logprobs(policy, prompt, completion)[0])
             - sum(plain_logprobs(reference, prompt, completion)[0])
-            for prompt, completion in zip(arguments[1], completions, strict=True)
+            for prompt, completion in sequences
         ]
     logged = rows[1]["objective/kl"] if is_rollout else rows[0]["eval/kl"]
     expected = torch.stack(k1).mean().item()

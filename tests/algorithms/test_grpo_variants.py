@@ -237,21 +237,19 @@ def test_length_penalty_by_hand():
     assert torch.equal(length_penalty(lengths, max_new_tokens=10, buffer=4), expected)
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion(monkeypatch):
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
     outcomes = [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
     prompts = [grpo_variants.Prompt(str(i), [i], {}) for i in range(4)]
 
-    def sample(args, policy, stop_ids, prompts, temperature, rng):
-        assert [prompt.text for prompt in prompts] == [*"00000111112222233333"]
-        return [(prompt.ids, [7]) for prompt in prompts], None
-
-    monkeypatch.setattr(grpo_variants, "sample", sample)
+    def sample(prompt_ids, temperature, rng):
+        assert prompt_ids == [[i] for i in range(4) for _ in range(5)]
+        return [(ids, [7]) for ids in prompt_ids], None
 
     def evaluate(**flags):
         rules = [lambda *_: torch.tensor(outcomes).flatten().float()]
         tokenizer = AutoTokenizer.from_pretrained(POLICY)
         args = Args(eval_samples=5, **flags)
-        return grpo_variants.evaluate(args, None, [], rules, tokenizer, prompts)
+        return grpo_variants.evaluate(args, sample, rules, tokenizer, prompts)
 
     metrics, samples = evaluate()
     assert len(samples) == 20 and metrics["eval/accuracy"] == pytest.approx(9 / 20)
@@ -373,8 +371,8 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     row = metrics_of(run(tmp_path, script=script.__name__, total_rollouts=2, **flags))[2]
     args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
-    (arguments, (completions, _)), steps = sampled[2], steps[4:]  # after a rollout
-    sequences = [*zip(arguments[1], completions, strict=True)]
+    (_, (sequences, _)), steps = sampled[2], steps[4:]  # after a rollout
+    completions = [completion for _, completion in sequences]
     lengths = torch.tensor([*map(len, completions)])
     cut_off = torch.tensor([completion[-1] != EOS for completion in completions])
 

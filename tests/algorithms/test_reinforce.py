@@ -136,8 +136,8 @@ def test_gradient_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_time
     flags = dict(beta=0.5, baseline="batch_mean", max_new_tokens=11, micro_batch_size=5)
     row = metrics_of(run(tmp_path, total_rollouts=2, **flags))[2]
     policy, reference = plain_model(Args.model), plain_model(Args.model)
-    (arguments, (completions, _)), (_, rewards) = sampled[2], judged[2]  # after an evaluation
-    sequences = [*zip(arguments[1], completions, strict=True)]
+    (_, (sequences, _)), (_, rewards) = sampled[2], judged[2]  # after an evaluation
+    completions = [completion for _, completion in sequences]
     weights, gradient, _ = steps[1]
     set_weights(policy, weights)
     logprobs = torch.stack([plain_logprobs(policy, *sequence)[0].sum() for sequence in sequences])

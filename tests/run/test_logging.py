@@ -117,7 +117,8 @@ def test_rollouts_are_what_the_metrics_are_of(name, tmp_path, monkeypatch):
     assert [rollout["step"] for rollout in rollouts] == [2, 4]
     for rollout in rollouts:
         metrics, shown = rows[rollout["step"]], rollout["completions"]
-        (_, prompts, *_), (completions, _) = sampled[rollout["step"]]
+        _, (sequences, _) = sampled[rollout["step"]]
+        prompts, completions = zip(*sequences, strict=True)
         _, advantages = ranked[rollout["step"] - 1]
         assert ["".join(row["tokens"]) for row in shown] == tokenizer.batch_decode(completions)
         assert [row["prompt"] for row in shown] == tokenizer.batch_decode(prompts)
