@@ -53,7 +53,7 @@ from common.logprobs import OutputHead, Sequences, completion_logprobs, completi
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, forward_method, shard
-from runtime.processes import RANK, WORLD_SIZE, all_gather, join_processes, leave_processes
+from runtime.processes import RANK, WORLD_SIZE, from_rank_0, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
@@ -197,10 +197,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": train_prompts.checksum(args.model, args.teacher)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
@@ -224,8 +224,10 @@ def main(args: Args) -> Path:
         for inds in batches:
             if args.divergence == "sampled":
                 logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-                loss = distillation_loss(logprobs, advantages[inds], num_completions=len(sequences))
+                device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                loss = distillation_loss(
+                    logprobs, advantages[device_inds], num_completions=len(sequences)
+                )
             else:
                 with adapters_off(policy):
                     states, head = states_and_head(teacher, teacher_sequences, inds)
@@ -396,8 +398,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -66,7 +66,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
-from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
+from runtime.processes import RANK, from_rank_0, join_processes, leave_processes, sums_over_ranks
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
@@ -237,10 +237,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": train_pairs.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate_policy()
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -257,8 +257,8 @@ def main(args: Args) -> Path:
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
             logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
             loss = losses.sum() / len(pairs)
             loss.backward()
             for name, values in pair_metrics.items():
@@ -366,8 +366,8 @@ def evaluate(
         logprobs = pair_logprobs(policy, sequences, inds)
         with adapters_off(policy):
             ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-        inds = inds.to(policy.device, non_blocking=True)
-        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+        device_inds = inds.to(policy.device, non_blocking=True)
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
         for name, values in pair_metrics.items():
             sums[name] += values.double().sum()
     means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
@@ -430,7 +430,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -502,8 +502,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

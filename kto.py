@@ -51,7 +51,7 @@ from runtime.functions import load_function
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
@@ -207,10 +207,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": train_rows.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate_policy()
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -233,13 +233,18 @@ def main(args: Args) -> Path:
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
             losses = kto_loss(
-                r, z0, labels[inds], args.beta, args.desirable_weight, args.undesirable_weight
+                r,
+                z0,
+                labels[device_inds],
+                args.beta,
+                args.desirable_weight,
+                args.undesirable_weight,
             )
             loss = losses.sum() / len(rows)
             loss.backward()
-            logratios[inds] = r.detach()
+            logratios[device_inds] = r.detach()
         grad_norm = clip_grad_norm(policy, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -367,7 +372,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -424,8 +429,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -72,7 +72,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
@@ -288,11 +288,14 @@ def main(args: Args) -> Path:
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+    if args.beta == 0:
+        ref_model = None
+    elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy
     critic = load_critic(args, policy, tokenizer, positions, device)
     if args.reward_model:
         reward_model = critic.backbone  # its adapters are off where it is the reward model
@@ -320,10 +323,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": checksum, "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
@@ -396,7 +399,7 @@ def main(args: Args) -> Path:
                         entropy=True,
                         entropy_gradient=args.ent_coef > 0,
                     )  # (b, T)
-                    device_inds = inds.to(device, non_blocking=True)  # a GPU would wait for inds
+                    device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
                     weights = mask[device_inds] / num_tokens
                     old = old_logprobs[device_inds]
                     policy_losses, policy_sums = policy_loss(
@@ -583,8 +586,8 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
     values = torch.zeros(len(sequences), width, device=critic.backbone.device)
     for inds in batches:
         of_batch = critic_values(critic, sequences, inds)
-        inds = inds.to(values.device, non_blocking=True)  # CPU indices would force a GPU sync
-        values[inds] = of_batch
+        device_inds = inds.to(values.device, non_blocking=True)  # CPU indices make a GPU wait
+        values[device_inds] = of_batch
     return all_reduce_sum(values)
 
 
@@ -611,7 +614,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -631,8 +634,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
-        inds = inds.to(model.device, non_blocking=True)
-        scores[inds] = model.score(last.float()).squeeze(1)
+        device_inds = inds.to(model.device, non_blocking=True)
+        scores[device_inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -682,8 +685,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -52,7 +52,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
@@ -174,10 +174,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": train_prompts.checksum(args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
@@ -209,10 +209,12 @@ def main(args: Args) -> Path:
         step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
         for inds in batches:
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-            loss = policy_gradient_loss(logprobs, advantages[inds], num_completions=len(sequences))
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+            loss = policy_gradient_loss(
+                logprobs, advantages[device_inds], num_completions=len(sequences)
+            )
             loss.backward()
-            step_logprobs[inds] = logprobs.detach()
+            step_logprobs[device_inds] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
         optimizer.zero_grad()
@@ -289,7 +291,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -338,8 +340,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -49,7 +49,7 @@ from runtime.chats import UnusableRow
 from runtime.checks import check_model, check_training
 from common.logprobs import last_states, micro_batches
 from runtime.model import checkpoint_activations, clip_grad_norm, shard, transformer_layers
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
@@ -167,10 +167,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": train_pairs.checksum(args.model), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics = evaluate(args, model, eval_pairs)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -184,11 +184,11 @@ def main(args: Args) -> Path:
         scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
             r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-            losses = bradley_terry_loss(r_w, r_l, margins[inds], args.center_coef)
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+            losses = bradley_terry_loss(r_w, r_l, margins[device_inds], args.center_coef)
             loss = losses.sum() / len(pairs)
             loss.backward()
-            scores[:, inds] = torch.stack([r_w, r_l]).detach()
+            scores[:, device_inds] = torch.stack([r_w, r_l]).detach()
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -227,8 +227,8 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
     scores = torch.zeros(2, len(pairs), device=model.device)
     for inds in comparison_micro_batches(pairs, args.micro_batch_size):
         scores_of_batch = pair_scores(model, [pairs[i] for i in inds])
-        inds = inds.to(model.device, non_blocking=True)
-        scores[:, inds] = scores_of_batch
+        device_inds = inds.to(model.device, non_blocking=True)
+        scores[:, device_inds] = scores_of_batch
     r_w, r_l = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
     return {
@@ -359,8 +359,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -47,7 +47,8 @@ from runtime.checks import check_model, check_tokenizer, check_training
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_gather, all_reduce_sum, from_rank_0
+from runtime.processes import join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode, encode_completions, find_stop_ids, load_tokenizer
@@ -144,10 +145,10 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": train_data.checksum(args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -325,8 +326,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:

@@ -126,8 +126,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "grpo.py",
-                "    log_ratio = ref_logprobs - logprobs\n",
-                "    log_ratio = logprobs - ref_logprobs\n",
+                "    log_ratio = log_q - log_p\n",
+                "    log_ratio = log_p - log_q\n",
             ),
         ),
         test="test_grpo.py::test_k3_value_sign_and_gradient_by_enumeration",

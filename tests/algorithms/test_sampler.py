@@ -11,7 +11,7 @@ from plain import plain_logprobs
 from reviews import EOS, plain_model
 from runs import metrics_of
 from scripts import SPECS
-from spies import spy_on, watch_steps
+from spies import spy_by_name, spy_on, watch_steps
 
 import grpo_variants
 
@@ -114,6 +114,16 @@ def test_the_gradient_with_a_cap_is_trls_token_truncate(other_sampler, tmp_path,
         weights = ratios[i].clamp(max=0.6) * advantages[i].item() / len(sequences)
         (-(weights * logprobs).mean()).backward()
     assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
+
+
+def test_ipo_takes_the_samplers_log_probs_for_those_of_pi_old(other_sampler, tmp_path, monkeypatch):
+    sampled = other_sampler("grpo_variants")
+    losses = spy_by_name(grpo_variants, monkeypatch, "variant_loss")
+    with pytest.warns(UserWarning, match="policy/sampling_kl"):
+        run("grpo_variants", tmp_path, loss="ipo", num_minibatches=2)
+    _, (_, drawn_with) = sampled[1]
+    given = torch.cat([call["old_logprobs"] for call in losses])
+    assert sorted(given.flatten().tolist()) == sorted(drawn_with.flatten().tolist())
 
 
 def test_rounds_of_sampling_keep_each_completions_log_probs():

@@ -47,6 +47,7 @@ CONTRADICTIONS = [
     ("grpo_variants", GDPO | dict(kl_placement="reward"), "normalize_then_sum has no place for"),
     ("grpo_variants", GDPO | dict(missing_eos_penalty=1.0), "normalize_then_sum has no place for"),
     ("grpo_variants", GDPO | dict(overlong_buffer=4), "normalize_then_sum has no place for"),
+    ("grpo_variants", dict(loss="ipo", importance_cap=2.0), "--loss ipo is to the sampler already"),
     ("grpo_variants", GDPO | dict(scale_rewards="batch"), "normalize_then_sum has no place for"),
     ("ppo_rlhf", dict(num_minibatches=9, prompts_per_rollout=8), "some would be empty"),
     ("grpo", dict(num_minibatches=9, prompts_per_rollout=4, group_size=2), "some would be empty"),
