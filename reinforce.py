@@ -1,17 +1,20 @@
 r"""REINFORCE: the policy gradient itself, the first lesson.
 
-Sample a completion o of a prompt q from the policy and give it a reward r. The log-derivative trick
+Sample a completion y of a prompt x from the policy and give it a reward r. The log-derivative trick
 turns the gradient of the expected reward into an expectation that samples estimate (Williams 1992):
 
-    grad E[r] = E[ (r - b) grad log pi(o|q) ],    log pi(o|q) = sum_t log pi(o_t | q, o_<t).
+    grad E[r] = E[ (r - b) grad log pi(y|x) ],    log pi(y|x) = sum_t log pi(y_t | x, y_<t).
 
-E[grad log pi(o|q)] is 0, so a baseline b that does not depend on o leaves the mean as it is, and a
-good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): of a prompt's k completions,
-b is the mean reward of the other k - 1. --beta subtracts beta log(pi(o|q) / pi_ref(o|q)) from r, as
-a constant in the gradient, and so maximises E[r] - beta KL(pi || pi_ref).
+E[grad log pi(y|x)] is 0, so a baseline b that does not depend on y leaves the mean as it is, and a
+good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): of a prompt's G completions,
+b is the mean reward of the other G - 1. By default the reward is a rule: the last number of the
+completion is its answer, and gets 1 if it is right, else 0. Deviations from RLOO:
 
-Deviations from RLOO: no KL by default, a rule as the reward, prompts drawn with replacement, AdamW
-with a linear decay. A healthy run: `reward/mean` and `eval/reward` rise.
+1. There is no KL to a reference: grpo.py has it in the loss, ppo_rlhf.py in the reward.
+2. The reward is a rule, and prompts are drawn with replacement.
+3. AdamW's learning rate falls to 0.
+
+A healthy run: `reward/mean` and `eval/reward` rise.
 
     python reinforce.py                                  # tiny/arithmetic, half a minute on a CPU
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
@@ -37,7 +40,7 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -45,12 +48,11 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters
 from runtime.checks import check_model, check_tokenizer, check_training
 from runtime.functions import load_function
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.logprobs import sampling_metrics
+from common.logprobs import Sequences, completion_logprobs, micro_batches, sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
@@ -69,7 +71,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
-    reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -85,10 +86,9 @@ class Args:
     reward_fn: str = "tiny/arithmetic/reward.py:last_number"
     total_rollouts: PositiveInt = 60  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
-    group_size: PositiveInt = 8  # k, completions per prompt; leave_one_out needs at least 2
-    # b, subtracted from each return: 0, the rollout's mean, or the mean of the prompt's other k - 1
+    group_size: PositiveInt = 8  # G, completions per prompt; leave_one_out needs at least 2
+    # b, subtracted from each reward: 0, the rollout's mean, or the mean of the prompt's other G - 1
     baseline: Literal["none", "batch_mean", "leave_one_out"] = "leave_one_out"
-    beta: NonNegativeFloat = 0.0  # coefficient of the KL in the reward; 0 loads no reference
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
@@ -102,8 +102,6 @@ class Args:
     def __post_init__(self):
         if self.group_size == 1 and self.baseline == "leave_one_out":
             raise ValueError("--baseline leave_one_out needs a --group-size of at least 2")
-        if self.reference and self.beta == 0:
-            raise ValueError("--reference needs --beta above 0")
 
 
 class Prompt(NamedTuple):
@@ -113,9 +111,9 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def baseline_advantages(returns: Tensor, group_size: int, baseline: str) -> Tensor:
-    """r - b (B,) of returns r (B,), in which the k completions of a prompt are neighbours."""
-    groups = returns.double().view(-1, group_size)  # float64: equal returns give exactly 0
+def baseline_advantages(rewards: Tensor, group_size: int, baseline: str) -> Tensor:
+    """r - b (B,) of rewards r (B,), in which the G completions of a prompt are neighbours."""
+    groups = rewards.double().view(-1, group_size)  # float64: equal rewards give exactly 0
     if baseline == "leave_one_out":  # the mean of the prompt's other completions (RLOO)
         b = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
     elif baseline == "batch_mean":
@@ -126,12 +124,12 @@ def baseline_advantages(returns: Tensor, group_size: int, baseline: str) -> Tens
 
 
 def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
-    """-(1/B) sum (r - b) log pi(o|q) over n of a step's B completions; micro-batches add up.
+    """-(1/B) sum (r - b) log pi(y|x) over n of a step's B completions; micro-batches add up.
 
     Log-probs (n, T) are in nats, advantages r - b (n,). Its gradient is the estimate of -grad E[r];
     its value has no meaning.
     """
-    log_pi = logprobs.sum(dim=1)  # log pi(o|q), (n,)
+    log_pi = logprobs.sum(dim=1)  # log pi(y|x), (n,)
     return -(advantages * log_pi).sum() / num_completions
 
 
@@ -154,11 +152,6 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and (args.reference or args.lora_rank == 0):
-        source = args.reference or args.model
-        ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -171,7 +164,7 @@ def main(args: Args) -> Path:
         batch_size=args.generation_batch_size,
     )
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum(args.model, args.reference)}
+    state = {"step": 0, "data": train_prompts.checksum(args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
     else:  # before there is a folder: a run that fails here leaves none
@@ -181,70 +174,60 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
-        # 1. Roll out: k completions per prompt, from the policy as it is now. Random numbers
-        # depend on the seed and the step alone, so resume is exact.
+        # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by the policy as it
+        # is now. Random numbers depend on seed and step alone: resume is exact.
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)  # B
-        batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
+        sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)
+        lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
+        ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        rewards = reward_fn(prompts, sequences)  # (B,)
 
-        # 2. Returns: rewards, minus beta times the log-ratio to the reference.
-        rewards = reward_fn(prompts, sequences).to(device)  # (B,)
-        log_ratio = torch.zeros_like(rewards)  # log(pi(o|q) / pi_ref(o|q)), nats; no gradient
-        if ref_model is not None:
-            policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
-            with adapters_off(policy):  # in case it is the reference
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
-            log_ratio = (policy_logprobs - ref_logprobs).sum(dim=1)
-        returns = rewards - args.beta * log_ratio
-
-        # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
+        # 2. Advantages: rewards minus the baseline, the same for each token of y.
+        advantages = baseline_advantages(rewards, args.group_size, args.baseline).to(device)
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
+
+        # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. The output
+        # of a model at position t predicts token t + 1, so a completion's tokens are read from one
+        # position earlier:
+        #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (b, T)
         if args.anneal_lr:
             remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
-        for inds in batches:
+        policy_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
+        for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
-            loss = policy_gradient_loss(
-                logprobs, advantages[device_inds], num_completions=len(sequences)
-            )
-            loss.backward()
-            step_logprobs[device_inds] = logprobs.detach()
+            loss = policy_gradient_loss(logprobs, advantages[device_inds], len(sequences))
+            loss.backward()  # adds to the gradient, which `shard` sums over ranks
+            policy_logprobs[device_inds] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
         optimizer.zero_grad()
 
         # 4. Log, evaluate, save.
-        truncated = [completion[-1] not in stop_ids for _, completion in sequences]
-        lengths = torch.tensor([len(completion) for _, completion in sequences], device=device)
-        mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
-        all_reduce_sum(step_logprobs)
-        metrics = sampling_metrics(step_logprobs, sampler_logprobs, mask) | {
-            "reward/mean": rewards.mean().item(),
+        all_reduce_sum(policy_logprobs)  # each rank has those of its own rows
+        metrics = sampling_metrics(policy_logprobs, sampler_logprobs, mask)  # per token
+        metrics |= {
+            "reward/mean": rewards.mean().item(),  # per completion
             "reward/std": rewards.std(correction=0).item(),
-            "policy/grad_norm": grad_norm,
-            "completions/length_mean": lengths.float().mean().item(),
-            "completions/truncated_fraction": np.mean(truncated),
+            "policy/grad_norm": grad_norm,  # per step
+            "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
+            "completions/truncated_fraction": 1 - ended.float().mean().item(),
         }
-        columns = {"reward": rewards, "advantage": advantages, "truncated": torch.tensor(truncated)}
-        if ref_model is not None:
-            metrics["objective/kl"] = log_ratio.mean().item()  # nats per completion
-            columns["log_ratio"] = policy_logprobs - ref_logprobs
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
+            columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step == args.total_rollouts
         if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
             metrics |= evals
         log(args, run_dir, step, metrics, samples, rollouts)
-        shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
-        progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
+        progress.set_postfix(reward=metrics["reward/mean"])
         if is_last or step % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step})
 

@@ -60,7 +60,6 @@ CONTRADICTIONS = [
     ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
     ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=128.0, group_size=8), "--kl-horizon is so short"),
-    ("reinforce", dict(reference="x"), "--reference needs --beta above 0"),
     ("distill", dict(divergence="jsd", discount=0.5), "--discount belongs to --divergence sampled"),
     ("dpo", dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to"),
     ("rm_bradley_terry", dict(train_layers=0, lora_rank=4), "and --lora-rank: give one of the two"),
