@@ -34,7 +34,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -268,7 +268,7 @@ def main(args: Args) -> Path:
     run_dir = open_run(args)
     if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
+    next_prompts = train_prompts.shuffled(args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by pi_old, which is
@@ -369,15 +369,6 @@ def main(args: Args) -> Path:
     return run_dir
 
 
-def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=rng)
-        yield from (rows[i] for i in order[skip:])
-        skip = max(skip - len(rows), 0)
-
-
 def rollout_metrics(
     args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, all_sums: list, grad_norms: list
 ) -> dict[str, float]:
@@ -390,22 +381,16 @@ def rollout_metrics(
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums["objective/kl"] / (len(rewards) * args.update_epochs)
     groups = rewards.view(-1, args.group_size)
-    return (
-        metrics
-        | {
-            "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
-            "policy/grad_norm": np.mean(grad_norms),  # per step
-            "reward/mean": rewards.mean().item(),  # per completion
-            "reward/group_std": groups.std(dim=1).mean().item(),  # per group
-            "reward/frac_reward_zero_std": (groups == groups[:, :1])
-            .all(dim=1)
-            .float()
-            .mean()
-            .item(),
-            "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
-            "completions/truncated_fraction": 1 - ended.float().mean().item(),
-        }
-    )
+    metrics |= {
+        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
+        "policy/grad_norm": np.mean(grad_norms),  # per step
+        "reward/mean": rewards.mean().item(),  # per completion
+        "reward/group_std": groups.std(dim=1).mean().item(),  # per group
+        "reward/frac_reward_zero_std": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
+        "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
+        "completions/truncated_fraction": 1 - ended.float().mean().item(),
+    }
+    return metrics
 
 
 def evaluate(
@@ -571,8 +556,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

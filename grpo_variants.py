@@ -36,7 +36,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -381,7 +381,7 @@ def main(args: Args) -> Path:
     run_dir = open_run(args)
     if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
+    next_prompts = train_prompts.shuffled(args.seed, skip=state["prompts_read"])
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
@@ -519,15 +519,6 @@ def main(args: Args) -> Path:
     return run_dir
 
 
-def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=rng)
-        yield from (rows[i] for i in order[skip:])
-        skip = max(skip - len(rows), 0)
-
-
 def roll_out(
     args: Args, sample: Callable, reward_fns: dict, prompts: Iterator, rng: Generator
 ) -> tuple[Sequences, Tensor, Tensor, int]:
@@ -581,7 +572,7 @@ def rollout_metrics(
     metrics = {name: total / num_tokens for name, total in sums.items()}  # per token
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums["objective/kl"] / num_completions
-    return metrics | {
+    metrics |= {
         "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
         "policy/grad_norm": np.mean(grad_norms),  # per step
         "reward/mean": rewards.mean().item(),  # per completion
@@ -589,6 +580,7 @@ def rollout_metrics(
         "reward/frac_reward_zero_std": 1 - teach.float().mean().item(),
         "prompts/with_signal": teach.sum().item(),
     }
+    return metrics
 
 
 def evaluate(
@@ -760,8 +752,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

@@ -477,8 +477,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

@@ -43,7 +43,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -328,7 +328,7 @@ def main(args: Args) -> Path:
     run_dir = open_run(args)
     if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
+    next_prompts = train_prompts.shuffled(args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out, from the policy as it is now. Random numbers depend on the seed and the step
@@ -467,15 +467,6 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
-
-
-def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=rng)
-        yield from (rows[i] for i in order[skip:])
-        skip = max(skip - len(rows), 0)
 
 
 def rollout_metrics(
@@ -733,8 +724,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

@@ -5,7 +5,7 @@ import warnings
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
@@ -73,6 +74,14 @@ class EncodedRows(Sequence):
             return [self[i] for i in range(len(self))[index]]
         number, ids = self.encoded[index]
         return self.to_item(self.rows[number], *map(list, ids))
+
+    def shuffled(self, seed: int, skip: int) -> Iterator:
+        """The items, endlessly, each time in another random order, but for the first `skip`."""
+        rng = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(self), generator=rng)
+            yield from (self[i] for i in order[skip:])
+            skip = max(skip - len(self), 0)
 
     def checksum(self, *models: str | None) -> int:
         """CRC-32 of all rows and columns, and of the weights in folders of models, by which
