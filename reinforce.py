@@ -11,8 +11,7 @@ b is the mean reward of the other G - 1. By default the reward is a rule: the la
 completion is its answer, and gets 1 if it is right, else 0. Deviations from RLOO:
 
 1. There is no KL to a reference: grpo.py has it in the loss, ppo_rlhf.py in the reward.
-2. The reward is a rule, and prompts are drawn with replacement.
-3. AdamW's learning rate falls to 0.
+2. The reward is a rule, prompts are drawn with replacement, AdamW's learning rate falls to 0.
 
 A healthy run: `reward/mean` and `eval/reward` rise.
 
@@ -190,14 +189,13 @@ def main(args: Args) -> Path:
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. The output
-        # of a model at position t predicts token t + 1, so a completion's tokens are read from one
-        # position earlier:
+        # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. A model's
+        # output at position t predicts token t + 1, so y is read from one position earlier:
         #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (b, T)
         if args.anneal_lr:
             remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        policy_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
+        policy_logprobs = torch.zeros_like(sampler_logprobs)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
@@ -209,9 +207,7 @@ def main(args: Args) -> Path:
         optimizer.zero_grad()
 
         # 4. Log, evaluate, save.
-        all_reduce_sum(policy_logprobs)  # each rank has those of its own rows
-        metrics = sampling_metrics(policy_logprobs, sampler_logprobs, mask)  # per token
-        metrics |= {
+        metrics = sampling_metrics(all_reduce_sum(policy_logprobs), sampler_logprobs, mask) | {
             "reward/mean": rewards.mean().item(),  # per completion
             "reward/std": rewards.std(correction=0).item(),
             "policy/grad_norm": grad_norm,  # per step
