@@ -290,7 +290,7 @@ def variant_loss(
     Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
     the mask (b, T) is false; without those under pi_ref there is no KL. Advantages are (b,). The
     other losses: CISPO (arXiv 2506.13585), SAPO (2511.20347), DPPO (2602.04879, binary TV), and
-    prime-rl's IPO, which is not the IPO of dpo.py.
+    prime-rl's IPO, which takes pi_sampler for pi_old and is not the IPO of dpo.py.
     """
     advantages = advantages[:, None]
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()

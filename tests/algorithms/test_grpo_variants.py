@@ -145,7 +145,7 @@ def test_groups_that_teach_have_advantages():
 # --- one ratio for a completion: GSPO, LUSPO -----------------------------------------------------
 @pytest.mark.parametrize("norm", ["sequence", "constant"])
 def test_the_ratio_of_a_completion_equals_plain_loops(norm):
-    """GSPO: -(1/G) sum_i min(s_i A_i, clip(s_i) A_i). LUSPO: terms times |o_i|, here over 10."""
+    """GSPO: -(1/G) sum_i min(s_i A_i, clip(s_i) A_i). LUSPO: terms times |y_i|, here over 10."""
     torch.manual_seed(2)
     lengths = [5, 1, 3, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
