@@ -55,7 +55,8 @@ from common.logprobs import head_logits, map_logits, micro_batches, output_head,
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
 from runtime.model import load_model, shard
-from runtime.processes import RANK, WORLD_SIZE, all_gather, join_processes, leave_processes
+from runtime.processes import RANK, WORLD_SIZE, join_processes, leave_processes
+from runtime.processes import from_rank_0
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
@@ -201,16 +202,16 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": checksum(train_prompts, args.model, args.teacher)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: a completion per prompt, from the student as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds]
         sequences, teacher_sequences, sampler_logprobs = sample(prompts, rng)  # B of each
@@ -223,12 +224,15 @@ def main(args: Args) -> Path:
         advantages = discounted_sums(rewards, args.discount)  # (B, T)
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.total_rollouts)
+        remaining = 1 - (step - 1) / args.total_rollouts
+        optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
         for inds in batches:
             if args.divergence == "sampled":
                 logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-                loss = distillation_loss(logprobs, advantages[inds], num_completions=len(sequences))
+                device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                loss = distillation_loss(
+                    logprobs, advantages[device_inds], num_completions=len(sequences)
+                )
             else:
                 with adapters_off(policy):
                     states, head = states_and_head(teacher, teacher_sequences, inds)
@@ -251,18 +255,18 @@ def main(args: Args) -> Path:
             "completions/truncated_fraction": np.mean(truncated),
         }
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = {"reward": completion_rewards, "advantage": advantages}
             columns |= {"log_ratio": -rewards, "truncated": torch.tensor(truncated)}
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, sample, policy, teacher, tokenizer, eval_prompts)
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         progress.set_postfix({"objective/kl": metrics["objective/kl"]})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
@@ -274,19 +278,19 @@ def sample_for_both(
     """Completions after the student's prompts, the same after the teacher's, and the log-probs
     (B, T) with which their tokens were sampled.
     """
-    prompt_ids = [list(prompt.ids) for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
+    sequences, sampler_logprobs = generate(
         policy,
-        prompt_ids,
+        [prompt.ids for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         temperature=1.0,
         stop_ids=stop_ids,
         rng=rng,
         batch_size=args.generation_batch_size,
     )
-    sequences = list(zip(prompt_ids, completion_ids, strict=True))
-    teacher_ids = [list(prompt.teacher_ids) for prompt in prompts]
-    return sequences, list(zip(teacher_ids, completion_ids, strict=True)), sampler_logprobs
+    teacher_sequences = [
+        (list(prompt.teacher_ids), ids) for prompt, (_, ids) in zip(prompts, sequences, strict=True)
+    ]
+    return sequences, teacher_sequences, sampler_logprobs
 
 
 @torch.no_grad()
@@ -393,8 +397,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -441,8 +445,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

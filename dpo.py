@@ -67,7 +67,8 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
+from runtime.processes import RANK, join_processes, leave_processes, sums_over_ranks
+from runtime.processes import from_rank_0
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
@@ -235,35 +236,35 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": checksum(train_pairs, args.model, args.reference)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate_policy()
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step; each rejected completion follows its chosen one.
         start_time = time.perf_counter()
-        pairs = [train_pairs[i] for i in batches[step]]
+        pairs = [train_pairs[i] for i in batches[step - 1]]
         sequences, lengths = to_sequences(pairs, device)  # 2B of them; (B, 2)
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         sums = defaultdict(float)
         for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
             # The reference first: later, its memory would come on top of the activations.
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
             logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+            losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
             loss = losses.sum() / len(pairs)
             loss.backward()
             for name, values in pair_metrics.items():
@@ -278,18 +279,18 @@ def main(args: Args) -> Path:
         metrics |= {
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_pairs)),
+            "time/epoch": min(args.epochs, step * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
         samples = []
-        is_last = step + 1 == total_steps
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == total_steps
+        if is_last or step % args.eval_every == 0:
             eval_metrics, samples = evaluate_policy()
             metrics |= eval_metrics
-        log(args, run_dir, step + 1, metrics, samples)
+        log(args, run_dir, step, metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
@@ -372,29 +373,26 @@ def evaluate(
         logprobs = pair_logprobs(policy, sequences, inds)
         with adapters_off(policy):
             ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-        inds = inds.to(policy.device, non_blocking=True)
-        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[inds])
+        device_inds = inds.to(policy.device, non_blocking=True)
+        _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
         for name, values in pair_metrics.items():
             sums[name] += values.double().sum()
     means = {name: total / len(pairs) for name, total in sums_over_ranks(sums).items()}
     prompts = [pair.prompt for pair in pairs]
-    prompt_ids = [list(prompt.ids) for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
+    sequences, sampler_logprobs = generate(
         policy,
-        prompt_ids,
+        [prompt.ids for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    sequences = list(zip(prompt_ids, completion_ids, strict=True))
     metrics = {
         "eval/loss": means["objective/loss"],
         "eval/pair_accuracy": means["reward/accuracy"],
         "eval/margin": means["reward/margin"],
-        "eval/length_mean": np.mean([len(ids) for ids in completion_ids]),
+        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
     }
     if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
         size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
@@ -405,7 +403,8 @@ def evaluate(
             ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
         metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
     samples = []
-    for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
+    for prompt, (_, ids) in zip(prompts, sequences, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
         samples.append({"prompt": prompt.text, "completion": text, "length": len(ids)})
     if reward_fn is not None:
         rewards = reward_fn(prompts, sequences).tolist()
@@ -438,7 +437,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -504,8 +503,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -552,8 +551,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

@@ -1,17 +1,22 @@
 r"""Group Relative Policy Optimization (GRPO): reinforcement learning without a critic.
 
-For each prompt q sample a group of G completions o_1..o_G from the policy, reward each, and let the
+For each prompt x sample a group of G completions y_1..y_G from the policy, reward each, and let the
 group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equation 3)
 
-    J(theta) = E[ (1/G) sum_i (1/|o_i|) sum_t
+    J(theta) = E[ (1/G) sum_i (1/|y_i|) sum_t
                   { min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it } ],
-    rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t),
-    A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of o_i,
+    rho_it = pi_theta(y_it | x, y_i<t) / pi_old(y_it | x, y_i<t),
+    A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of y_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-pi_old is the policy before the update. Deviations from the paper: outcome rewards only; a fixed
-reference; std divides by G - 1, plus 1e-4; by default four optimiser steps per rollout, and a
-learning rate that falls to 0. DAPO, GSPO and others are flags of grpo_variants.py: docs/recipes.md.
+where pi_old is the policy before the update. By default the reward r_i is a rule: the last number
+of the completion is its answer, and gets 1 if it is right, else 0. Deviations from the paper:
+
+1. Rewards are for whole completions alone, and the reference is fixed.
+2. The standard deviation divides by G - 1, and 1e-4 is added to it.
+3. By default a rollout has four optimiser steps, not one, and the learning rate falls to 0.
+
+DAPO, GSPO and others are flags of grpo_variants.py: docs/recipes.md.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -30,8 +35,7 @@ import sys
 import time
 import warnings
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -59,9 +63,10 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import from_rank_0
 from runtime.processes import sums_over_ranks
-from runtime.rows import checksum, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -158,27 +163,28 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
     return advantages.view(-1).float()
 
 
-def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
+def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """q/p - log(q/p) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4, for p = pi and
+    q = pi_ref).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. But as
-    a loss its expected gradient is that of the other direction, KL(pi_ref || pi).
+    On tokens sampled from p it is an unbiased estimate of KL(p || q), never negative. But as a loss
+    of p its expected gradient is that of the other direction, KL(q || p).
     """
-    log_ratio = ref_logprobs - logprobs
+    log_ratio = log_q - log_p
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (b, T) with which sum(weights * x) is a mean over completions and their tokens.
+    """Weights (B, T) with which sum(weights * x) is a mean over completions and their tokens.
 
-    The mask (b, T) is true at the sampled tokens of a micro-batch. Lengths (n,) are the |o_i| of
-    its whole optimiser step: n, not G or b, divides, so that micro-batches and ranks add up.
+    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of one
+    optimiser step: n, not B or G, divides, so that its micro-batches and ranks add up.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum().item()
-    return mask / (len(lengths) * max_new_tokens)  # a constant for |o_i| (Dr. GRPO)
+    return mask / (len(lengths) * max_new_tokens)  # a constant for |y_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -202,7 +208,7 @@ def grpo_loss(
     # No gradient once the ratio has passed the bound on the side that A favours (PPO, equation 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     sums = {
-        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs.detach()).sum(),  # KL(pi_old || pi)
         "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
     }
@@ -234,11 +240,14 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+    if args.beta == 0:
+        ref_model = None
+    elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
@@ -246,172 +255,154 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     training = {"policy": (policy, optimizer)}
     models = (args.model, args.reference, args.reward_model)
     state = {"step": 0, "data": checksum(train_prompts, *models)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    else:  # before there is a folder: a run that fails here leaves none
+        metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
-        # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
+        # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by pi_old, which is
+        # the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B, groups adjacent
-        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
-        terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
-        rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
-        lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
+        prompt_ids = [prompt.ids for prompt in prompts]
+        sequences, sampler_logprobs = sample(prompt_ids, temperature=args.temperature, rng=rng)
+        lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
+        ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        rewards_by_name = {f"rewards/{k}": fn(prompts, sequences) for k, fn in reward_fns.items()}
+        rewards = torch.tensor(args.reward_weights) @ torch.stack([*rewards_by_name.values()])
         rollout_end = time.perf_counter()
 
-        # 2. Advantages: rewards against the group's mean, the same for each token of a completion.
+        # 2. Advantages: rewards (B,) against the group's mean, the same for each token of y.
         advantages = group_advantages(rewards, args.group_size, args.scale_rewards).to(device)
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs under pi_old and pi_ref, fixed during the update. The sampler's are rounded
-        # differently; these, in the micro-batches of the first pass, let ratios begin at exactly 1.
-        # With a single optimiser step pi_old is pi_theta, whose log-probs the update has anyway.
-        minibatches = []  # index tensors, one for each optimiser step
+        # 3. Log-probs before the update, under pi_old and pi_ref. They are computed exactly as step
+        # 4 computes them, so that the first ratio is 1; the sampler's are rounded differently. With
+        # a single optimiser step, step 4's own serve as pi_old's. The output of a model at position
+        # t predicts token t + 1, so a completion's tokens are read from one position earlier:
+        #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (B, T)
+        split = partial(micro_batches, sequences, size=args.micro_batch_size)
+        minibatches, first_pass = [], []  # index tensors
         for _ in range(args.update_epochs):
             order = torch.randperm(len(sequences), generator=rng)  # it may split groups
             minibatches += order.tensor_split(args.num_minibatches)
-        first_pass = []
         for minibatch in minibatches[: args.num_minibatches]:
-            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
+            first_pass += split(minibatch)
         old_logprobs = ref_logprobs = None
         if len(minibatches) > 1:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with adapters_off(policy):  # under LoRA the reference is the policy without them
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
         if args.anneal_lr:
-            remaining = (args.total_rollouts - step) / args.total_rollouts
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        sums, grad_norms = defaultdict(float), []
+        all_sums, grad_norms = [], []  # of each micro-batch, of each optimiser step
         for minibatch in minibatches:
-            for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
+            weights = token_weights(mask, lengths[minibatch], args.loss_norm, args.max_new_tokens)
+            for inds in split(minibatch):
                 logprobs, entropy = completion_logprobs(
                     policy, sequences, inds, args.temperature, entropy=True
                 )  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-                old = logprobs.detach() if old_logprobs is None else old_logprobs[inds]
-                ref = None if ref_logprobs is None else ref_logprobs[inds]
-                losses, loss_sums = grpo_loss(
+                device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                old = logprobs.detach() if old_logprobs is None else old_logprobs[device_inds]
+                ref = None if ref_logprobs is None else ref_logprobs[device_inds]
+                losses, sums = grpo_loss(
                     logprobs,
                     old,
                     ref,
-                    advantages[inds],
+                    advantages[device_inds],
                     clip_low=args.clip_coef,
                     clip_high=args.clip_coef_high,
                     beta=args.beta,
                 )  # (b, T)
-                weights = token_weights(
-                    mask[inds], lengths[minibatch], args.loss_norm, args.max_new_tokens
-                )
-                loss = (weights * losses).sum()
+                loss = (weights[device_inds] * losses).sum()
                 loss.backward()  # adds to the gradient, which `shard` sums over ranks
-                loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
-                loss_sums["policy/sampling_kl"] = k3_kl(sampler_logprobs[inds], old).sum()
-                for name, value in loss_sums.items():
-                    sums[name] += value.detach().double()
+                sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.sum()}
+                sums["policy/sampling_kl"] = k3_kl(sampler_logprobs[device_inds], old).sum()
+                all_sums.append(sums)
             grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
             optimizer.step()
             optimizer.zero_grad()
 
         # 5. Log, evaluate, save.
-        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
-        metrics = rollout_metrics(args, rewards, lengths, ended, sums, grad_norms)
-        metrics |= {name: values.mean().item() for name, values in terms.items()}
+        metrics = rollout_metrics(args, rewards, lengths, ended, all_sums, grad_norms)
+        metrics |= {name: values.mean().item() for name, values in rewards_by_name.items()}
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
-            columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_model is not None:
-                pi_old = sampler_logprobs if old_logprobs is None else old_logprobs
-                columns["log_ratio"] = pi_old - ref_logprobs
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
+            columns = rewards_by_name | {"reward": rewards, "advantage": advantages}
+            columns["truncated"] = ~ended
+            if ref_logprobs is not None:  # of pi_old, by the sampler's log-probs
+                columns["log_ratio"] = sampler_logprobs - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
+            evals, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
 
 
-def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=rng)
-        yield from (rows[i] for i in order[skip:])
-        skip = max(skip - len(rows), 0)
-
-
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [list(prompt.ids) for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
-
-
 def rollout_metrics(
-    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: list
+    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, all_sums: list, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's completions, its optimiser steps, or the tokens of all passes."""
+    """Means over the tokens, the completions, or the optimiser steps of a rollout."""
+    sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
     sums = sums_over_ranks(sums)
     num_tokens = lengths.sum().item() * args.update_epochs
-    metrics = {name: total / num_tokens for name, total in sums.items()}
+    metrics = {name: total / num_tokens for name, total in sums.items()}  # per token
     check_sampling_kl(metrics["policy/sampling_kl"])
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums["objective/kl"] / (len(rewards) * args.update_epochs)
     groups = rewards.view(-1, args.group_size)
     metrics |= {
-        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
-        "policy/grad_norm": np.mean(grad_norms),
-        "reward/mean": rewards.mean().item(),
-        "reward/group_std": groups.std(dim=1).mean().item(),
+        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
+        "policy/grad_norm": np.mean(grad_norms),  # per step
+        "reward/mean": rewards.mean().item(),  # per completion
+        "reward/group_std": groups.std(dim=1).mean().item(),  # per group
         "reward/frac_reward_zero_std": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
-        "completions/length_mean": lengths.float().mean().item(),
+        "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
         "completions/truncated_fraction": 1 - ended.float().mean().item(),
     }
     return metrics
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    sequences, _ = sample([x.ids for x in prompts], temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
@@ -450,7 +441,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -470,8 +461,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
-        inds = inds.to(model.device, non_blocking=True)
-        scores[inds] = model.score(last.float()).squeeze(1)
+        device_inds = inds.to(model.device, non_blocking=True)
+        scores[device_inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -515,8 +506,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -563,8 +554,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

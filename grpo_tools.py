@@ -3,7 +3,7 @@ r"""GRPO over several turns: a policy that calls tools, and learns when to.
 A completion is a conversation with an environment. The policy samples until it ends a call or a
 turn; the environment replies, or says that the completion is over; the policy goes on after the
 reply. The reward is for the whole completion. All else is GRPO (arXiv 2402.03300, equation 3) over
-S_i, the tokens of o_i that the policy has sampled:
+S_i, the tokens of y_i that the policy has sampled:
 
     J(theta) = E[ (1/G) sum_i (1/|S_i|) sum_{t in S_i}
                   { min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it } ],
@@ -25,7 +25,6 @@ import re
 import sys
 import warnings
 from array import array
-from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
@@ -53,7 +52,8 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_gather, join_processes, leave_processes, sums_over_ranks
+from runtime.processes import RANK, join_processes, leave_processes, sums_over_ranks
+from runtime.processes import from_rank_0
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
@@ -140,27 +140,28 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
     return advantages.view(-1).float()
 
 
-def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
+def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """q/p - log(q/p) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4, for p = pi and
+    q = pi_ref).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. But as
-    a loss its expected gradient is that of the other direction, KL(pi_ref || pi).
+    On tokens sampled from p it is an unbiased estimate of KL(p || q), never negative. But as a loss
+    of p its expected gradient is that of the other direction, KL(q || p).
     """
-    log_ratio = ref_logprobs - logprobs
+    log_ratio = log_q - log_p
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (b, T) with which sum(weights * x) is a mean over completions and their tokens.
+    """Weights (B, T) with which sum(weights * x) is a mean over completions and their tokens.
 
-    The mask (b, T) is true at the sampled tokens of a micro-batch. Lengths (n,) are the |o_i| of
-    its whole optimiser step: n, not G or b, divides, so that micro-batches and ranks add up.
+    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of one
+    optimiser step: n, not B or G, divides, so that its micro-batches and ranks add up.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum().item()
-    return mask / (len(lengths) * max_new_tokens)  # a constant for |o_i| (Dr. GRPO)
+    return mask / (len(lengths) * max_new_tokens)  # a constant for |y_i| (Dr. GRPO)
 
 
 def grpo_loss(
@@ -184,7 +185,7 @@ def grpo_loss(
     # No gradient once the ratio has passed the bound on the side that A favours (PPO, equation 7).
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     sums = {
-        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs.detach()).sum(),  # KL(pi_old || pi)
         "policy/clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
     }
@@ -224,10 +225,13 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and args.lora_rank == 0:
+    if args.beta == 0:
+        ref_model = None
+    elif args.lora_rank == 0:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -236,16 +240,16 @@ def main(args: Args) -> Path:
     state = {"step": 0, "data": checksum(train_prompts, args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
-        # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by pi_old, which is
+        # the policy now. Random numbers depend on seed and step alone: resume is exact.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs, mask, called, ended = sample(prompts, rng)
@@ -255,86 +259,85 @@ def main(args: Args) -> Path:
         lengths = mask.sum(dim=1)  # |S_i|, (B,)
         mask = mask.to(device)
 
-        # 2. Advantages: rewards against the group's mean, the same for each token of a completion.
-        advantages = group_advantages(rewards, args.group_size).to(device)  # (B,)
+        # 2. Advantages: rewards (B,) against the group's mean, the same for each token of y.
+        advantages = group_advantages(rewards, args.group_size).to(device)
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs under pi_old and pi_ref, fixed during the update. The sampler's are rounded
-        # differently; these, in the micro-batches of the update, let ratios begin at exactly 1.
+        # 3. Log-probs before the update, under pi_old and pi_ref. They are computed exactly as step
+        # 4 computes them, so that the first ratio is 1; the sampler's are rounded differently.
+        split = partial(micro_batches, sequences, size=args.micro_batch_size)
         minibatches = torch.randperm(len(prompts), generator=rng).tensor_split(args.num_minibatches)
         first_pass = []
         for minibatch in minibatches:
-            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
+            first_pass += split(minibatch)
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, temperature=1.0)  # (B, T)
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with adapters_off(policy):  # under LoRA the reference is the policy without them
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
         if args.anneal_lr:
-            remaining = (args.total_rollouts - step) / args.total_rollouts
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        sums, grad_norms = defaultdict(float), []
+        all_sums, grad_norms = [], []  # of each micro-batch, of each optimiser step
         for minibatch in minibatches:
-            for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
+            weights = token_weights(mask, lengths[minibatch], "sequence", args.max_new_tokens)
+            for inds in split(minibatch):
                 logprobs, entropy = completion_logprobs(policy, sequences, inds, entropy=True)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-                logprobs = logprobs.masked_fill(~mask[inds], 0.0)
-                entropy = entropy.masked_fill(~mask[inds], 0.0)
-                ref = None if ref_logprobs is None else ref_logprobs[inds]
-                losses, loss_sums = grpo_loss(
+                device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                logprobs = logprobs.masked_fill(~mask[device_inds], 0.0)
+                entropy = entropy.masked_fill(~mask[device_inds], 0.0)
+                ref = None if ref_logprobs is None else ref_logprobs[device_inds]
+                losses, sums = grpo_loss(
                     logprobs,
-                    old_logprobs[inds],
+                    old_logprobs[device_inds],
                     ref,
-                    advantages[inds],
+                    advantages[device_inds],
                     clip_low=args.clip_coef,
                     clip_high=args.clip_coef,
                     beta=args.beta,
                 )  # (b, T)
-                weights = token_weights(
-                    mask[inds], lengths[minibatch], "sequence", args.max_new_tokens
-                )
-                loss = (weights * losses).sum()
+                loss = (weights[device_inds] * losses).sum()
                 loss.backward()  # adds to the gradient, which `shard` sums over ranks
-                loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
-                for name, value in loss_sums.items():
-                    sums[name] += value.detach().double()
+                sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.sum()}
+                all_sums.append(sums)
             grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
             optimizer.step()
             optimizer.zero_grad()
 
         # 5. Log, evaluate, save.
+        sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
         sums = sums_over_ranks(sums)
-        metrics = {name: total / lengths.sum().item() for name, total in sums.items()}
+        metrics = {name: total / lengths.sum().item() for name, total in sums.items()}  # per token
         metrics |= {
-            "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
-            "policy/grad_norm": np.mean(grad_norms),
-            "reward/mean": rewards.mean().item(),
+            "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
+            "policy/grad_norm": np.mean(grad_norms),  # per step
+            "reward/mean": rewards.mean().item(),  # per completion
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
         }
         means = turn_metrics(sequences, lengths, called)
         metrics |= {f"completions/{name}": x for name, x in means.items()}
         metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
         columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended, "sampled": mask}
-        if ref_model is not None:
+        if ref_logprobs is not None:
             columns["log_ratio"] = old_logprobs - ref_logprobs
             metrics["objective/kl"] = sums["objective/kl"] / len(prompts)  # nats per completion
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/called_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)  # the token that ends a call ends no text
     return run_dir
@@ -367,7 +370,7 @@ def sample_turns(
             rng=rng,
             batch_size=args.generation_batch_size,
         )
-        for i, start, ids, values in zip(running, starts, turns, turn_logprobs, strict=True):
+        for i, start, (_, ids), values in zip(running, starts, turns, turn_logprobs, strict=True):
             completions[i] += ids[: args.max_new_tokens - start]
             end = len(completions[i])
             is_sampled[i, start:end] = True
@@ -438,7 +441,7 @@ def ask(function: Callable, tokenizer: Any, prompts: list, completions: list) ->
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             name = f"{getattr(function, '__name__', function)} of {function.__module__}"
             raise RuntimeError(f"environment {name}: {type(error).__name__}: {error}") from error
-    return all_gather(replies)  # rank 0's, on all
+    return from_rank_0(replies)
 
 
 def encode_reply(tokenizer: Any, reply: str | dict | list, last_id: int) -> list[int]:
@@ -523,7 +526,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -566,8 +569,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -614,8 +617,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

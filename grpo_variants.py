@@ -10,7 +10,8 @@ J(theta), rho_it, A_i and KL_it are those of grpo.py. What a flag changes, and w
     --multi-objective-aggregation normalize_then_sum    the advantages of each reward: GDPO
     --importance-sampling-level sequence    one ratio for a whole completion: GSPO, LUSPO
     --loss                     cispo: the clipped ratio is a constant weight; sapo: a smooth gate;
-                               dppo: a limit on pi - pi_old; ipo: the same for any sign of A
+                               dppo: a limit on pi - pi_old; ipo: the same for any sign of A,
+                               with pi_sampler's log-probs as pi_old's
     --kl-placement             unbiased: rho_it KL_it (DeepSeek-V3.2);
                                reward: the KL is subtracted from the reward, as in PPO
     --importance-cap C         if another policy samples, pi_sampler, a token's loss is weighted
@@ -36,8 +37,7 @@ import sys
 import time
 import warnings
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -67,9 +67,10 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import from_rank_0
 from runtime.processes import sums_over_ranks
-from runtime.rows import checksum, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -119,7 +120,7 @@ class Args:
     kl_placement: Literal["loss", "unbiased", "reward"] = "loss"
     # clip: no gradient where the ratio is clipped (PPO); cispo: it is a constant weight (CISPO);
     # sapo: a smooth gate, without a clip (SAPO); dppo: limits of pi - pi_old, usually 0.15 (DPPO)
-    # ipo: the same limits, usually 0.3, whatever the sign of the advantage (prime-rl's IPO)
+    # ipo: the same limits, usually 0.3, of pi - pi_sampler, for any sign of A (prime-rl's IPO)
     loss: Literal["clip", "cispo", "sapo", "dppo", "ipo"] = "clip"
     # eps_low: no gradient below 1 - eps_low where the advantage is negative (GSPO: 3e-4)
     clip_coef: PositiveFloat = 0.2
@@ -161,6 +162,8 @@ class Args:
             raise ValueError("--loss-norm: sequence ratios need sequence, or constant at --beta 0")
         if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: there are not as many completions")
+        if self.loss == "ipo" and self.importance_cap > 0:
+            raise ValueError("--importance-cap: the ratio of --loss ipo is to the sampler already")
         if self.overlong_buffer > self.max_new_tokens:  # even one token would be penalised
             raise ValueError("--overlong-buffer: more than --max-new-tokens")
         is_gdpo = self.multi_objective_aggregation == "normalize_then_sum"
@@ -236,32 +239,33 @@ def length_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
     return (1 - (max_new_tokens - lengths) / buffer).clamp(min=0)
 
 
-def k3_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """pi_ref/pi - log(pi_ref/pi) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4).
+def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """q/p - log(q/p) - 1 at each token (Schulman 2020; DeepSeekMath, equation 4, for p = pi and
+    q = pi_ref).
 
-    On tokens sampled from pi it is an unbiased estimate of KL(pi || pi_ref), never negative. But as
-    a loss its expected gradient is that of the other direction, KL(pi_ref || pi).
+    On tokens sampled from p it is an unbiased estimate of KL(p || q), never negative. But as a loss
+    of p its expected gradient is that of the other direction, KL(q || p).
     """
-    log_ratio = ref_logprobs - logprobs
+    log_ratio = log_q - log_p
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (b, T) with which sum(weights * x) is a mean over completions and their tokens.
+    """Weights (B, T) with which sum(weights * x) is a mean over completions and their tokens.
 
-    The mask (b, T) is true at the sampled tokens of a micro-batch. Lengths (n,) are the |o_i| of
-    its whole optimiser step: n, not G or b, divides, so that micro-batches and ranks add up.
+    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of one
+    optimiser step: n, not B or G, divides, so that its micro-batches and ranks add up.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
     if loss_norm == "token":  # the mean over all tokens (DAPO)
         return mask / lengths.sum().item()
-    return mask / (len(lengths) * max_new_tokens)  # a constant for |o_i| (Dr. GRPO)
+    return mask / (len(lengths) * max_new_tokens)  # a constant for |y_i| (Dr. GRPO)
 
 
 def policy_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
     """log rho_it (B, T), 0 where the mask (B, T) is false; at level `sequence` log s_i at each t,
-    with s_i = (prod_t rho_it)^(1/|o_i|) (GSPO, arXiv 2507.18071, equation 7).
+    with s_i = (prod_t rho_it)^(1/|y_i|) (GSPO, arXiv 2507.18071, equation 7).
     """
     log_ratios = logprobs - old_logprobs
     if level == "token":
@@ -289,7 +293,7 @@ def variant_loss(
     Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats, 0 where
     the mask (b, T) is false; without those under pi_ref there is no KL. Advantages are (b,). The
     other losses: CISPO (arXiv 2506.13585), SAPO (2511.20347), DPPO (2602.04879, binary TV), and
-    prime-rl's IPO, which is not the IPO of dpo.py.
+    prime-rl's IPO, which takes pi_sampler for pi_old and is not the IPO of dpo.py.
     """
     advantages = advantages[:, None]
     ratio = policy_log_ratios(logprobs, old_logprobs, mask, level).exp()
@@ -312,7 +316,7 @@ def variant_loss(
     if loss_type != "cispo":  # on one side, which the advantage chooses; CISPO clips on both
         is_low, is_high = is_low & (advantages < 0), is_high & (advantages > 0)
     sums = {
-        "policy/approx_kl": k3_kl(old_logprobs, logprobs).sum(),  # KL(pi_old || pi_theta)
+        "policy/approx_kl": k3_kl(old_logprobs, logprobs.detach()).sum(),  # KL(pi_old || pi)
         "policy/clip_fraction_low": is_low.sum(),
         "policy/clip_fraction_high": is_high.sum(),
     }
@@ -345,11 +349,14 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+    if args.beta == 0:
+        ref_model = None
+    elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
@@ -357,8 +364,15 @@ def main(args: Args) -> Path:
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
@@ -366,48 +380,48 @@ def main(args: Args) -> Path:
     state = {"step": 0, "prompts_read": 0, "data": checksum(train_prompts, *models)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    else:  # before there is a folder: a run that fails here leaves none
+        metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
     reward_weights = torch.tensor(args.reward_weights)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out and score: B sequences (prompt ids, completion ids), G per prompt, by pi_old,
-        # which is the policy now. Random numbers depend on seed and step alone: resume is exact.
+        # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by pi_old, which is
+        # the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
-            args, policy, stop_ids, reward_fns, next_prompts, rng
+            args, sample, reward_fns, next_prompts, rng
         )
         state["prompts_read"] += num_prompts
-        terms = {f"rewards/{name}": all_rewards[k] for k, name in enumerate(reward_fns)}
+        rewards_by_name = {f"rewards/{k}": x for k, x in zip(reward_fns, all_rewards, strict=True)}
         rewards = reward_weights @ all_rewards  # (B,), of rewards (K, B)
-        lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
-        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
+        lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
+        ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
         is_trained = ended if args.mask_truncated else torch.ones_like(ended)  # (B,)
         mask = (torch.arange(lengths.max()) < (lengths * is_trained)[:, None]).to(device)  # (B, T)
         rollout_end = time.perf_counter()
 
-        # 2. Log-probs under pi_old and pi_ref, fixed during the update. The sampler's are rounded
-        # differently; these, in the micro-batches of the first pass, let ratios begin at 1.
-        # With a single optimiser step pi_old is pi_theta, whose log-probs the update has anyway.
-        minibatches = []  # index tensors, one for each optimiser step
+        # 2. Log-probs before the update, under pi_old and pi_ref. They are computed exactly as step
+        # 4 computes them, so that the first ratio is 1; the sampler's are rounded differently. With
+        # a single optimiser step, step 4's own serve as pi_old's.
+        split = partial(micro_batches, sequences, size=args.micro_batch_size)
+        minibatches, first_pass = [], []  # index tensors
         for _ in range(args.update_epochs):
             order = torch.randperm(len(sequences), generator=rng)  # it may split groups
             minibatches += order.tensor_split(args.num_minibatches)
-        first_pass = []
         for minibatch in minibatches[: args.num_minibatches]:
-            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
+            first_pass += split(minibatch)
         old_logprobs, ref_logprobs = torch.zeros_like(sampler_logprobs), None
         needs_old_pass = len(minibatches) > 1 or kl_in_reward
         if needs_old_pass:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with adapters_off(policy):  # under LoRA the reference is the policy without them
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
@@ -426,11 +440,12 @@ def main(args: Args) -> Path:
         advantages = advantages.to(device)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
-        sums, grad_norms = defaultdict(float), []
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        all_sums, grad_norms = [], []  # of each micro-batch, of each optimiser step
         for minibatch in minibatches:
             minibatch = minibatch[is_trained[minibatch]]
-            for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
+            weights = token_weights(mask, lengths[minibatch], args.loss_norm, args.max_new_tokens)
+            for inds in split(minibatch):
                 logprobs, entropy = completion_logprobs(
                     policy,
                     sequences,
@@ -439,17 +454,17 @@ def main(args: Args) -> Path:
                     entropy=True,
                     entropy_gradient=args.ent_coef > 0,
                 )  # (b, T)
-                inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
+                device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
                 if not needs_old_pass:
-                    old_logprobs[inds] = logprobs.detach()
-                old = old_logprobs[inds]
-                ref = None if ref_logprobs is None else ref_logprobs[inds]
-                losses, loss_sums = variant_loss(
+                    old_logprobs[device_inds] = logprobs.detach()
+                old = old_logprobs[device_inds]
+                ref = None if ref_logprobs is None else ref_logprobs[device_inds]
+                losses, sums = variant_loss(
                     logprobs,
-                    old,
+                    sampler_logprobs[device_inds] if args.loss == "ipo" else old,
                     None if kl_in_reward else ref,
-                    advantages[inds],
-                    mask[inds],
+                    advantages[device_inds],
+                    mask[device_inds],
                     clip_low=args.clip_coef,
                     clip_high=args.clip_coef_high,
                     beta=args.beta,
@@ -457,21 +472,18 @@ def main(args: Args) -> Path:
                     loss_type=args.loss,
                     unbiased_kl=args.kl_placement == "unbiased",
                 )  # (b, T)
-                weights = token_weights(
-                    mask[inds], lengths[minibatch], args.loss_norm, args.max_new_tokens
-                )
+                micro_weights = weights[device_inds]  # (b, T)
                 if args.importance_cap > 0:
-                    sampler_ratio = (old - sampler_logprobs[inds]).exp()
-                    weights *= sampler_ratio.clamp(max=args.importance_cap)
-                loss = (weights * losses).sum()
+                    sampler_ratio = (old - sampler_logprobs[device_inds]).exp()
+                    micro_weights *= sampler_ratio.clamp(max=args.importance_cap)
+                loss = (micro_weights * losses).sum()
                 if args.ent_coef > 0:
-                    loss = loss - args.ent_coef * (weights * entropy).sum()
+                    loss = loss - args.ent_coef * (micro_weights * entropy).sum()
                 loss.backward()  # adds to the gradient, which `shard` sums over ranks
-                loss_sums |= {"objective/loss": loss, "policy/entropy": entropy.sum()}
+                sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.detach().sum()}
                 if ref is not None:
-                    loss_sums["objective/kl"] = (old - ref).sum()  # k1, KL(pi_old || pi_ref)
-                for name, value in loss_sums.items():
-                    sums[name] += value.detach().double()
+                    sums["objective/kl"] = (old - ref).sum()  # k1, KL(pi_old || pi_ref)
+                all_sums.append(sums)
             grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
             if len(minibatch) > 0:  # else AdamW would move by its momentum
                 optimizer.step()
@@ -479,8 +491,8 @@ def main(args: Args) -> Path:
 
         # 5. Log, evaluate, save.
         teach = groups_that_teach(args, all_rewards)
-        metrics = rollout_metrics(args, rewards, lengths * is_trained, teach, sums, grad_norms)
-        metrics |= {name: values.mean().item() for name, values in terms.items()}
+        metrics = rollout_metrics(args, rewards, lengths * is_trained, teach, all_sums, grad_norms)
+        metrics |= {name: values.mean().item() for name, values in rewards_by_name.items()}
         metrics["completions/length_mean"] = lengths.float().mean().item()
         metrics["completions/truncated_fraction"] = 1 - ended.float().mean().item()
         if not needs_old_pass:  # each rank has those of its own rows
@@ -491,36 +503,28 @@ def main(args: Args) -> Path:
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
-            columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            if ref_model is not None:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
+            columns = rewards_by_name | {"reward": rewards, "advantage": advantages}
+            columns["truncated"] = ~ended
+            if ref_logprobs is not None:
                 columns["log_ratio"] = (old_logprobs - ref_logprobs) * mask
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
+            evals, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
 
 
-def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=rng)
-        yield from (rows[i] for i in order[skip:])
-        skip = max(skip - len(rows), 0)
-
-
 def roll_out(
-    args: Args, policy: Any, stop_ids: list, reward_fns: dict, prompts: Iterator, rng: Generator
+    args: Args, sample: Callable, reward_fns: dict, prompts: Iterator, rng: Generator
 ) -> tuple[Sequences, Tensor, Tensor, int]:
     """G completions for each of --prompts-per-rollout prompts, with the log-probs (B, T) with which
     they were sampled, rewards (K, B), and the number of prompts taken.
@@ -533,7 +537,8 @@ def roll_out(
         is_last = sampling_round == args.max_sampling_rounds
         missing = args.prompts_per_rollout - len(completions) // args.group_size
         taken = [prompt for prompt in islice(prompts, missing) for _ in range(args.group_size)]
-        sequences, logprobs = sample(args, policy, stop_ids, taken, args.temperature, rng)
+        prompt_ids = [prompt.ids for prompt in taken]
+        sequences, logprobs = sample(prompt_ids, temperature=args.temperature, rng=rng)
         rewards = torch.stack([fn(taken, sequences) for fn in reward_fns.values()])
         num_prompts += missing
         teach = groups_that_teach(args, rewards)
@@ -558,40 +563,24 @@ def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
     return (groups != groups[:, :1]).any(dim=1)
 
 
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [list(prompt.ids) for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
-
-
 def rollout_metrics(
-    args: Args, rewards: Tensor, lengths: Tensor, teach: Tensor, sums: dict, grad_norms: list
+    args: Args, rewards: Tensor, lengths: Tensor, teach: Tensor, all_sums: list, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's B completions, over its steps, and over the tokens of all passes.
-    Lengths are 0 where a completion is not trained on.
+    """Means over the tokens, the completions, or the optimiser steps of a rollout. Lengths are 0
+    where a completion is not trained on.
     """
+    sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
     sums = sums_over_ranks(sums)
     num_tokens = max(lengths.sum().item() * args.update_epochs, 1)
     num_completions = max((lengths > 0).sum().item() * args.update_epochs, 1)
-    metrics = {name: total / num_tokens for name, total in sums.items()}
+    metrics = {name: total / num_tokens for name, total in sums.items()}  # per token
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums["objective/kl"] / num_completions
     metrics |= {
-        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per optimiser step
-        "policy/grad_norm": np.mean(grad_norms),
-        "reward/mean": rewards.mean().item(),
-        "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),
+        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
+        "policy/grad_norm": np.mean(grad_norms),  # per step
+        "reward/mean": rewards.mean().item(),  # per completion
+        "reward/group_std": rewards.view(-1, args.group_size).std(dim=1).mean().item(),  # per group
         "reward/frac_reward_zero_std": 1 - teach.float().mean().item(),
         "prompts/with_signal": teach.sum().item(),
     }
@@ -599,13 +588,13 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of --eval-samples completions per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
     n = args.eval_samples
     prompts = [prompt for prompt in prompts for _ in range(n)]
-    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    sequences, _ = sample([x.ids for x in prompts], temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
@@ -648,7 +637,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -668,8 +657,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
-        inds = inds.to(model.device, non_blocking=True)
-        scores[inds] = model.score(last.float()).squeeze(1)
+        device_inds = inds.to(model.device, non_blocking=True)
+        scores[device_inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -713,8 +702,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -761,8 +750,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

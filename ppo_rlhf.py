@@ -43,7 +43,7 @@ import time
 import warnings
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import field
 from datetime import datetime
@@ -72,9 +72,10 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import from_rank_0
 from runtime.processes import sums_over_ranks
-from runtime.rows import checksum, encode_rows, load_rows
+from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -291,11 +292,14 @@ def main(args: Args) -> Path:
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
     shard(policy, device)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and (args.reference or args.lora_rank == 0):
+    if args.beta == 0:
+        ref_model = None
+    elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy
     critic = load_critic(args, policy, tokenizer, positions, device)
     args.critic_learning_rate = find_rate(
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
@@ -314,26 +318,35 @@ def main(args: Args) -> Path:
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
     models = (args.model, args.reference, args.reward_model)
     state = {"step": 0, "data": checksum(train_prompts, *models), "beta": args.beta}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    else:  # before there is a folder: a run that fails here leaves none
+        metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out, from the policy as it is now. Random numbers depend on the seed and the step
         # alone, so resume is exact.
         start_time = time.perf_counter()
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, args.temperature, rng)
+        sequences, sampler_logprobs = sample(
+            [prompt.ids for prompt in prompts], temperature=args.temperature, rng=rng
+        )
         lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
         ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
@@ -370,9 +383,11 @@ def main(args: Args) -> Path:
             advantages = whiten(advantages, mask)
 
         # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        remaining = (args.total_rollouts - step) / args.total_rollouts if args.anneal_lr else 1.0
-        is_warmup = step < args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
-        if step == args.critic_warmup_rollouts:
+        remaining = 1.0
+        if args.anneal_lr:
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
+        is_warmup = step <= args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
+        if step == args.critic_warmup_rollouts + 1:
             policy_optimizer.state.clear()  # moments of an untrained critic's advantages
         policy_lr = 0.0 if is_warmup else args.learning_rate * remaining
         policy_optimizer.param_groups[0]["lr"] = policy_lr
@@ -391,7 +406,7 @@ def main(args: Args) -> Path:
                         entropy=True,
                         entropy_gradient=args.ent_coef > 0,
                     )  # (b, T)
-                    device_inds = inds.to(device, non_blocking=True)  # a GPU would wait for inds
+                    device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
                     weights = mask[device_inds] / num_tokens
                     old = old_logprobs[device_inds]
                     policy_losses, policy_sums = policy_loss(
@@ -445,46 +460,20 @@ def main(args: Args) -> Path:
             columns["log_ratio"] = k1
             metrics["objective/kl"] = kl
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, eval_fns, tokenizer, eval_prompts)
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
+            evals, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
+        log(args, run_dir, step, metrics, samples, rollouts)
         shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
         progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
-
-
-def shuffled(rows: Sequence, seed: int, skip: int) -> Iterator:
-    """The rows, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=rng)
-        yield from (rows[i] for i in order[skip:])
-        skip = max(skip - len(rows), 0)
-
-
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [list(prompt.ids) for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
 
 
 def rollout_metrics(
@@ -509,11 +498,12 @@ def rollout_metrics(
 
 
 def evaluate(
-    args: Args, policy: Any, stop_ids: list[int], eval_fns: list, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, eval_fns: list, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _ = sample(args, policy, stop_ids, prompts, args.eval_temperature, rng)
+    prompt_ids = [prompt.ids for prompt in prompts]
+    sequences, _ = sample(prompt_ids, temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
@@ -590,8 +580,8 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
     values = torch.zeros(len(sequences), width, device=critic.backbone.device)
     for inds in batches:
         of_batch = critic_values(critic, sequences, inds)
-        inds = inds.to(values.device, non_blocking=True)  # CPU indices would force a GPU sync
-        values[inds] = of_batch
+        device_inds = inds.to(values.device, non_blocking=True)  # CPU indices make a GPU wait
+        values[device_inds] = of_batch
     return all_reduce_sum(values)
 
 
@@ -618,7 +608,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
@@ -638,8 +628,8 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
         with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
-        inds = inds.to(model.device, non_blocking=True)
-        scores[inds] = model.score(last.float()).squeeze(1)
+        device_inds = inds.to(model.device, non_blocking=True)
+        scores[device_inds] = model.score(last.float()).squeeze(1)
     return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
 
 
@@ -683,8 +673,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -731,8 +721,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

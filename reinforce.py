@@ -1,17 +1,19 @@
 r"""REINFORCE: the policy gradient itself, the first lesson.
 
-Sample a completion o of a prompt q from the policy and give it a reward r. The log-derivative trick
+Sample a completion y of a prompt x from the policy and give it a reward r. The log-derivative trick
 turns the gradient of the expected reward into an expectation that samples estimate (Williams 1992):
 
-    grad E[r] = E[ (r - b) grad log pi(o|q) ],    log pi(o|q) = sum_t log pi(o_t | q, o_<t).
+    grad E[r] = E[ (r - b) grad log pi(y|x) ],    log pi(y|x) = sum_t log pi(y_t | x, y_<t).
 
-E[grad log pi(o|q)] is 0, so a baseline b that does not depend on o leaves the mean as it is, and a
-good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): of a prompt's k completions,
-b is the mean reward of the other k - 1. --beta subtracts beta log(pi(o|q) / pi_ref(o|q)) from r, as
-a constant in the gradient, and so maximises E[r] - beta KL(pi || pi_ref).
+E[grad log pi(y|x)] is 0, so a baseline b that does not depend on y leaves the mean as it is, and a
+good one lowers the variance. Leave-one-out (RLOO, arXiv 2402.14740): of a prompt's G completions,
+b is the mean reward of the other G - 1. By default the reward is a rule: the last number of the
+completion is its answer, and gets 1 if it is right, else 0. Deviations from RLOO:
 
-Deviations from RLOO: no KL by default, a rule as the reward, prompts drawn with replacement, AdamW
-with a linear decay. A healthy run: `reward/mean` and `eval/reward` rise.
+1. There is no KL to a reference: grpo.py has it in the loss, ppo_rlhf.py in the reward.
+2. The reward is a rule, prompts are drawn with replacement, AdamW's learning rate falls to 0.
+
+A healthy run: `reward/mean` and `eval/reward` rise.
 
     python reinforce.py                                  # tiny/arithmetic, half a minute on a CPU
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
@@ -38,7 +40,7 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -46,15 +48,16 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters
 from runtime.checks import check_training
 from runtime.functions import load_function
 from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.logprobs import Sequences, completion_logprobs, micro_batches
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
-from runtime.rows import checksum, encode_rows, load_rows
+from runtime.processes import RANK, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import from_rank_0
+from runtime.rows import encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
@@ -70,7 +73,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
-    reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
     dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
@@ -86,10 +88,9 @@ class Args:
     reward_fn: str = "tiny/arithmetic/reward.py:last_number"
     total_rollouts: PositiveInt = 60  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
-    group_size: PositiveInt = 8  # k, completions per prompt; leave_one_out needs at least 2
-    # b, subtracted from each return: 0, the rollout's mean, or the mean of the prompt's other k - 1
+    group_size: PositiveInt = 8  # G, completions per prompt; leave_one_out needs at least 2
+    # b, subtracted from each reward: 0, the rollout's mean, or the mean of the prompt's other G - 1
     baseline: Literal["none", "batch_mean", "leave_one_out"] = "leave_one_out"
-    beta: NonNegativeFloat = 0.0  # coefficient of the KL in the reward; 0 loads no reference
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
@@ -104,8 +105,6 @@ class Args:
     def __post_init__(self):
         if self.group_size == 1 and self.baseline == "leave_one_out":
             raise ValueError("--baseline leave_one_out needs a --group-size of at least 2")
-        if self.reference and self.beta == 0:
-            raise ValueError("--reference needs --beta above 0")
 
 
 class Prompt(NamedTuple):
@@ -115,9 +114,9 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-def baseline_advantages(returns: Tensor, group_size: int, baseline: str) -> Tensor:
-    """r - b (B,) of returns r (B,), in which the k completions of a prompt are neighbours."""
-    groups = returns.double().view(-1, group_size)  # float64: equal returns give exactly 0
+def baseline_advantages(rewards: Tensor, group_size: int, baseline: str) -> Tensor:
+    """r - b (B,) of rewards r (B,), in which the G completions of a prompt are neighbours."""
+    groups = rewards.double().view(-1, group_size)  # float64: equal rewards give exactly 0
     if baseline == "leave_one_out":  # the mean of the prompt's other completions (RLOO)
         b = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
     elif baseline == "batch_mean":
@@ -128,12 +127,12 @@ def baseline_advantages(returns: Tensor, group_size: int, baseline: str) -> Tens
 
 
 def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
-    """-(1/B) sum (r - b) log pi(o|q) over n of a step's B completions; micro-batches add up.
+    """-(1/B) sum (r - b) log pi(y|x) over n of a step's B completions; micro-batches add up.
 
     Log-probs (n, T) are in nats, advantages r - b (n,). Its gradient is the estimate of -grad E[r];
     its value has no meaning.
     """
-    log_pi = logprobs.sum(dim=1)  # log pi(o|q), (n,)
+    log_pi = logprobs.sum(dim=1)  # log pi(y|x), (n,)
     return -(advantages * log_pi).sum() / num_completions
 
 
@@ -157,117 +156,92 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy if args.beta > 0 else None  # under LoRA: the policy with its adapters off
-    if args.beta > 0 and (args.reference or args.lora_rank == 0):
-        source = args.reference or args.model
-        ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
+    sample = partial(
+        generate,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        temperature=1.0,
+        stop_ids=stop_ids,
+        batch_size=args.generation_batch_size,
+    )
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": checksum(train_prompts, args.model, args.reference)}
+    state = {"step": 0, "data": train_prompts.checksum(args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
-        metrics, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    else:  # before there is a folder: a run that fails here leaves none
+        metrics, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], args.total_rollouts), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
-        # 1. Roll out: k completions per prompt, from the policy as it is now. Random numbers
-        # depend on the seed and the step alone, so resume is exact.
-        rng = Generator().manual_seed(args.seed + 1_000_003 * (step + 1))  # far from other seeds
+        # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by the policy as it
+        # is now. Random numbers depend on seed and step alone: resume is exact.
+        rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample(args, policy, stop_ids, prompts, 1.0, rng)  # B
-        batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
+        sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)
+        lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
+        ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        rewards = reward_fn(prompts, sequences)  # (B,)
 
-        # 2. Returns: rewards, minus beta times the log-ratio to the reference.
-        rewards = reward_fn(prompts, sequences).to(device)  # (B,)
-        log_ratio = torch.zeros_like(rewards)  # log(pi(o|q) / pi_ref(o|q)), nats; no gradient
-        if ref_model is not None:
-            policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)
-            with adapters_off(policy):  # in case it is the reference
-                ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature=1.0)
-            log_ratio = (policy_logprobs - ref_logprobs).sum(dim=1)
-        returns = rewards - args.beta * log_ratio
-
-        # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        advantages = baseline_advantages(returns, args.group_size, args.baseline)  # (B,)
+        # 2. Advantages: rewards minus the baseline, the same for each token of y.
+        advantages = baseline_advantages(rewards, args.group_size, args.baseline).to(device)
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
+
+        # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. A model's
+        # output at position t predicts token t + 1, so y is read from one position earlier:
+        #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (b, T)
         if args.anneal_lr:
-            remaining = (args.total_rollouts - step) / args.total_rollouts
+            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        step_logprobs = torch.zeros_like(sampler_logprobs)  # a check: are they the sampler's?
-        for inds in batches:
+        policy_logprobs = torch.zeros_like(sampler_logprobs)  # 0 in rows of other ranks
+        for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-            loss = policy_gradient_loss(logprobs, advantages[inds], num_completions=len(sequences))
-            loss.backward()
-            step_logprobs[inds] = logprobs.detach()
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+            loss = policy_gradient_loss(logprobs, advantages[device_inds], len(sequences))
+            loss.backward()  # adds to the gradient, which `shard` sums over ranks
+            policy_logprobs[device_inds] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
         optimizer.zero_grad()
 
         # 4. Log, evaluate, save.
-        truncated = [completion[-1] not in stop_ids for _, completion in sequences]
-        lengths = torch.tensor([len(completion) for _, completion in sequences], device=device)
-        mask = torch.arange(lengths.max(), device=device) < lengths[:, None]  # (B, T)
-        all_reduce_sum(step_logprobs)
-        metrics = sampling_metrics(step_logprobs, sampler_logprobs, mask) | {
-            "reward/mean": rewards.mean().item(),
+        metrics = sampling_metrics(all_reduce_sum(policy_logprobs), sampler_logprobs, mask) | {
+            "reward/mean": rewards.mean().item(),  # per completion
             "reward/std": rewards.std(correction=0).item(),
-            "policy/grad_norm": grad_norm,
-            "completions/length_mean": lengths.float().mean().item(),
-            "completions/truncated_fraction": np.mean(truncated),
+            "policy/grad_norm": grad_norm,  # per step
+            "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
+            "completions/truncated_fraction": 1 - ended.float().mean().item(),
         }
-        columns = {"reward": rewards, "advantage": advantages, "truncated": torch.tensor(truncated)}
-        if ref_model is not None:
-            metrics["objective/kl"] = log_ratio.mean().item()  # nats per completion
-            columns["log_ratio"] = policy_logprobs - ref_logprobs
         rollouts, samples = [], []
-        if args.log_rollouts_every and (step + 1) % args.log_rollouts_every == 0:
+        if args.log_rollouts_every and step % args.log_rollouts_every == 0:
+            columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended}
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
-        is_last = step + 1 == args.total_rollouts
-        if is_last or (step + 1) % args.eval_every == 0:
-            evals, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
+        is_last = step == args.total_rollouts
+        if is_last or step % args.eval_every == 0:
+            evals, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
             metrics |= evals
-        log(args, run_dir, step + 1, metrics, samples, rollouts)
-        shown = ("reward/mean", "objective/kl", "completions/truncated_fraction")
-        progress.set_postfix({name: metrics[name] for name in shown if name in metrics})
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        log(args, run_dir, step, metrics, samples, rollouts)
+        progress.set_postfix(reward=metrics["reward/mean"])
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
 
 
-def sample(
-    args: Args, policy: Any, stop_ids: list[int], prompts: list, temperature: float, rng: Generator
-) -> tuple[Sequences, Tensor]:
-    """A sequence for each prompt, and the log-probs (B, T) with which its tokens were sampled."""
-    prompt_ids = [list(prompt.ids) for prompt in prompts]
-    completion_ids, sampler_logprobs = generate(
-        policy,
-        prompt_ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        stop_ids=stop_ids,
-        rng=rng,
-        batch_size=args.generation_batch_size,
-    )
-    return list(zip(prompt_ids, completion_ids, strict=True)), sampler_logprobs
-
-
 def evaluate(
-    args: Args, policy: Any, stop_ids: list, reward_fn: Callable, tokenizer: Any, prompts: list
+    args: Args, sample: Callable, reward_fn: Callable, tokenizer: Any, prompts: list
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    sequences, _ = sample(args, policy, stop_ids, prompts, 1.0, rng)
+    sequences, _ = sample([prompt.ids for prompt in prompts], rng=rng)
     rewards = reward_fn(prompts, sequences).tolist()
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
@@ -301,7 +275,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
             raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(all_gather([rewards])[0])  # rank 0's, on all
+    return torch.tensor(from_rank_0(rewards))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -344,8 +318,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -392,8 +366,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

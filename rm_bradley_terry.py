@@ -50,7 +50,8 @@ from runtime.chats import UnusableRow
 from common.logprobs import last_states, micro_batches
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.model import transformer_layers
-from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import RANK, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import from_rank_0
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
@@ -162,35 +163,35 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
     state = {"step": 0, "data": checksum(train_pairs, args.model), "score_mean": 0.0}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics = evaluate(args, model, eval_pairs)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics)
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
         # 1. Draw the pairs of this step.
         start_time = time.perf_counter()
-        pairs = [train_pairs[i] for i in batches[step]]
+        pairs = [train_pairs[i] for i in batches[step - 1]]
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
             r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            inds = inds.to(device, non_blocking=True)  # CPU indices would force a GPU sync
-            losses = bradley_terry_loss(r_w, r_l, margins[inds], args.center_coef)
+            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+            losses = bradley_terry_loss(r_w, r_l, margins[device_inds], args.center_coef)
             loss = losses.sum() / len(pairs)
             loss.backward()
-            scores[:, inds] = torch.stack([r_w, r_l]).detach()
+            scores[:, device_inds] = torch.stack([r_w, r_l]).detach()
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -206,17 +207,17 @@ def main(args: Args) -> Path:
             "reward/rejected": r_l.mean().item(),
             "reward/grad_norm": grad_norm,
             "reward/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_pairs)),
+            "time/epoch": min(args.epochs, step * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
         }
-        is_last = step + 1 == total_steps
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == total_steps
+        if is_last or step % args.eval_every == 0:
             metrics |= evaluate(args, model, eval_pairs)
             state["score_mean"] = metrics["eval/score_chosen"]
-        log(args, run_dir, step + 1, metrics)
+        log(args, run_dir, step, metrics)
         progress.set_postfix(loss=metrics["objective/loss"], accuracy=metrics["reward/accuracy"])
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
     save_model(run_dir, model, tokenizer, stop_ids)
@@ -229,8 +230,8 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
     scores = torch.zeros(2, len(pairs), device=model.device)
     for inds in comparison_micro_batches(pairs, args.micro_batch_size):
         scores_of_batch = pair_scores(model, [pairs[i] for i in inds])
-        inds = inds.to(model.device, non_blocking=True)
-        scores[:, inds] = scores_of_batch
+        device_inds = inds.to(model.device, non_blocking=True)
+        scores[:, device_inds] = scores_of_batch
     r_w, r_l = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
     return {
@@ -361,8 +362,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -409,8 +410,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

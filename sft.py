@@ -49,6 +49,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
+from runtime.processes import from_rank_0
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
 from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids, load_tokenizer
@@ -140,28 +141,28 @@ def main(args: Args) -> Path:
     batches = torch.cat(epochs)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. At 0 it is 0, so we add 1.
+    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
     schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": checksum(train_data, args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
-        run_dir = open_run(args)
-    else:
+    else:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
-        run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
+    run_dir = open_run(args)
+    if not args.resume:
         log(args, run_dir, 0, metrics, samples)
-    progress = tqdm(range(state["step"], total_steps), disable=RANK > 0)
+    progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
         # 1. Draw the demonstrations of this step.
         start_time = time.perf_counter()
-        rows = [train_data[i] for i in batches[step]]
+        rows = [train_data[i] for i in batches[step - 1]]
         sequences, is_learned = loss_sequences(args, rows)
         num_tokens = sum(map(sum, is_learned))  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step + 1)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds, is_learned=is_learned)  # (b, T)
@@ -178,17 +179,17 @@ def main(args: Args) -> Path:
             "objective/loss": all_reduce_sum(loss_sum).item(),
             "policy/grad_norm": grad_norm,
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
-            "time/epoch": min(args.epochs, (step + 1) * args.batch_size / len(train_data)),
+            "time/epoch": min(args.epochs, step * args.batch_size / len(train_data)),
             "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
         }
         eval_metrics, samples = {}, []
-        is_last = step + 1 == total_steps
-        if is_last or (step + 1) % args.eval_every == 0:
+        is_last = step == total_steps
+        if is_last or step % args.eval_every == 0:
             eval_metrics, samples = evaluate(args, policy, tokenizer, stop_ids, eval_data)
-        log(args, run_dir, step + 1, metrics | eval_metrics, samples)
+        log(args, run_dir, step, metrics | eval_metrics, samples)
         progress.set_postfix(loss=metrics["objective/loss"], grad_norm=grad_norm)
-        if is_last or (step + 1) % args.save_every == 0:
-            save_checkpoint(run_dir, training, state | {"step": step + 1})
+        if is_last or step % args.save_every == 0:
+            save_checkpoint(run_dir, training, state | {"step": step})
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
@@ -202,16 +203,16 @@ def evaluate(
     num_tokens = sum(map(sum, is_learned))
     batches = micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)
     logprobs = rollout_logprobs(policy, sequences, batches, 1.0, is_learned=is_learned)  # (B, T)
-    prompts = [texts[-1].prompt() for texts in data[: args.eval_samples]]
-    completions, _ = generate(
+    sequences, _ = generate(
         policy,
-        prompts,
+        [texts[-1].prompt() for texts in data[: args.eval_samples]],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         stop_ids=stop_ids,
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
+    prompts, completions = zip(*sequences, strict=True)
     metrics = {
         "eval/loss": negative_log_likelihood(logprobs, num_tokens).item(),
         "eval/length_mean": np.mean([len(ids) for ids in completions]),
@@ -334,8 +335,8 @@ def parse_args(argv: list[str]) -> Args:
 
 def open_run(args: Args) -> Path:
     """The run's folder: a new one, or the one that --resume names."""
-    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
-    run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
+    name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
@@ -382,8 +383,9 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
     if args.track:
         wandb.log(metrics, step=step)
-    if evals := [f"{key[5:]} {metrics[key]:.3f}" for key in metrics if key.startswith("eval/")]:
-        lines = [f"step {step}: held-out {', '.join(evals)}", *map(str, samples[:2])]
+    if evals := {k.removeprefix("eval/"): x for k, x in metrics.items() if k.startswith("eval/")}:
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
+        lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
 
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from runtime.checks import check_sampled
-from common.logprobs import head_logits, output_head
+from common.logprobs import Sequences, head_logits, output_head
 from runtime.model import autocast, backbone, unsharded
 from runtime.processes import RANK, WORLD_SIZE, all_gather, all_reduce_sum
 from common.tokens import pad_rows
@@ -47,9 +47,10 @@ def generate(
     stop_ids: list[int],
     rng: torch.Generator,
     batch_size: int | None = None,
-) -> tuple[list[list[int]], Tensor]:
-    """Sample a completion (token ids) for each prompt (token ids), `batch_size` at a time. Returns
-    them with the log-probs (B, T) with which their tokens were drawn, 0 after the end.
+) -> tuple[Sequences, Tensor]:
+    """Sample a completion for each of B prompts (token ids), `batch_size` at a time. Returns the
+    sequences, pairs (prompt, completion) of token ids, and the log-probs (B, T) with which the
+    completions' tokens were drawn, 0 after the end.
 
     Sampling stops at the first token in `stop_ids` (a list that may be empty), which is kept, or
     after `max_new_tokens`. Temperature 0 is greedy. Under torchrun each rank samples a part, and
@@ -58,6 +59,7 @@ def generate(
     alone.
     """
     check_sampled(model)
+    prompts = [list(prompt) for prompt in prompts]  # those of rows are arrays
     uniform = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64, generator=rng)
     uniform = uniform.to(model.device)
     first, last = (len(prompts) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))  # this rank's
@@ -72,8 +74,9 @@ def generate(
             )
             completions += decoded
     completions = all_gather(completions)
+    sequences = list(zip(prompts, completions, strict=True))
     longest = max(map(len, completions), default=0)
-    return completions, all_reduce_sum(logprobs)[:, :longest]
+    return sequences, all_reduce_sum(logprobs)[:, :longest]
 
 
 def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_ids: list) -> tuple:

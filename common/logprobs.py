@@ -122,9 +122,8 @@ def rollout_logprobs(
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for inds in batches:
-        values = completion_logprobs(model, sequences, inds, temperature, **options)
-        inds = inds.to(model.device, non_blocking=True)  # CPU indices would make a GPU wait
-        logprobs[inds] = values
+        device_inds = inds.to(model.device, non_blocking=True)  # CPU indices make a GPU wait
+        logprobs[device_inds] = completion_logprobs(model, sequences, inds, temperature, **options)
     return all_reduce_sum(logprobs)
 
 

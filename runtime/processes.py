@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ def all_gather(items: list) -> list:
     if WORLD_SIZE > 1:
         torch.distributed.all_gather_object(lists, items)
     return [item for one_list in lists for item in one_list]
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    return all_gather([value])[0]
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:

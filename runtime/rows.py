@@ -4,12 +4,13 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Iterator
 from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
@@ -111,6 +112,15 @@ def encode_rows(
     if len(items) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
     return items
+
+
+def shuffled(items: list, seed: int, skip: int) -> Iterator:
+    """The items, endlessly, each time in another random order; the first `skip` are left out."""
+    rng = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(items), generator=rng)
+        yield from (items[i] for i in order[skip:])
+        skip = max(skip - len(items), 0)
 
 
 def checksum(items: list, *sources: str | None) -> int:

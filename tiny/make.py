@@ -95,7 +95,7 @@ def sample(folder: Path, prompts: list[str], seed: int) -> list[str]:
     """One completion of at most 40 tokens for each prompt, from a policy at temperature 1."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    completions, _ = generate(
+    sequences, _ = generate(
         policy,
         tokenizer(prompts).input_ids,
         max_new_tokens=40,
@@ -104,6 +104,7 @@ def sample(folder: Path, prompts: list[str], seed: int) -> list[str]:
         rng=torch.Generator().manual_seed(seed),
         batch_size=256,
     )
+    completions = [completion for _, completion in sequences]
     return tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 

@@ -126,8 +126,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "grpo.py",
-                "    log_ratio = ref_logprobs - logprobs\n",
-                "    log_ratio = logprobs - ref_logprobs\n",
+                "    log_ratio = log_q - log_p\n",
+                "    log_ratio = log_p - log_q\n",
             ),
         ),
         test="test_grpo.py::test_k3_value_sign_and_gradient_by_enumeration",
@@ -223,9 +223,9 @@ Rows are sorted by length, so tokens of short completions count more. `objective
 shows it: `--micro-batch-size` must not change it, apart from rounding.""",
     3: """\
 The baseline is a sum along the wrong dimension. `groups` has a row for each of the 32
-prompts and a column for each of its k = 8 completions; dim=0 adds up the prompts. So
+prompts and a column for each of its G = 8 completions; dim=0 adds up the prompts. So
 
-    b = (the rewards of 31 other prompts' completions) / (k - 1) = 31/7 of a mean reward.
+    b = (the rewards of 31 other prompts' completions) / (G - 1) = 31/7 of a mean reward.
 
 It contains nothing of the completion's own prompt, so the expected gradient is still that
 of E[r]. But b is far from the reward that one may expect: it is larger than r, nearly all

@@ -61,7 +61,7 @@ def main(
         texts_of_prompts = [*load_dataset(prompts, split=split)["prompt"]] * pairs_per_prompt
         messages = [[{"role": "user", "content": prompt}] for prompt in texts_of_prompts]
         prompt_ids = encode_prompts(tokenizer, messages)
-        completion_ids, _ = generate(
+        sequences, _ = generate(
             policy,
             [ids for ids in prompt_ids for _ in range(GROUP_SIZE)],
             max_new_tokens=max_new_tokens,
@@ -70,6 +70,7 @@ def main(
             rng=rng,
             batch_size=48,
         )
+        completion_ids = [completion for _, completion in sequences]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         asked = [prompt for prompt in messages for _ in range(GROUP_SIZE)]
         scores = grade(asked, texts) if judge else tone(asked, texts)

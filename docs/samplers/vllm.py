@@ -35,16 +35,16 @@ def generate(model, prompts, *, max_new_tokens, temperature, stop_ids, rng, batc
                 sampled += sorted(answer["choices"], key=lambda choice: choice["index"])
     sampled = all_gather(sampled)
     completions = [choice["token_ids"] for choice in sampled]
+    sequences = list(zip(prompts, completions, strict=True))
     rows = [torch.tensor(choice["logprobs"]["token_logprobs"]) for choice in sampled]
     logprobs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     if temperature > 0:  # has the server these weights? k3 of one completion, nats per token
-        first = [(prompts[0], completions[0])]
-        ours = completion_logprobs(model, first, torch.tensor([0]), temperature)[0]
+        ours = completion_logprobs(model, sequences[:1], torch.tensor([0]), temperature)[0]
         log_ratio = (ours - logprobs[0, : len(ours)]).double()
         kl = (log_ratio.expm1() - log_ratio).mean().item()
         if RANK == 0 and not kl < model.largest_kl:
             raise RuntimeError(f"{SERVER}: other weights or another --logprobs-mode, k3 {kl:.2g}")
-    return completions, logprobs
+    return sequences, logprobs
 
 
 def send(model, weights):

@@ -156,9 +156,9 @@ def test_each_step_is_that_of_plain_transformers(discount, flags, tmp_path, monk
 
     for step, (weights, gradient, clipped_to) in enumerate(steps, start=1):
         set_weights(policy, weights)
-        (_, prompts, *_), (completions, _) = sampled[step]  # the first is an evaluation
+        _, (sequences, _) = sampled[step]  # the first is an evaluation
         advantages, kl = [], 0.0
-        for pair in zip(prompts, completions, strict=True):
+        for pair in sequences:
             logprobs, rewards = token_rewards(*pair)
             later = [rewards[t:] for t in range(len(rewards))]
             advantages.append([(discount ** torch.arange(len(r)) * r).sum() for r in later])
@@ -170,14 +170,13 @@ def test_each_step_is_that_of_plain_transformers(discount, flags, tmp_path, monk
         for found, parameter in zip(gradient, trained, strict=True):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5)
         assert rows[step]["objective/kl"] == pytest.approx(kl, rel=1e-4)
-        cut_off = sum(completion[-1] != 2 for completion in completions) / 6
+        cut_off = sum(completion[-1] != 2 for _, completion in sequences) / 6
         assert rows[step]["completions/truncated_fraction"] == pytest.approx(cut_off)
 
     # The evaluation, after the last step.
-    policy, ((_, prompts, *_), (completions, _)) = plain_model(run_dir), sampled[-1]
-    pairs = zip(prompts, completions, read(run_dir / "samples.jsonl")[-4:], strict=True)
-    totals = []
-    for prompt, completion, sample in pairs:
+    policy, (_, (sequences, _)) = plain_model(run_dir), sampled[-1]
+    samples, totals = read(run_dir / "samples.jsonl")[-4:], []
+    for (prompt, completion), sample in zip(sequences, samples, strict=True):
         totals.append(token_rewards(prompt, completion)[1].sum().item())
         assert sample["reward"] == pytest.approx(totals[-1], rel=1e-4, abs=1e-5)
         assert sample["length"] == len(completion)
@@ -328,8 +327,7 @@ def test_each_step_over_the_vocabulary_is_that_of_plain_transformers(
     policy, teacher, trained = student_and_teacher(**flags)
     for step, (weights, gradient, _) in enumerate(steps, start=1):
         set_weights(policy, weights)
-        (_, prompts, *_), (completions, _) = sampled[step]
-        sequences = list(zip(prompts, completions, strict=True))
+        _, (sequences, _) = sampled[step]
         of_teacher = [(x if case == "plain" else hints[tuple(x)], y) for x, y in sequences]
         loss = plain_divergence(policy, teacher, sequences, of_teacher, kind, beta) / 6
         found = sum(part.item() for _, part in losses[2 * step - 2 : 2 * step])  # micro-batches

@@ -33,8 +33,8 @@ def test_every_pass_reads_each_prompt_once(tmp_path, monkeypatch):
     sampled = spy_on(monkeypatch, "generate")
     flags = REVIEWS | dict(reward_fn=[], eval_reward_fn=None, beta=0.1, max_new_tokens=6)
     run(tmp_path, micro_batch_size=4, update_epochs=2, train_split="train[:8]", **flags)
-    (arguments, (completions, _)) = sampled[1]  # after those of the evaluation
-    sequences = [*zip(arguments[1], completions, strict=True)]
+    _, (sequences, _) = sampled[1]  # after those of the evaluation
+    completions = [completion for _, completion in sequences]
     num_read = [(batch, len(shared.ids)) for (batch, _), shared in passes]
     # After the evaluation's. The reward model reads the last token of a completion too.
     first = next(i for i, (batch, _) in enumerate(num_read) if batch[0][1][:-1] in completions)
@@ -199,9 +199,9 @@ def test_ratio_is_one_before_any_update_and_log_probs_are_those_sampled_from(
 
     # All old log-probs, by a plain forward pass of the untouched policy.
     policy, expected = plain_model(POLICY), []
-    _, (arguments, (sampled, _)), *_ = rollouts  # evaluation, rollout, evaluation
+    _, (_, (sampled, _)), *_ = rollouts  # evaluation, rollout, evaluation
     with torch.no_grad():
-        for prompt, completion in zip(arguments[1], sampled, strict=True):
+        for prompt, completion in sampled:
             expected += plain_logprobs(policy, prompt, completion, 0.6)[0].tolist()
     found = [x for call in calls for x in call["old_logprobs"].flatten().tolist()]
     padding = len(found) - len(expected * passes)  # 0, the largest that a log-prob can be

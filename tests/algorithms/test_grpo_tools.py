@@ -57,7 +57,7 @@ def generate_by_rule(policy, prompts, *, max_new_tokens, stop_ids, temperature, 
             logprobs[row, len(ids)] = next_logprob(prompt + ids)
             ids.append(next_token(prompt + ids))
         completions.append(ids)
-    return completions, logprobs[:, : max(map(len, completions))]
+    return [*zip(prompts, completions, strict=True)], logprobs[:, : max(map(len, completions))]
 
 
 def walk(prompt, max_new_tokens, max_turns):

@@ -145,7 +145,7 @@ def test_groups_that_teach_have_advantages():
 # --- one ratio for a completion: GSPO, LUSPO -----------------------------------------------------
 @pytest.mark.parametrize("norm", ["sequence", "constant"])
 def test_the_ratio_of_a_completion_equals_plain_loops(norm):
-    """GSPO: -(1/G) sum_i min(s_i A_i, clip(s_i) A_i). LUSPO: terms times |o_i|, here over 10."""
+    """GSPO: -(1/G) sum_i min(s_i A_i, clip(s_i) A_i). LUSPO: terms times |y_i|, here over 10."""
     torch.manual_seed(2)
     lengths = [5, 1, 3, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
@@ -237,21 +237,19 @@ def test_length_penalty_by_hand():
     assert torch.equal(length_penalty(lengths, max_new_tokens=10, buffer=4), expected)
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion(monkeypatch):
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
     outcomes = [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
     prompts = [grpo_variants.Prompt(str(i), [i], {}) for i in range(4)]
 
-    def sample(args, policy, stop_ids, prompts, temperature, rng):
-        assert [prompt.text for prompt in prompts] == [*"00000111112222233333"]
-        return [(prompt.ids, [7]) for prompt in prompts], None
-
-    monkeypatch.setattr(grpo_variants, "sample", sample)
+    def sample(prompt_ids, temperature, rng):
+        assert prompt_ids == [[i] for i in range(4) for _ in range(5)]
+        return [(ids, [7]) for ids in prompt_ids], None
 
     def evaluate(**flags):
         rules = [lambda *_: torch.tensor(outcomes).flatten().float()]
         tokenizer = AutoTokenizer.from_pretrained(POLICY)
         args = Args(eval_samples=5, **flags)
-        return grpo_variants.evaluate(args, None, [], rules, tokenizer, prompts)
+        return grpo_variants.evaluate(args, sample, rules, tokenizer, prompts)
 
     metrics, samples = evaluate()
     assert len(samples) == 20 and metrics["eval/accuracy"] == pytest.approx(9 / 20)
@@ -373,8 +371,8 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     row = metrics_of(run(tmp_path, script=script.__name__, total_rollouts=2, **flags))[2]
     args, policy, reference = Args(**flags), plain_model(POLICY), plain_model(POLICY)
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
-    (arguments, (completions, _)), steps = sampled[2], steps[4:]  # after a rollout
-    sequences = [*zip(arguments[1], completions, strict=True)]
+    (_, (sequences, _)), steps = sampled[2], steps[4:]  # after a rollout
+    completions = [completion for _, completion in sequences]
     lengths = torch.tensor([*map(len, completions)])
     cut_off = torch.tensor([completion[-1] != EOS for completion in completions])
 

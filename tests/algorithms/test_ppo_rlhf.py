@@ -435,8 +435,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
     score_mean = reward_model.config.score_mean
     assert abs(score_mean) > 0.01  # the test needs one that shows
     beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
-    rollout, steps = sampled[2], steps[8:]  # after an evaluation and a rollout
-    sequences = [*zip(rollout["prompts"], rollout["result"][0], strict=True)]
+    (sequences, _), steps = sampled[2]["result"], steps[8:]  # after an evaluation and a rollout
 
     def go_to(step):
         """The models as they were before it."""

@@ -11,7 +11,7 @@ from plain import plain_logprobs
 from reviews import EOS, plain_model
 from runs import metrics_of
 from scripts import SPECS
-from spies import spy_on, watch_steps
+from spies import spy_by_name, spy_on, watch_steps
 
 import grpo_variants
 from runtime.checks import check_sampling_kl
@@ -47,9 +47,9 @@ def other_sampler(monkeypatch):
 
 def log_ratios(sampled, model):
     """log(pi_old / pi_sampler) of the tokens of each completion."""
-    (arguments, (completions, logprobs)) = sampled
+    _, (sequences, logprobs) = sampled
     ratios = []
-    for prompt, completion, found in zip(arguments[1], completions, logprobs, strict=True):
+    for (prompt, completion), found in zip(sequences, logprobs, strict=True):
         expected, _ = plain_logprobs(model, prompt, completion, 2.0)
         torch.testing.assert_close(found[: len(completion)], expected, atol=1e-5, rtol=1e-5)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_p
         row = metrics_of(run(name, tmp_path, **flags))[1]
     ratios = log_ratios(sampled[1], model)
     if "mask_truncated" in flags:
-        ends = [completion[-1] == EOS for completion in sampled[1][1][0]]
+        ends = [completion[-1] == EOS for _, completion in sampled[1][1][0]]
         assert 0 < sum(ends) < len(ends)
         ratios = [ratio for ratio, ended in zip(ratios, ends, strict=True) if ended]
     log_ratio = torch.cat(ratios).double()
@@ -116,29 +116,39 @@ def test_the_gradient_with_a_cap_is_trls_token_truncate(other_sampler, tmp_path,
     groups = rewards.view(-1, 8)
     std = groups.std(dim=1, keepdim=True)
     advantages = ((groups - groups.mean(dim=1, keepdim=True)) / (std + 1e-4)).flatten()
-    (arguments, (completions, _)) = sampled[1]
+    _, (sequences, _) = sampled[1]
     policy.zero_grad()
-    for i, (prompt, completion) in enumerate(zip(arguments[1], completions, strict=True)):
+    for i, (prompt, completion) in enumerate(sequences):
         logprobs, _ = plain_logprobs(policy, prompt, completion)
-        weights = ratios[i].clamp(max=0.6) * advantages[i].item() / len(completions)
+        weights = ratios[i].clamp(max=0.6) * advantages[i].item() / len(sequences)
         (-(weights * logprobs).mean()).backward()
     assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
 
 
-def test_rounds_of_sampling_keep_each_completions_log_probs(tmp_path, monkeypatch):
+def test_ipo_takes_the_samplers_log_probs_for_those_of_pi_old(other_sampler, tmp_path, monkeypatch):
+    sampled = other_sampler("grpo_variants")
+    losses = spy_by_name(grpo_variants, monkeypatch, "variant_loss")
+    with pytest.warns(UserWarning, match="policy/sampling_kl"):
+        run("grpo_variants", tmp_path, loss="ipo", num_minibatches=2)
+    _, (_, drawn_with) = sampled[1]
+    given = torch.cat([call["old_logprobs"] for call in losses])
+    assert sorted(given.flatten().tolist()) == sorted(drawn_with.flatten().tolist())
+
+
+def test_rounds_of_sampling_keep_each_completions_log_probs():
     """Of rounds whose longest completions differ in length."""
     lengths = iter([(3, 2, 1, 1), (5, 4)])
 
-    def sample(args, policy, stop_ids, prompts, temperature, rng):
+    def sample(prompt_ids, temperature, rng):
         longest = next(lengths)
         sequences = [([1], [2] * n) for n in longest]
         rows = [[-float(n)] * n + [0.0] * (max(longest) - n) for n in longest]
         return sequences, torch.tensor(rows)
 
-    monkeypatch.setattr(grpo_variants, "sample", sample)
     args = grpo_variants.Args(group_size=2, prompts_per_rollout=2, max_sampling_rounds=2)
     rules = {"rule": lambda prompts, sequences: torch.tensor([float(len(o)) for _, o in sequences])}
-    sequences, logprobs, *_ = grpo_variants.roll_out(args, None, [], rules, iter(range(9)), None)
+    prompts = iter([grpo_variants.Prompt("", [1], {})] * 9)
+    sequences, logprobs, *_ = grpo_variants.roll_out(args, sample, rules, prompts, None)
     assert [len(completion) for _, completion in sequences] == [3, 2, 5, 4]
     for (_, completion), found in zip(sequences, logprobs, strict=True):
         n = len(completion)

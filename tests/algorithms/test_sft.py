@@ -54,9 +54,10 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
     held_out = read("tiny/arithmetic/sft/test.jsonl")[:20]
     expected = plain_loss(plain_model(run_dir), tokenizer, held_out, train_on_prompt)
     assert last["eval/loss"] == pytest.approx(expected.item(), rel=1e-4)
-    (arguments, (completions, _)) = sampled[-1]
+    _, (sequences, _) = sampled[-1]
+    prompts, completions = zip(*sequences, strict=True)
     # Sampled from whole prompts in any case.
-    assert arguments[1] == [tokenizer(row["prompt"]).input_ids for row in held_out[:15]]
+    assert [*prompts] == [tokenizer(row["prompt"]).input_ids for row in held_out[:15]]
     cut_off = sum(completion[-1] != 2 for completion in completions)
     assert last["eval/truncated_fraction"] == pytest.approx(cut_off / 15) and 0 < cut_off < 15
     assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)

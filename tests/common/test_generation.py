@@ -26,7 +26,9 @@ def ragged_rows(lengths=(7, 2, 5, 1), seed=3):
 
 def sample(model, rows, max_new_tokens=12, temperature=1.0, stop_ids=(), rng=None, **options):
     options |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
-    return generate(model, rows, stop_ids=list(stop_ids), rng=rng or seeded(0), **options)[0]
+    sequences, _ = generate(model, rows, stop_ids=list(stop_ids), rng=rng or seeded(0), **options)
+    assert [prompt for prompt, _ in sequences] == rows
+    return [completion for _, completion in sequences]
 
 
 def cut(tokens, stop_ids):
@@ -138,9 +140,10 @@ def test_log_probs_are_those_of_the_distribution_that_is_drawn_from(cache_kind):
     stop_ids = [a_stop_id(sample(model, rows, 8, temperature=0.7))]
     options = dict(max_new_tokens=8, stop_ids=stop_ids, batch_size=4)
     made, logprobs = generate(model, rows, temperature=0.7, rng=seeded(0), **options)
-    assert logprobs.shape == (6, max(map(len, made))) and logprobs.dtype == torch.float32
-    assert len({*map(len, made)}) > 1
-    for row, tokens, found in zip(rows, made, logprobs, strict=True):
+    lengths = {len(tokens) for _, tokens in made}
+    assert logprobs.shape == (6, max(lengths)) and logprobs.dtype == torch.float32
+    assert len(lengths) > 1
+    for (row, tokens), found in zip(made, logprobs, strict=True):
         expected, _ = plain_logprobs(model, row, tokens, 0.7)
         torch.testing.assert_close(found[: len(tokens)], expected, rtol=1e-6, atol=3e-6)
         assert (found[len(tokens) :] == 0).all()
@@ -227,12 +230,17 @@ def test_ranks_sample_together_what_one_process_samples(monkeypatch):
     generator = seeded(0)
     expected = sample(model, rows, stop_ids=stop_ids, rng=generator)
     monkeypatch.setattr(common.generation, "WORLD_SIZE", 8)
-    monkeypatch.setattr(common.generation, "all_gather", lambda part: part)
     made = []
+
+    def gather(part):
+        made.extend(part)
+        return expected
+
+    monkeypatch.setattr(common.generation, "all_gather", gather)
     for rank in range(8):
         monkeypatch.setattr(common.generation, "RANK", rank)
         of_rank = seeded(0)
-        made += sample(model, rows, stop_ids=stop_ids, rng=of_rank)
+        sample(model, rows, stop_ids=stop_ids, rng=of_rank)
         assert torch.equal(of_rank.get_state(), generator.get_state())
     assert made == expected
 

@@ -26,7 +26,7 @@ from common.logprobs import completion_logprobs
 SHORT = dict(train_split="train[:16]", epochs=1.0, batch_size=8, total_rollouts=2)
 SHORT |= dict(prompts_per_rollout=4, group_size=3, micro_batch_size=4, max_new_tokens=8)
 SHORT |= dict(num_minibatches=2, eval_split="test[:5]", eval_every=1, save_every=1)
-MORE = {"reinforce": dict(beta=0.1), "grpo": REVIEWS}
+MORE = {"grpo": REVIEWS}
 RUNS = {name: short_flags(name, **SHORT) | MORE.get(name, {}) for name in SCRIPTS}
 
 

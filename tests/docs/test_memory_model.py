@@ -30,8 +30,7 @@ A_RULE = dict(reward_model=None, reward_fn=[GOLD], critic_init="sft")
 RUNS = {  # script and flags
     "sft": ("sft", {}),
     "rm": ("rm_bradley_terry", {}),
-    "reinforce": ("reinforce", dict(beta=0.0)),
-    "reinforce_kl": ("reinforce", dict(beta=0.1)),
+    "reinforce": ("reinforce", {}),
     "ppo": ("ppo_rlhf", {}),
     "ppo_rule": ("ppo_rlhf", A_RULE),
     "ppo_shared": ("ppo_rlhf", dict(critic_init="policy")),
@@ -56,7 +55,7 @@ CASES = [(algorithm, 0) for algorithm in ALGORITHMS]
 CASES += [(algorithm, 8) for algorithm in ("rm", "ppo", "ppo_shared", "grpo_rm", "dpo", "kto")]
 FAST = [("sft", 0), ("rm", 0)]
 # A case per script that the formula knows, and adapters with and without a critic.
-WIDE = [("reinforce_kl", 0), ("ppo", 0), ("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
+WIDE = [("reinforce", 0), ("ppo", 0), ("ppo", 8), ("grpo_rm", 8), ("dpo", 8), ("kto", 8)]
 SLOW = [case for case in CASES if case not in FAST + WIDE]
 
 

@@ -59,7 +59,7 @@ class StandIn(BaseHTTPRequestHandler):
         rng = torch.Generator().manual_seed(seed)
         made, logprobs = generate(self.model, [prompt] * n, rng=rng, **options)
         choices = []
-        for i, (ids, numbers) in enumerate(zip(made, logprobs.tolist(), strict=True)):
+        for i, ((_, ids), numbers) in enumerate(zip(made, logprobs.tolist(), strict=True)):
             rows = {"token_logprobs": numbers[: len(ids)]}
             choices.append({"index": i, "token_ids": ids, "logprobs": rows})
         return choices[::-1]
@@ -135,14 +135,15 @@ def sample(sampler, model, **options):
 @pytest.mark.parametrize("kind", ["tied", "untied", "adapters"])
 def test_its_weights_are_the_policys(kind, sampler):
     model = changed(kind)
-    completions, logprobs = sample(sampler, model)
-    sequences = [*zip(PROMPTS, completions, strict=True)]
+    sequences, logprobs = sample(sampler, model)
+    prompts, completions = zip(*sequences, strict=True)
+    assert [*prompts] == PROMPTS
     ours = completion_logprobs(model, sequences, torch.arange(8), 0.7)
     mask = torch.arange(ours.shape[1]) < torch.tensor([len(ids) for ids in completions])[:, None]
     assert sampling_metrics(ours.detach(), logprobs, mask)["policy/sampling_kl"] < 1e-8
     assert all(STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == 8) for ids in completions)
     assert len({tuple(ids) for ids in completions[:4]}) > 1  # a group's seeds differ
-    assert sample(sampler, model)[0] == completions  # sent once, and drawn from the same seeds
+    assert sample(sampler, model)[0] == sequences  # sent once, and drawn from the same seeds
     assert model.config.tie_word_embeddings == (kind != "untied")
 
 

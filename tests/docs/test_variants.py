@@ -262,9 +262,9 @@ def test_q_is_the_distribution_that_was_sampled_from(age, monkeypatch):
     policy, prompts = plain_model("tiny/arithmetic/policy"), [[3, 4], [5, 6, 7]]
     for _ in range(2):
         options = dict(max_new_tokens=6, temperature=1.3, stop_ids=[2], rng=torch.Generator())
-        completions, logprobs = known.generate(policy, prompts, **options)
+        sequences, logprobs = known.generate(policy, prompts, **options)
         policy.lm_head.weight.data *= 1.5
-    sequences, rows = [*zip(prompts, completions, strict=True)], torch.arange(2)
+    rows, completions = torch.arange(2), [completion for _, completion in sequences]
     found = known.distributions(policy, sequences, rows, 1.3)
     tokens = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, completions)], True)
     is_token = torch.arange(tokens.shape[1]) < torch.tensor([*map(len, completions)])[:, None]

@@ -96,8 +96,6 @@ def test_a_reference_or_teacher_with_another_tokenizer(name, tmp_path):
     is_reviews = "reviews" in SPECS[name].module.Args.model
     other = "tiny/arithmetic/policy" if is_reviews else "tiny/reviews/policy"
     flags = short_flags(name, reference=other, teacher=other)
-    if name == "reinforce":
-        flags["beta"] = 0.1
     fails(name, tmp_path, ValueError, f"tokenizer of {other} is not that of --model", **flags)
 
 

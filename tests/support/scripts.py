@@ -48,7 +48,7 @@ SPECS = {
     ),
     "reinforce": ScriptSpec(
         module=reinforce,
-        short_flags=SHORT_ROLLOUTS | dict(group_size=3, beta=0.1),
+        short_flags=SHORT_ROLLOUTS | dict(group_size=3),
         advantages="baseline_advantages",
     ),
     "rm_bradley_terry": ScriptSpec(

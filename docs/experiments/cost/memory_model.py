@@ -67,9 +67,6 @@ CONSTANTS = {
         "sft": needs("SFT", ["policy"], evaluated=8),
         "rm": needs("Reward model", ["reward"], rows=2),
         "reinforce": needs("REINFORCE, RLOO", ["policy"], samples="group"),
-        "reinforce_kl": needs(
-            "REINFORCE, RLOO with a KL", ["policy"], ["reference"], samples="group"
-        ),
         "ppo": needs("PPO", ["policy", "critic"], ["reference", "reward"], samples="one"),
         "ppo_rule": needs("PPO with a rule", ["policy", "critic"], ["reference"], samples="one"),
         "ppo_shared": needs(

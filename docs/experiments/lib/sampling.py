@@ -65,7 +65,7 @@ def sample(
 
     The same as in a script's evaluation, if the generator has its --seed.
     """
-    completion_ids, _ = generate(
+    sequences, _ = generate(
         policy.model,
         prompt_ids,
         max_new_tokens=max_new_tokens,
@@ -74,8 +74,8 @@ def sample(
         rng=rng,
         batch_size=BATCH_SIZE,
     )
-    texts = policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    return list(zip(prompt_ids, completion_ids, strict=True)), texts
+    completion_ids = [completion for _, completion in sequences]
+    return sequences, policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
 
 
 def total_logprob(policy: Policy, sequences: Sequences) -> float:
