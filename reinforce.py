@@ -168,7 +168,7 @@ def main(args: Args) -> Path:
         batch_size=args.generation_batch_size,
     )
     training = {"policy": (policy, optimizer)}
-    state = {"step": 0, "data": train_prompts.checksum(args.model)}
+    state = {"step": 0, "data": checksum(train_prompts, args.model)}
     if args.resume:
         state = load_checkpoint(args, training, state)
     else:  # before there is a folder: a run that fails here leaves none
