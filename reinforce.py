@@ -54,7 +54,7 @@ from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, rollout_row, save_atomically, save_weights
+from runtime.saving import CHECKPOINT_OPTIONS, lock_run, rollout_row, save_atomically, save_weights
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
 
@@ -165,8 +165,8 @@ def main(args: Args) -> Path:
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": train_prompts.checksum(args.model, args.reference)}
     if args.resume:
-        state = load_checkpoint(args, training, state)
         run_dir = open_run(args)
+        state = load_checkpoint(run_dir, training, state)
     else:
         metrics, samples = evaluate(args, policy, stop_ids, reward_fn, tokenizer, eval_prompts)
         run_dir = open_run(args)  # not earlier: a run that fails before this leaves no folder
@@ -346,14 +346,15 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def open_run(args: Args) -> Path:
-    """The run's folder: a new one, or the one that --resume names."""
+    """The run's folder, for this process alone: a new one, or the one that --resume names."""
     name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"  # all take rank 0's
     run_dir = all_gather([Path(args.resume or f"{args.output_dir}/{name}").expanduser()])[0]
-    if RANK == 0 and args.track:
-        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+    lock_run(run_dir)
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
@@ -368,16 +369,15 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         save_atomically(state, run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
+def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    run_dir = Path(args.resume)
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
+            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):

@@ -1,6 +1,7 @@
 """What a run writes: checkpoints, whole weights, a line of rollouts.jsonl."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,24 @@ from runtime.processes import RANK, WORLD_SIZE
 CHECKPOINT_OPTIONS = dcp.StateDictOptions(
     full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
 )
+
+
+def lock_run(run_dir: Path) -> None:
+    """Refuse a second process that would write into a run's folder. The lock on its file `lock`
+    ends with the process, also with one that is killed; a process may take its own again.
+    """
+    if RANK > 0:
+        return
+    file = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # closing it would end the lock
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked children would keep that of flock
+    except (BlockingIOError, PermissionError) as error:
+        raise RuntimeError(f"--resume {run_dir}: another process is still at this run") from error
+    except (ImportError, OSError) as error:
+        reason = f"no second process is refused: {error}"
+        warnings.warn(f"--resume {run_dir}: {reason}", stacklevel=3)
 
 
 def save_atomically(state: dict, path: Path) -> None:
