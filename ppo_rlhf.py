@@ -721,7 +721,8 @@ def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> d
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
-            os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
+            if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
+                os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 

@@ -144,9 +144,11 @@ def test_a_run_is_written_by_one_process(tmp_path, monkeypatch):
         lock_run(run_dir)
 
 
-def test_a_log_that_was_shortened_is_not_filled_up(copied):
+def test_a_log_that_was_shortened_is_not_filled_up_nor_another_file_cut(copied):
     (copied / "metrics.jsonl").write_text("")
+    (copied / "notes.jsonl").write_text("the user's\n")
     resume("grpo", copied)
+    assert (copied / "notes.jsonl").read_text() == "the user's\n"
     assert [row["step"] for row in metrics_of(copied)] == [7]
 
 
