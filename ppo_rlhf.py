@@ -75,7 +75,8 @@ from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import EncodedRows, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, lock_run, rollout_row, save_atomically, save_weights
+from runtime.saving import CHECKPOINT_OPTIONS, lock_run, read_checkpoint, rollout_row
+from runtime.saving import save_weights, write_checkpoint
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 
 
@@ -706,12 +707,12 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        save_atomically(state, run_dir / "checkpoint.pt")
+        write_checkpoint(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    saved = read_checkpoint(run_dir / "checkpoint.pt")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():

@@ -49,7 +49,8 @@ from common.logprobs import Sequences, completion_logprobs, micro_batches, rollo
 from runtime.model import checkpoint_activations, clip_grad_norm, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, join_processes, leave_processes
 from runtime.rows import EncodedRows, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, lock_run, save_atomically, save_weights
+from runtime.saving import CHECKPOINT_OPTIONS, lock_run, read_checkpoint, save_weights
+from runtime.saving import write_checkpoint
 from common.tokens import as_chat, encode, encode_completions, find_stop_ids, load_tokenizer
 
 
@@ -344,12 +345,12 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        save_atomically(state, run_dir / "checkpoint.pt")
+        write_checkpoint(state, run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    saved = read_checkpoint(run_dir / "checkpoint.pt")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():

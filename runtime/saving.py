@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from transformers import PreTrainedModel
 
 from runtime.adapters import merge_adapter
+from runtime.functions import FILES
 from runtime.processes import RANK, WORLD_SIZE
 
 # What a checkpoint has: whole tensors on rank 0, of what is trained alone.
@@ -40,16 +41,27 @@ def lock_run(run_dir: Path) -> None:
         warnings.warn(f"--resume {run_dir}: {reason}", stacklevel=3)
 
 
-def save_atomically(state: dict, path: Path) -> None:
+def write_checkpoint(state: dict, path: Path) -> None:
     """`torch.save` beside the old file, which the new one replaces once it is on the disk."""
     beside = path.with_suffix(".tmp")
     try:
-        torch.save(state, beside)
+        torch.save(state | {"functions": FILES}, beside)
         with open(beside, "rb+") as file:
             os.fsync(file)
     except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
         raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
     os.replace(beside, path)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What `write_checkpoint` has written. Warns of changed reward functions and environments:
+    whoever mends one that has crashed wants to go on.
+    """
+    state = torch.load(path, weights_only=True, mmap=True)
+    for file, checksum in state.get("functions", {}).items():
+        if FILES.get(file, checksum) != checksum:
+            warnings.warn(f"--resume {path.parent}: {file} has changed since", stacklevel=3)
+    return state
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from functools import cache
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -177,6 +178,21 @@ def test_in_the_critics_warm_up_and_at_its_end(warmup, tmp_path):
     """The checkpoint of step 6 is resumed: there the policy's optimiser begins afresh, or later."""
     flags = dict(critic_warmup_rollouts=warmup, total_rollouts=8, save_every=6)
     run_and_resume(SPECS["ppo_rlhf"].module, tmp_path, **SPECS["ppo_rlhf"].short_flags | flags)
+
+
+@pytest.mark.parametrize("flag", ["reward_fn", "environment"])
+def test_a_changed_reward_function_or_environment_is_named(flag, tmp_path, recwarn):
+    """And the run goes on: it may have been mended."""
+    file, script = tmp_path / "rules.py", SPECS["grpo_tools"].module
+    file.write_text(Path("tests/support/turns.py").read_text())
+    flags = SPECS["grpo_tools"].short_flags | dict(total_rollouts=1, output_dir=str(tmp_path))
+    function = flags[flag].partition(":")[2]
+    run_dir = script.main(script.Args(**flags | {flag: f"{file}:{function}"}))
+    resume("grpo_tools", run_dir)
+    assert not [w for w in recwarn if "has changed" in str(w.message)]
+    file.write_text(file.read_text() + "# mended\n")
+    with pytest.warns(UserWarning, match=f"--resume {run_dir}: {file} has changed since"):
+        resume("grpo_tools", run_dir)
 
 
 def test_a_full_disk_is_said_to_be_one(copied, monkeypatch):
