@@ -83,7 +83,7 @@ class EncodedRows(Sequence):
             checksum = zlib.crc32(repr(batch.to_pydict()).encode(), checksum)
         for folder in filter(None, models):
             for file in sorted(Path(folder).glob("*.safetensors")):
-                checksum = zlib.crc32(np.memmap(file), checksum)
+                checksum = zlib.crc32(np.memmap(file, mode="r"), checksum)
         return checksum
 
 
