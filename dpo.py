@@ -67,10 +67,10 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, join_processes, leave_processes, sums_over_ranks
-from runtime.processes import from_rank_0
+from runtime.processes import RANK, join_processes, leave_processes, sums_over_ranks, from_rank_0
 from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, save_atomically, save_weights
+from runtime.saving import CHECKPOINT_OPTIONS, save_weights, lock_run
+from runtime.saving import read_checkpoint, write_checkpoint
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 
 
@@ -241,12 +241,12 @@ def main(args: Args) -> Path:
     lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": checksum(train_pairs, args.model, args.reference)}
-    if args.resume:
-        state = load_checkpoint(args, training, state)
-    else:  # before there is a folder: a run that fails here leaves none
+    if not args.resume:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate_policy()
     run_dir = open_run(args)
-    if not args.resume:
+    if args.resume:
+        state = load_checkpoint(run_dir, training, state)
+    else:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -502,14 +502,15 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def open_run(args: Args) -> Path:
-    """The run's folder: a new one, or the one that --resume names."""
+    """The run's folder, for this process alone: a new one, or the one that --resume names."""
     name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
-    if RANK == 0 and args.track:
-        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+    lock_run(run_dir)
+    if RANK == 0 and args.track:
+        wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)
     return run_dir
 
@@ -521,23 +522,23 @@ def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> N
         state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
     if RANK == 0:
         state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        save_atomically(state, run_dir / "checkpoint.pt")
+        write_checkpoint(state, run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(args: Args, training: dict[str, tuple], state: dict) -> dict:
+def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    run_dir = Path(args.resume)
-    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True, mmap=True)
+    saved = read_checkpoint(run_dir / "checkpoint.pt")
     if saved["data"] != state["data"]:
         raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
     for key, (model, optimizer) in training.items():
         weights, moments = saved.pop(key)
         if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of {args.model}")
+            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
-            os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
+            if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
+                os.truncate(file, min(saved["logs"].get(file.name, 0), file.stat().st_size))
     return saved
 
 

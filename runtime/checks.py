@@ -31,6 +31,8 @@ from runtime.processes import RANK, WORLD_SIZE
 NOT_SAMPLED = {"bart", "deepseek_v4", "falcon_mamba", "mamba", "minimax", "openai-gpt"}
 NOT_SAMPLED |= {"recurrent_gemma", "rwkv", "xlnet", "xlstm"}
 MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives about 0.0004
+# pydantic would put its own address below a sentence of `__post_init__` that names the flag.
+os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -96,11 +98,20 @@ def check_model(
 
 def check_training(args: Any, model: Any, stop_id: int) -> None:
     """Before a model is trained, to end its texts with `stop_id`."""
+    check_output_dir(args)
     if args.lora_rank > 0 and RANK == 0:  # others have no weights yet
         embedding = model.get_input_embeddings().weight  # frozen
         if (embedding == embedding[stop_id]).all(dim=1).sum() > 1:  # as of tokens never seen
             untrained = f"token {stop_id}, which ends texts, is untrained"
             warnings.warn(f"--lora-rank: {untrained}", stacklevel=2)
+
+
+def check_output_dir(args: Any) -> None:
+    """Before the first evaluation, after which the run's folder is made in it."""
+    folder = Path(args.output_dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if RANK == 0 and not args.resume and not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ValueError(f"--output-dir {folder}: {existing} is no folder that can be written")
 
 
 def check_4_bits(model: Any) -> None:

@@ -2,10 +2,15 @@
 
 import os
 import sys
+import zlib
 from collections.abc import Callable
+from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 from runtime.processes import RANK
+
+FILES = {}  # CRC-32 of each file that was loaded, by its name in the flag
 
 
 def load_function(flag: str, spec: str) -> Callable | None:
@@ -26,4 +31,19 @@ def load_function(flag: str, spec: str) -> Callable | None:
         sys.modules[name].version = version
     if not callable(getattr(sys.modules.get(name), function, None)):
         raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
-    return getattr(sys.modules[name], function)
+    FILES[file] = zlib.crc32(Path(path).read_bytes())
+    return stays_here(getattr(sys.modules[name], function))
+
+
+def stays_here(function: Callable) -> Callable:
+    """It may change the directory, from which the run's folder is seen: back after each call."""
+
+    @wraps(function)
+    def call(**columns):
+        folder = os.getcwd()
+        try:
+            return function(**columns)
+        finally:
+            os.chdir(folder)
+
+    return call

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from transformers import PreTrainedModel
 
 from runtime.adapters import merge_adapter
+from runtime.functions import FILES
 from runtime.processes import RANK, WORLD_SIZE
 
 # What a checkpoint has: whole tensors on rank 0, of what is trained alone.
@@ -22,17 +24,46 @@ CHECKPOINT_OPTIONS = dcp.StateDictOptions(
 )
 
 
-def save_atomically(state: dict, path: Path) -> None:
+def lock_run(run_dir: Path) -> None:
+    """Refuse a second process that would write into a run's folder. The lock on its file `lock`
+    ends with the process, also with one that is killed; a process may take its own again.
+    """
+    if RANK > 0:
+        return
+    file = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # closing it would end the lock
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked children would keep that of flock
+    except (BlockingIOError, PermissionError) as error:
+        raise RuntimeError(f"--resume {run_dir}: another process is still at this run") from error
+    except (ImportError, OSError) as error:
+        reason = f"no second process is refused: {error}"
+        warnings.warn(f"--resume {run_dir}: {reason}", stacklevel=3)
+
+
+def write_checkpoint(state: dict, path: Path) -> None:
     """`torch.save` beside the old file, which the new one replaces once it is on the disk."""
     beside = path.with_suffix(".tmp")
     try:
-        torch.save(state, beside)
+        torch.save(state | {"functions": FILES}, beside)
         with open(beside, "rb+") as file:
             os.fsync(file)
     except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
         beside.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written, is the disk full? {error}") from error
     os.replace(beside, path)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What `write_checkpoint` has written. Warns of changed reward functions and environments:
+    whoever mends one that has crashed wants to go on.
+    """
+    state = torch.load(path, weights_only=True, mmap=True)
+    for file, checksum in state.get("functions", {}).items():
+        if FILES.get(file, checksum) != checksum:
+            warnings.warn(f"--resume {path.parent}: {file} has changed since", stacklevel=3)
+    return state
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:

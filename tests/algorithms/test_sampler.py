@@ -102,27 +102,30 @@ def test_a_sampler_whose_distance_is_no_number_is_named_too():
 
 def test_the_gradient_with_a_cap_is_trls_token_truncate(other_sampler, tmp_path, monkeypatch):
     """By the definition of vllm_importance_sampling_correction: a token's loss times
-    min(exp(log pi_old - log pi_sampler), cap)."""
+    min(exp(log pi_old - log pi_sampler), cap), in the second step too."""
     steps, sampled = watch_steps(monkeypatch), other_sampler("grpo_variants")
     judged = spy_on(grpo_variants, monkeypatch, "rule_rewards")
     flags = dict(beta=0.0, group_size=8, micro_batch_size=5, importance_cap=0.6)
+    flags |= dict(update_epochs=2, clip_coef=9.0)  # no ratio is clipped
     with pytest.warns(UserWarning, match="policy/sampling_kl"):
         run("grpo_variants", tmp_path, **flags)
-    (weights, gradient, _), (_, rewards) = steps[0], judged[1]
-    policy = plain_model(grpo_variants.Args.model)
-    set_weights(policy, weights)
+    policy, (_, rewards) = plain_model(grpo_variants.Args.model), judged[1]
+    set_weights(policy, steps[0][0])  # pi_old
     ratios = [ratio.exp() for ratio in log_ratios(sampled[1], policy)]
     assert (torch.cat(ratios) < 0.6).any() and (torch.cat(ratios) > 0.6).any()
     groups = rewards.view(-1, 8)
     std = groups.std(dim=1, keepdim=True)
     advantages = ((groups - groups.mean(dim=1, keepdim=True)) / (std + 1e-4)).flatten()
     _, (sequences, _) = sampled[1]
-    policy.zero_grad()
-    for i, (prompt, completion) in enumerate(sequences):
-        logprobs, _ = plain_logprobs(policy, prompt, completion)
-        weights = ratios[i].clamp(max=0.6) * advantages[i].item() / len(sequences)
-        (-(weights * logprobs).mean()).backward()
-    assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
+    old = [plain_logprobs(policy, *sequence)[0].detach() for sequence in sequences]
+    for theta, gradient, _ in steps:
+        set_weights(policy, theta)
+        for i, sequence in enumerate(sequences):
+            ratio = (plain_logprobs(policy, *sequence)[0] - old[i]).exp()
+            weights = ratios[i].clamp(max=0.6) * advantages[i].item() / len(sequences)
+            (-(weights * ratio).mean()).backward()
+        assert_same_gradient(gradient, [parameter.grad for parameter in policy.parameters()])
+    assert len(steps) == 2
 
 
 def test_ipo_takes_the_samplers_log_probs_for_those_of_pi_old(other_sampler, tmp_path, monkeypatch):

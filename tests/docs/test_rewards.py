@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,7 +238,7 @@ def test_a_served_judge_gives_the_mean_of_the_digits_of_its_first_token(monkeypa
         "what?": {"I": 0.9},
     }
 
-    def reply(request):
+    def reply(request, timeout):
         (message,) = json.loads(request.data)["messages"]
         answer = message["content"].partition("Answer:\n")[2].splitlines()[0]
         tokens = [{"token": token, "logprob": math.log(p)} for token, p in replies[answer].items()]
@@ -250,6 +251,22 @@ def test_a_served_judge_gives_the_mean_of_the_digits_of_its_first_token(monkeypa
     assert found == pytest.approx([6.9 / 0.8 / 9, 0.2 / 0.8 / 9])
     with pytest.raises(ValueError, match="not reply with a digit, but with 'I'"):
         served_judge.grade(["Is it?"], ["what?"])
+
+
+@pytest.mark.parametrize("failures", [3, 4])
+def test_a_served_judge_is_asked_four_times(failures, monkeypatch):
+    first = {"content": [{"top_logprobs": [{"token": "9", "logprob": 0.0}]}]}
+    replies = [TimeoutError("timed out")] * failures
+    replies += [io.BytesIO(json.dumps({"choices": [{"logprobs": first}]}).encode())]
+    monkeypatch.setattr(served_judge, "urlopen", asked := Mock(side_effect=replies))
+    monkeypatch.setattr(served_judge, "sleep", slept := Mock())
+    if failures == 3:
+        assert served_judge.grade(["Is it?"], ["yes"]) == [1.0]
+    else:
+        with pytest.raises(ConnectionError, match="http://localhost:8000 has failed 4 times: tim"):
+            served_judge.grade(["Is it?"], ["yes"])
+    assert [call.args[0] for call in slept.call_args_list] == [1, 10, 60]
+    assert {call.kwargs["timeout"] for call in asked.call_args_list} == {300}
 
 
 # --- functions written for TRL ------------------------------------------------------------------

@@ -81,8 +81,9 @@ for name in with_flag("reward_weights"):
 @pytest.mark.parametrize(("name", "flags", "message"), CONTRADICTIONS)
 def test_flags_that_contradict_each_other(name, flags, message, capsys):
     """Wherever they come from: the command line, Python, or a run's args.json."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError) as error:
         SPECS[name].module.Args(**flags)
+    assert message in str(error.value).splitlines()[-1]
     typed = words({flag: value for flag, value in flags.items() if value is not False})
     typed += [f"--no-{flag.replace('_', '-')}" for flag in flags if flags[flag] is False]
     assert message in refused(name, typed, capsys).replace("│ ", "")

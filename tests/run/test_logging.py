@@ -1,6 +1,10 @@
 """What a run says of itself: its first line, its folder, wandb, warnings, and its last lines."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from datetime import datetime
 from statistics import mean
 from types import SimpleNamespace
@@ -8,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import wandb
 from models import save_model, some_wide
-from runs import read_log, write_splits
+from runs import read_log, words, write_splits
 from safetensors.torch import load_file
 from scripts import SPECS, WITH_ROLLOUTS, short_flags
 from spies import spy_on
@@ -153,3 +157,28 @@ def test_a_folder_is_never_written_over(tmp_path, monkeypatch):
     grpo.open_run(args)
     with pytest.raises(FileExistsError):
         grpo.open_run(args)
+
+
+def test_an_output_dir_that_cannot_be_written_is_named_before_the_first_evaluation(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(grpo, "evaluate", None)
+    (tmp_path / "file").write_text("")
+    message = f"--output-dir .*: {tmp_path}/file is no folder that can be written"
+    with pytest.raises(ValueError, match=message):
+        grpo.main(grpo.Args(output_dir=f"{tmp_path}/file/runs"))
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(ValueError, match=f": {tmp_path} is no folder that can be written"):
+        grpo.main(grpo.Args(output_dir=f"{tmp_path}/runs/of/today"))
+
+
+def test_a_model_that_its_user_may_only_read(tmp_path):
+    """As on a shared disk. Root drops its right to ignore the modes of files."""
+    folder = shutil.copytree("tiny/arithmetic/policy", tmp_path / "model")
+    for path in (*folder.iterdir(), folder):
+        path.chmod(0o555)
+    rights = "-dac_override,-dac_read_search"
+    as_user = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
+    flags = SPECS["grpo"].short_flags | dict(model=folder, output_dir=tmp_path, total_rollouts=1)
+    command = [sys.executable, "grpo.py", *words(flags)]
+    subprocess.run(command if os.getuid() else as_user + command, check=True)

@@ -1,9 +1,13 @@
 """A run that is killed and resumed ends with the same bits as one that was never stopped."""
 
+import errno
 import json
 import os
 import signal
+import sys
 from functools import cache
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +16,9 @@ from runs import assert_resumes, assert_same_run, keep_earlier_checkpoints, kill
 from runs import metrics_of, read, run_and_resume, start, words, write_splits
 from scripts import SPECS
 
+import grpo
 import grpo_variants
+from runtime.saving import lock_run
 
 EACH = pytest.mark.parametrize("name", SPECS)
 
@@ -93,7 +99,7 @@ def test_dynamic_sampling_goes_on_in_the_data_where_it_was(tmp_path):
 def test_a_change_of_any_column_is_seen(name, tmp_path, monkeypatch):
     script, found = SPECS[name].module, []
 
-    def stop(args, training, state):
+    def stop(run_dir, training, state):
         found.append(state["data"])
         raise KeyboardInterrupt
 
@@ -102,7 +108,7 @@ def test_a_change_of_any_column_is_seen(name, tmp_path, monkeypatch):
     for number, value in enumerate("aab"):
         data = write_splits(tmp_path / str(number), [row | {"other": value} for row in rows])
         with pytest.raises(KeyboardInterrupt):
-            script.main(script.Args(dataset=data, resume="a run", output_dir=str(tmp_path)))
+            script.main(script.Args(dataset=data, resume=str(tmp_path)))
     assert found[0] == found[1] != found[2]
 
 
@@ -122,9 +128,28 @@ def test_a_resume_that_would_be_another_run_is_refused(copied):
         (copied / "checkpoint.pt").unlink(missing_ok=True)
 
 
-def test_a_log_that_was_shortened_is_not_filled_up(copied):
+def test_a_run_is_written_by_one_process(tmp_path, monkeypatch):
+    """A second one is refused before it reads or cuts anything; its own lock it may take again."""
+    run_dir = grpo.open_run(grpo.Args(output_dir=str(tmp_path)))
+    process = start(["grpo.py", "--resume", str(run_dir)], tmp_path / "output")
+    process.join()
+    printed = (tmp_path / "output").read_text()
+    assert process.exitcode == 1
+    assert printed.endswith(f"--resume {run_dir}: another process is still at this run\n")
+    assert grpo.open_run(grpo.Args(resume=str(run_dir))) == run_dir
+    monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    with pytest.warns(UserWarning, match="no second process is refused: .*No locks"):
+        lock_run(run_dir)
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with pytest.warns(UserWarning, match="no second process is refused: import of fcntl"):
+        lock_run(run_dir)
+
+
+def test_a_log_that_was_shortened_is_not_filled_up_nor_another_file_cut(copied):
     (copied / "metrics.jsonl").write_text("")
+    (copied / "notes.jsonl").write_text("the user's\n")
     resume("grpo", copied)
+    assert (copied / "notes.jsonl").read_text() == "the user's\n"
     assert [row["step"] for row in metrics_of(copied)] == [7]
 
 
@@ -144,7 +169,7 @@ def test_a_checkpoint_of_another_model_is_refused(copied):
     moments["state"] = {f"encoder.{name}": state for name, state in moments["state"].items()}
     saved["policy"] = {f"encoder.{name}": weight for name, weight in weights.items()}, moments
     torch.save(saved, copied / "checkpoint.pt")
-    with pytest.raises(ValueError, match=f"--resume {copied}: its weights are not those of tiny/"):
+    with pytest.raises(ValueError, match=f"--resume {copied}: its weights are not those of its --"):
         resume("grpo", copied)
 
 
@@ -153,6 +178,21 @@ def test_in_the_critics_warm_up_and_at_its_end(warmup, tmp_path):
     """The checkpoint of step 6 is resumed: there the policy's optimiser begins afresh, or later."""
     flags = dict(critic_warmup_rollouts=warmup, total_rollouts=8, save_every=6)
     run_and_resume(SPECS["ppo_rlhf"].module, tmp_path, **SPECS["ppo_rlhf"].short_flags | flags)
+
+
+@pytest.mark.parametrize("flag", ["reward_fn", "environment"])
+def test_a_changed_reward_function_or_environment_is_named(flag, tmp_path, recwarn):
+    """And the run goes on: it may have been mended."""
+    file, script = tmp_path / "rules.py", SPECS["grpo_tools"].module
+    file.write_text(Path("tests/support/turns.py").read_text())
+    flags = SPECS["grpo_tools"].short_flags | dict(total_rollouts=1, output_dir=str(tmp_path))
+    function = flags[flag].partition(":")[2]
+    run_dir = script.main(script.Args(**flags | {flag: f"{file}:{function}"}))
+    resume("grpo_tools", run_dir)
+    assert not [w for w in recwarn if "has changed" in str(w.message)]
+    file.write_text(file.read_text() + "# mended\n")
+    with pytest.warns(UserWarning, match=f"--resume {run_dir}: {file} has changed since"):
+        resume("grpo_tools", run_dir)
 
 
 def test_a_full_disk_is_said_to_be_one(copied, monkeypatch):

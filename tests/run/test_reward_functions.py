@@ -1,9 +1,11 @@
 """Reward functions: how they are loaded, and what they may not return."""
 
+import os
 import sys
 
 import pytest
 import torch
+from scripts import SPECS
 
 import grpo
 from runtime.functions import load_function
@@ -106,6 +108,22 @@ def test_it_may_change_what_it_gets_and_a_column_may_have_an_arguments_name(toke
     before = repr((prompts, sequences))
     assert grpo.rule_rewards(rule, tokenizer, prompts, sequences).tolist() == [1, 2]
     assert repr((prompts, sequences)) == before
+
+
+LEAVING = """\
+import os
+def rule(prompts, completions, **columns):
+    os.chdir(os.path.dirname(__file__))
+    return [len(text) % 2 for text in completions]
+"""
+
+
+def test_it_may_leave_the_directory_that_output_dir_is_seen_from(tmp_path):
+    """As those do that run a program in a folder of its own."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    flags = SPECS["grpo"].short_flags | dict(reward_fn=[f"{tmp_path}/leaving.py:rule"])
+    run_dir = grpo.main(grpo.Args(**flags, output_dir=os.path.relpath(tmp_path / "runs")))
+    assert (tmp_path / "runs" / run_dir.name / "model.safetensors").exists()
 
 
 def test_a_function_that_exits_ends_the_run_with_an_error(call):

@@ -120,6 +120,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
         elif path.suffix == ".pt":
             files[path.name] = torch.load(path, weights_only=True)
             del files[path.name]["logs"]  # the sizes of the logs
+            del files[path.name]["functions"]  # of all runs of this process
         elif path.suffix != ".earlier" and path.name not in ("args.json", "adapter_config.json"):
             files[path.name] = path.read_bytes()
     return files
