@@ -46,17 +46,16 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
+from common.generation import generate
+from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
+from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_training
 from runtime.functions import load_function
-from common.generation import generate
-from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.processes import RANK, all_reduce_sum, join_processes, leave_processes, from_rank_0
+from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, save_weights, lock_run
-from runtime.saving import read_checkpoint, write_checkpoint
-from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
+from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -424,13 +423,12 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def open_run(args: Args) -> Path:
-    """The run's folder, for this process alone: a new one, or the one that --resume names."""
+    """The run's folder: a new one, or the one that --resume names."""
     name = f"{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = from_rank_0(Path(args.resume or f"{args.output_dir}/{name}").expanduser())
     if RANK == 0 and not args.resume:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    lock_run(run_dir)
     if RANK == 0 and args.track:
         wandb.init(id=run_dir.name, config=vars(args), resume="allow", reinit="finish_previous")
     print(f"{run_dir}: after its first checkpoint --resume {run_dir} continues it", flush=True)

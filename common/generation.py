@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from runtime.checks import check_sampled
 from common.logprobs import Sequences, head_logits, output_head
+from common.tokens import pad_rows
+from runtime.checks import check_sampled
 from runtime.model import autocast, backbone, unsharded
 from runtime.processes import RANK, WORLD_SIZE, all_gather, all_reduce_sum
-from common.tokens import pad_rows
 
 GRAPH_DEVICES = ("cuda",)  # where steps can be captured; elsewhere a cache that grows is faster
 

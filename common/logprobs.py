@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from common.prompts import Sequences, SharedPrompts, padded_states, shared_states, shares_prompts
 from runtime.checks import check_sampling_kl
 from runtime.model import autocast, backbone, failure_of, forward_method, use_bfloat16
 from runtime.processes import RANK, WORLD_SIZE, all_reduce_sum
-from common.prompts import Sequences, SharedPrompts, padded_states, shared_states, shares_prompts
 
 MAX_LOGITS = 2**26  # in a chunk: 256 MiB in float32
 

@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from runtime.model import backbone, failure_of
 from common.tokens import pad_rows
+from runtime.model import backbone, failure_of
 
 Sequences = list[tuple[list[int], list[int]]]  # (prompt, completion), token ids
 

@@ -96,10 +96,10 @@ def check_model(
         raise ValueError(f"{source} has fewer positions than {needed}: {limit}{reason}")
 
 
-def check_training(args: Any, model: Any, stop_id: int) -> None:
+def check_training(args: Any, model: Any, stop_id: int | None = None) -> None:
     """Before a model is trained, to end its texts with `stop_id`."""
     check_output_dir(args)
-    if args.lora_rank > 0 and RANK == 0:  # others have no weights yet
+    if args.lora_rank > 0 and stop_id is not None and RANK == 0:  # others have no weights yet
         embedding = model.get_input_embeddings().weight  # frozen
         if (embedding == embedding[stop_id]).all(dim=1).sum() > 1:  # as of tokens never seen
             untrained = f"token {stop_id}, which ends texts, is untrained"

@@ -4,6 +4,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import chdir
 from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -32,18 +33,11 @@ def load_function(flag: str, spec: str) -> Callable | None:
     if not callable(getattr(sys.modules.get(name), function, None)):
         raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
     FILES[file] = zlib.crc32(Path(path).read_bytes())
-    return stays_here(getattr(sys.modules[name], function))
+    loaded = getattr(sys.modules[name], function)
 
-
-def stays_here(function: Callable) -> Callable:
-    """It may change the directory, from which the run's folder is seen: back after each call."""
-
-    @wraps(function)
+    @wraps(loaded)
     def call(**columns):
-        folder = os.getcwd()
-        try:
-            return function(**columns)
-        finally:
-            os.chdir(folder)
+        with chdir("."):  # a function that goes elsewhere would take the run's folder with it
+            return loaded(**columns)
 
     return call

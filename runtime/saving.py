@@ -44,6 +44,7 @@ def lock_run(run_dir: Path) -> None:
 
 def write_checkpoint(state: dict, path: Path) -> None:
     """`torch.save` beside the old file, which the new one replaces once it is on the disk."""
+    lock_run(path.parent)
     beside = path.with_suffix(".tmp")
     try:
         torch.save(state | {"functions": FILES}, beside)
@@ -59,6 +60,7 @@ def read_checkpoint(path: Path) -> dict:
     """What `write_checkpoint` has written. Warns of changed reward functions and environments:
     whoever mends one that has crashed wants to go on.
     """
+    lock_run(path.parent)
     state = torch.load(path, weights_only=True, mmap=True)
     for file, checksum in state.get("functions", {}).items():
         if FILES.get(file, checksum) != checksum:

@@ -19,8 +19,8 @@ from transformers import BitsAndBytesConfig
 
 import grpo
 import ppo_rlhf
-from runtime.adapters import adapters_off, add_adapters
 from common.logprobs import completion_logprobs
+from runtime.adapters import adapters_off, add_adapters
 from runtime.model import shard
 from runtime.saving import save_weights
 

@@ -15,8 +15,8 @@ from spies import watch_steps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer
 
-from runtime.model import transformer_layers
 from common.prompts import shares_prompts
+from runtime.model import transformer_layers
 from grpo import model_rewards
 from reviews import dataset, plain_model
 from rm_bradley_terry import Args, Comparison, bradley_terry_loss, calibration_error

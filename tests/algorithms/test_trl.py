@@ -11,8 +11,8 @@ import dpo
 import grpo
 import grpo_variants
 import reinforce
-from runtime.adapters import adapters_off, add_adapters
 from common.logprobs import completion_logprobs
+from runtime.adapters import adapters_off, add_adapters
 
 trl = pytest.importorskip("trl", reason="pip install -e '.[bench]'")
 peft = pytest.importorskip("peft")

@@ -9,9 +9,9 @@ from models import family_model, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 import runtime.model
-from runtime.adapters import add_adapters
 from common.generation import generate
 from common.logprobs import completion_logprobs
+from runtime.adapters import add_adapters
 from runtime.model import checkpoint_activations, clip_grad_norm, shard, transformer_layers
 
 CPU = torch.device("cpu")

@@ -14,11 +14,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 
-from runtime.chats import template_words
-from runtime.chats import UnusableRow
+from common.tokens import encode, encode_completions, find_stop_ids, load_tokenizer, pad_rows
+from runtime.chats import UnusableRow, template_words
 from runtime.rows import checksum, encode_rows
 from runtime.saving import rollout_row
-from common.tokens import encode, encode_completions, find_stop_ids, load_tokenizer, pad_rows
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (

@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import common.logprobs
-from runtime.adapters import add_adapters
 from common.logprobs import OutputHead, completion_logprobs
-from runtime.model import checkpoint_activations, transformer_layers
 from common.prompts import SharedPrompts, shared_states, shares_prompts
+from runtime.adapters import add_adapters
+from runtime.model import checkpoint_activations, transformer_layers
 from docs.experiments.cost.memory_model import CONSTANTS, DEFAULTS, llama_sizes, memory, parameters
 from docs.experiments.lib.measuring import peak, reset_peak
 

@@ -23,9 +23,9 @@ from runs import metrics_of, torchrun, words
 from torch.nn import Parameter
 
 import grpo
-from runtime.adapters import add_adapters
 from common.generation import generate
 from common.logprobs import completion_logprobs, sampling_metrics
+from runtime.adapters import add_adapters
 from docs.experiments.lib.runs import load_script
 
 PYTHON = Path(__file__).parents[2] / "runs/vllm/bin/python"

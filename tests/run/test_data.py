@@ -22,9 +22,9 @@ import grpo
 import ppo_rlhf
 import rm_bradley_terry
 import sft
+from common.tokens import encode
 from runtime.chats import UnusableRow
 from runtime.rows import encode_rows, load_rows
-from common.tokens import encode
 
 EACH = pytest.mark.parametrize("name", SPECS)
 EACH_LOADER = pytest.mark.parametrize("name", ONE_PER_LOADER)

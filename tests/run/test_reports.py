@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 
 import runtime.processes
 import sft
+from common.tokens import encode, load_tokenizer
 from runtime.checks import check_model, check_tokenizer, check_training, checked_files
 from runtime.rows import load_rows
 from runtime.saving import rollout_row
-from common.tokens import encode, load_tokenizer
 from grpo_tools import encode_reply, text_ids
 
 POLICY = "tiny/arithmetic/policy"
