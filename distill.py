@@ -28,6 +28,7 @@ import json
 import math
 import os
 import sys
+import time
 from array import array
 from collections.abc import Callable
 from datetime import datetime
@@ -57,6 +58,7 @@ from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
 from runtime.model import load_model, shard
 from runtime.processes import RANK, WORLD_SIZE, from_rank_0, join_processes, leave_processes
+from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -211,6 +213,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: a completion per prompt, from the student as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
+        start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds]
@@ -254,6 +257,9 @@ def main(args: Args) -> Path:
             "completions/length_mean": lengths.float().mean().item(),
             "completions/truncated_fraction": np.mean(truncated),
         }
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = {"reward": completion_rewards, "advantage": advantages}

@@ -74,7 +74,7 @@ from runtime.checks import check_training
 from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
-from runtime.processes import sums_over_ranks
+from runtime.processes import peak_memory_gb, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -455,6 +455,9 @@ def main(args: Args) -> Path:
         metrics["policy/learning_rate"] = policy_lr
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
         if ref_model is not None:
             columns["log_ratio"] = k1

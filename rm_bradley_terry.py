@@ -43,7 +43,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, GenerationConfig, get_scheduler
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from common.logprobs import last_states, micro_batches
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
@@ -53,6 +53,7 @@ from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.model import transformer_layers
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
+from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
 
@@ -164,9 +165,6 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
     state = {"step": 0, "data": checksum(train_pairs, args.model), "score_mean": 0.0}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
@@ -183,7 +181,8 @@ def main(args: Args) -> Path:
         pairs = [train_pairs[i] for i in batches[step - 1]]
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
         for inds in comparison_micro_batches(pairs, args.micro_batch_size):
@@ -210,6 +209,7 @@ def main(args: Args) -> Path:
             "reward/learning_rate": optimizer.param_groups[0]["lr"],
             "time/epoch": min(args.epochs, step * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
+            "time/peak_memory_gb": peak_memory_gb(),
         }
         is_last = step == total_steps
         if is_last or step % args.eval_every == 0:
@@ -223,6 +223,21 @@ def main(args: Args) -> Path:
     model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
     save_model(run_dir, model, tokenizer, stop_ids)
     return run_dir
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """The learning rate of a step, counted from 1, as a fraction of its peak: it rises linearly in
+    the warm-up; then it falls linearly, or by half a cosine, or is constant.
+    """
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    num_steps = total_steps - warmup_steps  # after the warm-up
+    num_before = step - warmup_steps - 1  # of these, before this one
+    if schedule == "linear":
+        return (num_steps - num_before) / num_steps
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (num_before / num_steps)))
+    return 1.0
 
 
 @torch.no_grad()

@@ -1,18 +1,22 @@
 """Flags: contradictions, --resume, learning rates and schedules. Ranges: test_every_script.py."""
 
+import itertools
 import json
 from functools import cache
 
 import pytest
+import torch
 from algorithms import run
 from models import save_model
 from pydantic import ValidationError
 from runs import metrics_of, words
 from scripts import SPECS, short_flags, with_flag
+from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, get_scheduler
 
 from runtime.model import find_rate
+from sft import lr_factor
 
 EACH = pytest.mark.parametrize("name", SPECS)
 
@@ -131,6 +135,12 @@ def test_schedules_of_the_learning_rate(schedule, tmp_path):
     rows = metrics_of(run("grpo_variants", tmp_path, **flags, max_new_tokens=2))[1:]
     rates = [1e3 * row["policy/learning_rate"] for row in rows]
     assert rates == pytest.approx(SCHEDULES[schedule], rel=1e-5)
+    # The same doubles as transformers', whose steps count from 0, where the rate is 0.
+    for warmup, total in itertools.product((0, 1, 7), (8, 100)):
+        step_0 = AdamW([torch.zeros(1)])
+        theirs = get_scheduler(schedule, step_0, warmup + 1, total + 1).lr_lambdas[0]
+        for step in range(1, total + 1):
+            assert lr_factor(step, warmup, total, schedule) == theirs(step)
 
 
 # The default rate of a tiny model, with adapters or without; of a real one; of its adapters.
