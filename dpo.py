@@ -146,6 +146,11 @@ class PreferencePair(NamedTuple):
     chosen_ids: array  # token ids of the preferred completion
     rejected_ids: array  # token ids of the other one
 
+    def sequences(self) -> Sequences:
+        """The prompt with the preferred completion, then with the other one."""
+        prompt_ids = list(self.prompt.ids)
+        return [(prompt_ids, list(self.chosen_ids)), (prompt_ids, list(self.rejected_ids))]
+
 
 # --- the mathematics ---------------------------------------------------------------------------
 def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -247,21 +252,23 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
-        # 1. Draw the pairs of this step; each rejected completion follows its chosen one.
+        # 1. Draw the pairs of this step: 2B sequences, each rejected one after its chosen one.
         start_time = time.perf_counter()
         pairs = [train_pairs[i] for i in batches[step - 1]]
-        sequences, lengths = to_sequences(pairs, device)  # 2B of them; (B, 2)
+        sequences = [sequence for pair in pairs for sequence in pair.sequences()]
+        lengths = torch.tensor([len(y) for _, y in sequences], device=device).view(-1, 2)  # (B, 2)
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
         optimizer.param_groups[0]["lr"] = lr
         sums = defaultdict(float)
-        for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-            # The reference first: later, its memory would come on top of the activations.
+        for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+            # The reference first: after the policy's pass, its memory would come on top of that of
+            # the policy's activations.
             with torch.no_grad(), adapters_off(policy):
-                ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-            logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if ref_model else None
+            logprobs = pair_logprobs(policy, sequences, pair_inds)  # (b, 2)
+            device_inds = pair_inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
             losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
             loss = losses.sum() / len(pairs)
             loss.backward()
@@ -318,19 +325,24 @@ def pair_losses(
     logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
     tokens, in nats, the latter None for SimPO and ORPO; lengths: (B, 2) in tokens.
     """
-    scores = logprobs if ref_logprobs is None else logprobs - ref_logprobs
-    if args.loss not in ("sigmoid", "apo_zero"):
-        scores = scores / lengths  # means per token
-    if args.loss in ("sigmoid", "sigmoid_norm"):
-        losses = dpo_loss(scores, args.beta, args.label_smoothing)
-    elif args.loss == "apo_zero":
-        losses = apo_zero_loss(scores, args.beta)
-    elif args.loss == "ipo":
-        losses = ipo_loss(scores, args.beta)
-    elif args.loss == "simpo":
-        losses = simpo_loss(scores, args.beta, args.gamma)
+    if args.loss in ("simpo", "orpo"):
+        scores = mean_logprobs = logprobs / lengths
+    elif args.loss in ("sigmoid", "apo_zero"):
+        scores = logratios = logprobs - ref_logprobs
     else:
-        losses = orpo_loss(scores, args.beta)
+        scores = mean_logratios = (logprobs - ref_logprobs) / lengths
+    if args.loss == "sigmoid":
+        losses = dpo_loss(logratios, args.beta, args.label_smoothing)
+    elif args.loss == "sigmoid_norm":
+        losses = dpo_loss(mean_logratios, args.beta, args.label_smoothing)
+    elif args.loss == "apo_zero":
+        losses = apo_zero_loss(logratios, args.beta)
+    elif args.loss == "ipo":
+        losses = ipo_loss(mean_logratios, args.beta)
+    elif args.loss == "simpo":
+        losses = simpo_loss(mean_logprobs, args.beta, args.gamma)
+    else:
+        losses = orpo_loss(mean_logprobs, args.beta)
     if args.nll_coef > 0:
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
     chosen, rejected = scores.detach().unbind(dim=1)  # (B,); the implicit reward is beta * score
@@ -347,26 +359,19 @@ def pair_losses(
 
 
 # --- log-probs of pairs ------------------------------------------------------------------------
-def to_sequences(pairs: list[PreferencePair], device: Any) -> tuple[Sequences, Tensor]:
-    """The chosen and the rejected completion of each pair with its prompt, 2B; lengths (B, 2)."""
-    sequences = []
-    for pair in pairs:
-        for ids in (pair.chosen_ids, pair.rejected_ids):
-            sequences.append((list(pair.prompt.ids), list(ids)))
-    lengths = [[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs]
-    return sequences, torch.tensor(lengths, device=device)
+def pair_logprobs(model: Any, sequences: Sequences, pair_inds: Tensor) -> Tensor:
+    """log pi(y|x) (b, 2) of some pairs, chosen and rejected, from one forward pass."""
+    inds = torch.stack([2 * pair_inds, 2 * pair_inds + 1], dim=1).flatten()
+    return completion_logprobs(model, sequences, inds).sum(dim=1).view(-1, 2)
 
 
-def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
-    """log pi(y|x) (b, 2) of the pairs `inds`, chosen and rejected in one forward pass."""
-    rows = torch.stack([2 * inds, 2 * inds + 1], dim=1).flatten()
-    return completion_logprobs(model, sequences, rows).sum(dim=1).view(-1, 2)
-
-
-def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, with the tokens of both completions."""
-    sequences = [(list(pair.prompt.ids), pair.chosen_ids + pair.rejected_ids) for pair in pairs]
-    return micro_batches(sequences, torch.arange(len(pairs)), size)
+def micro_batches_of_pairs(sequences: Sequences, size: int) -> Iterator[Tensor]:
+    """`micro_batches` of pairs, by the tokens of both completions. Pair i is the sequences 2i and
+    2i + 1; what is yielded counts pairs.
+    """
+    sides = zip(sequences[::2], sequences[1::2], strict=True)
+    pairs = [(prompt, chosen + rejected) for (prompt, chosen), (_, rejected) in sides]
+    return micro_batches(pairs, torch.arange(len(pairs)), size)
 
 
 # --- the evaluation ----------------------------------------------------------------------------
@@ -381,13 +386,14 @@ def evaluate(
     pairs: list[PreferencePair],
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
-    sequences, lengths = to_sequences(pairs, policy.device)
+    sequences = [sequence for pair in pairs for sequence in pair.sequences()]
+    lengths = torch.tensor([len(y) for _, y in sequences], device=policy.device).view(-1, 2)
     sums = defaultdict(float)
-    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-        logprobs = pair_logprobs(policy, sequences, inds)
+    for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+        logprobs = pair_logprobs(policy, sequences, pair_inds)  # (b, 2)
         with adapters_off(policy):
-            ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-        device_inds = inds.to(policy.device, non_blocking=True)
+            ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if ref_model else None
+        device_inds = pair_inds.to(policy.device, non_blocking=True)
         _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
         for name, values in pair_metrics.items():
             sums[name] += values.double().sum()
@@ -406,16 +412,35 @@ def evaluate(
         "eval/loss": means["objective/loss"],
         "eval/pair_accuracy": means["reward/accuracy"],
         "eval/margin": means["reward/margin"],
-        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
     }
-    if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
-        size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
-        batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
-        logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
-        sampling_metrics(logprobs, sampler_logprobs, sampler_logprobs < 0)  # warns if they differ
-        with adapters_off(policy):
-            ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
-        metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
+    if ref_model is not None:
+        metrics |= kl_metrics(args, policy, ref_model, sequences, sampler_logprobs)
+    sample_metrics, samples = rate_samples(reward_fn, tokenizer, prompts, sequences)
+    return metrics | sample_metrics, samples
+
+
+def kl_metrics(
+    args: Args, policy: Any, ref_model: Any, sequences: Sequences, sampler_logprobs: Tensor
+) -> dict[str, float]:
+    """KL(pi || pi_ref), in nats per completion, by k1 on samples of pi, and how far pi is from what
+    has sampled them, with log-probs (N, T).
+    """
+    size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
+    batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
+    logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
+    with adapters_off(policy):
+        ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+    k1 = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
+    lengths = torch.tensor([len(y) for _, y in sequences])  # (N,)
+    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(policy.device)  # (N, T)
+    return {"eval/kl": k1} | sampling_metrics(logprobs, sampler_logprobs, mask)
+
+
+def rate_samples(
+    reward_fn: Callable | None, tokenizer: Any, prompts: list, sequences: Sequences
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics of sampled completions, and for each a row of samples.jsonl."""
+    metrics = {"eval/length_mean": np.mean([len(ids) for _, ids in sequences])}
     samples = []
     for prompt, (_, ids) in zip(prompts, sequences, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -230,7 +230,8 @@ def main(args: Args) -> Path:
         optimizer.param_groups[0]["lr"] = lr
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
-            # The reference first: later, its memory would come on top of the activations.
+            # The reference first: after the policy's pass, its memory would come on top of that of
+            # the policy's activations.
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
@@ -346,15 +347,21 @@ def evaluate(
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
-    metrics = {
-        "eval/loss": held_out["objective/loss"],
-        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
-    }
+    metrics = {"eval/loss": held_out["objective/loss"]}
     if "reward/margin" in held_out:
         metrics["eval/margin"] = held_out["reward/margin"]
     # KL(pi || pi_ref), nats per completion: k1 on samples of pi
     k1 = sum_logratios(args, policy, ref_model, sequences, args.temperature)
     metrics["eval/kl"] = k1.double().mean().item()
+    sample_metrics, samples = rate_samples(reward_fn, tokenizer, prompts, sequences)
+    return metrics | sample_metrics, samples
+
+
+def rate_samples(
+    reward_fn: Callable | None, tokenizer: Any, prompts: list, sequences: Sequences
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics of sampled completions, and for each a row of samples.jsonl."""
+    metrics = {"eval/length_mean": np.mean([len(ids) for _, ids in sequences])}
     samples = []
     for prompt, (_, ids) in zip(prompts, sequences, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -45,7 +45,7 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
-from common.logprobs import last_states, micro_batches
+from common.logprobs import Sequences, last_states, micro_batches
 from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
@@ -106,6 +106,11 @@ class Comparison(NamedTuple):
     chosen_ids: array  # token ids of the preferred completion
     rejected_ids: array  # token ids of the other one
     margin: float  # m
+
+    def sequences(self) -> Sequences:
+        """The prompt with the preferred completion, then with the other one."""
+        prompt_ids = list(self.prompt_ids)
+        return [(prompt_ids, list(self.chosen_ids)), (prompt_ids, list(self.rejected_ids))]
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -176,18 +181,19 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
-        # 1. Draw the pairs of this step.
+        # 1. Draw the pairs of this step: 2B sequences, each rejected one after its chosen one.
         start_time = time.perf_counter()
         pairs = [train_pairs[i] for i in batches[step - 1]]
+        sequences = [sequence for pair in pairs for sequence in pair.sequences()]
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
         lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
         optimizer.param_groups[0]["lr"] = lr
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
-        for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-            r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+        for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+            r_w, r_l = pair_scores(model, sequences, pair_inds)  # (b,) each
+            device_inds = pair_inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
             losses = bradley_terry_loss(r_w, r_l, margins[device_inds], args.center_coef)
             loss = losses.sum() / len(pairs)
             loss.backward()
@@ -198,7 +204,7 @@ def main(args: Args) -> Path:
 
         # 3. Log, evaluate, save.
         r_w, r_l = all_reduce_sum(scores)  # (B,) each
-        num_tokens = sum(len(2 * p.prompt_ids + p.chosen_ids + p.rejected_ids) for p in pairs)
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
         metrics = {
             "objective/loss": bradley_terry_loss(r_w, r_l, margins, args.center_coef).mean().item(),
             "reward/accuracy": wins(r_w - r_l).mean().item(),
@@ -220,7 +226,8 @@ def main(args: Args) -> Path:
         if is_last or step % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step})
 
-    model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
+    # Saved in config.json: ppo_rlhf.py and grpo.py load the model and subtract it from its scores.
+    model.config.score_mean = state["score_mean"]
     save_model(run_dir, model, tokenizer, stop_ids)
     return run_dir
 
@@ -243,11 +250,11 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> 
 @torch.no_grad()
 def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float]:
     """Metrics of the held-out pairs."""
+    sequences = [sequence for pair in pairs for sequence in pair.sequences()]
     scores = torch.zeros(2, len(pairs), device=model.device)
-    for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-        scores_of_batch = pair_scores(model, [pairs[i] for i in inds])
-        device_inds = inds.to(model.device, non_blocking=True)
-        scores[:, device_inds] = scores_of_batch
+    for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+        device_inds = pair_inds.to(model.device, non_blocking=True)
+        scores[:, device_inds] = pair_scores(model, sequences, pair_inds)
     r_w, r_l = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
     return {
@@ -261,21 +268,23 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
 
 
 # --- scores ------------------------------------------------------------------------------------
-def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, with the tokens of both completions."""
-    sequences = [(list(pair.prompt_ids), pair.chosen_ids + pair.rejected_ids) for pair in pairs]
-    return micro_batches(sequences, torch.arange(len(pairs)), size)
-
-
-def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
-    """r_w and r_l (2, b), float32: the head's output at the last token of both completions of each
-    pair, from one forward pass.
+def micro_batches_of_pairs(sequences: Sequences, size: int) -> Iterator[Tensor]:
+    """`micro_batches` of pairs, by the tokens of both completions. Pair i is the sequences 2i and
+    2i + 1; what is yielded counts pairs.
     """
-    batch = [(list(pair.prompt_ids), list(pair.chosen_ids)) for pair in pairs]
-    batch += [(list(pair.prompt_ids), list(pair.rejected_ids)) for pair in pairs]
-    last = last_states(model, batch)  # (2b, d)
+    sides = zip(sequences[::2], sequences[1::2], strict=True)
+    pairs = [(prompt, chosen + rejected) for (prompt, chosen), (_, rejected) in sides]
+    return micro_batches(pairs, torch.arange(len(pairs)), size)
+
+
+def pair_scores(model: Any, sequences: Sequences, pair_inds: Tensor) -> Tensor:
+    """r_w and r_l (2, b), float32: the head's output at the last token of both completions of some
+    pairs, from one forward pass.
+    """
+    inds = torch.cat([2 * pair_inds, 2 * pair_inds + 1])  # all chosen ones, then all rejected ones
+    last = last_states(model, [sequences[i] for i in inds])  # (2b, d)
     scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
-    return scores.view(2, len(pairs))
+    return scores.view(2, len(pair_inds))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -301,7 +310,8 @@ def load_classifier(
         if args.train_layers > len(layers):
             raise ValueError(f"--train-layers {args.train_layers}: there are {len(layers)} layers")
         model.requires_grad_(False)
-        for module in (model.score, *layers[len(layers) - args.train_layers :]):
+        first_trained = len(layers) - args.train_layers
+        for module in (model.score, *layers[first_trained:]):
             module.requires_grad_(True)
     if args.lora_rank > 0:
         add_adapters(model, args.lora_rank, args.seed)
