@@ -1,11 +1,13 @@
 """The columns `tools` and `chat_template_kwargs`, and turns that call a tool, in every script."""
 
 import json
+from array import array
 
 import pytest
 from scripts import ONE_PER_LOADER, SPECS, short_flags
 
-from common.tokens import encode_completions, load_tokenizer
+from common.tokens import encode_completions
+from runtime.model import load_tokenizer
 
 # For the digits of tiny/arithmetic: which tools there are, and what a turn calls.
 CHAT = (
@@ -30,8 +32,10 @@ def load(name, tokenizer, tmp_path, row, template=CHAT):
     args = module.Args(dataset=str(tmp_path), **short_flags(name, chat=True))
     more = [[2]] if SPECS[name].kind == "rows" else []
     tokenizer = load_tokenizer(str(tmp_path))
-    rows = getattr(module, SPECS[name].loader)(args, "train", tokenizer, *more)
-    return tokenizer.decode(rows.encoded[0][1][1 if name in ("sft", "distill") else 0])
+    item = getattr(module, SPECS[name].loader)(args, "train", tokenizer, *more)[0]
+    while not isinstance(item, array):
+        item = item[1] if isinstance(item[0], str | list) and name != "sft" else item[0]
+    return tokenizer.decode(item)
 
 
 @pytest.mark.parametrize("name", ONE_PER_LOADER)
