@@ -18,8 +18,11 @@ e^m / (1 - e^m), they are
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
 
 ORPO's first term is the loss of SFT, so it can start from a base model; `--nll-coef` adds this term
-to any loss (2404.19733). Deviations from the papers: IPO's log-ratios are means per token,
-not sums; AdamW and a linear schedule.
+to any loss (2404.19733). Deviations from the papers:
+
+1. IPO's log-ratios are means per token, not sums.
+2. The optimiser is AdamW, not RMSprop, and after the warm-up the learning rate decays linearly.
+3. By default beta is 0.3, not 0.1.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
@@ -222,11 +225,14 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = None if args.loss in ("simpo", "orpo") else policy  # under LoRA, its adapters off
-    if ref_model and (args.reference or args.lora_rank == 0):
+    if args.loss in ("simpo", "orpo"):
+        ref_model = None
+    elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy  # without its adapters, see `adapters_off`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -599,7 +605,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -9,16 +9,20 @@ r(x, y) = log(pi(y|x) / pi_ref(y|x)), and z0 estimates KL(pi || pi_ref) (arXiv 2
     L = mean over completions of w - v(x, y), where w is w_D or w_U.
 
 The pairs (x_i, y_(i+1)) are mismatched: the completion is that of the next row, for the last row
-that of the first. Deviations from the paper: z0 is the mean over an optimiser step, not over a
-micro-batch; AdamW and a linear schedule, not RMSprop.
+that of the first. Deviations from the paper:
+
+1. z0 is the mean over an optimiser step; in the authors' code, over a micro-batch.
+2. The optimiser is AdamW with a linear schedule, not RMSprop.
+3. By default w_D is 1.33, not 1.
 
     python kto.py                                          # tiny/reviews, under a minute on a CPU
     python kto.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --beta 0.1 \
         --max-length 1024 --max-new-tokens 256 --micro-batch-size 4    # a GPU of 24 GB
     torchrun --nproc_per_node=8 kto.py ...                 # eight GPUs: docs/processes.md
 
-A healthy run: the first loss is half the mean weight, and `reward/margin` rises from 0. If
-`reward/desirable` falls and `eval/kl` passes ten nats: lower the learning rate, or raise w_D.
+A healthy run: the first loss is half the mean weight (with --reference: any), then `reward/margin`
+rises. If `reward/desirable` falls and `eval/kl` passes ten nats: lower the learning rate, or raise
+w_D.
 """
 
 import json
@@ -84,7 +88,8 @@ class Args:
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
     beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
-    # w_D, weight of desirable completions; (w_D x their number) / (w_U x that of others): 1 to 1.5
+    # w_D, weight of desirable completions: such that (w_D x their number) / (w_U x the number of
+    # the others) is 1 to 1.5
     desirable_weight: PositiveFloat = 1.33
     undesirable_weight: PositiveFloat = 1.0  # w_U, weight of undesirable completions
     # --- optimisation and evaluation ---
@@ -183,11 +188,12 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy  # without its adapters
     if args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy  # without its adapters, see `adapters_off`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -201,7 +207,7 @@ def main(args: Args) -> Path:
     shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(num_shuffles)]
     num_rows = math.ceil(args.epochs * len(train_rows))
     batches = [*torch.cat(shuffles)[:num_rows].split(args.batch_size)]  # the last may be smaller
-    if len(batches[-1]) == 1:  # a row alone has no other's completion for z0
+    if len(batches[-1]) == 1:  # z0 needs a second row's completion: it joins the batch before
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
@@ -503,7 +509,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

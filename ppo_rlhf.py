@@ -625,8 +625,8 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
 
 @torch.no_grad()
 def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
-    """Scores (B,) of the last token, minus `score_mean`, the reward model's mean on held-out
-    preferred completions (after InstructGPT).
+    """Scores (B,) of the last token, minus `score_mean` (after InstructGPT): the model's mean score
+    of held-out preferred completions, which rm_bradley_terry.py has written into its config.json.
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
@@ -733,7 +733,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -7,10 +7,13 @@ last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
 and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-Deviations from the paper: pairs, not rankings of K completions; 3 epochs, not 1; linear decay;
-AdamW's beta2 of 0.999, not 0.95; the scores are not shifted, but the mean score of held-out
-preferred completions is saved as `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT:
-the mean score of demonstrations).
+Deviations from InstructGPT:
+
+1. Rows are pairs, not rankings of K completions.
+2. There are 3 epochs, not 1, with a linear decay, not a cosine decay to 10 %.
+3. AdamW's beta2 is 0.999, not 0.95.
+4. The scores are not shifted, but the mean score of held-out preferred completions is saved as
+   `score_mean`, which ppo_rlhf.py and grpo.py subtract; the paper's is that of demonstrations.
 
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
@@ -226,7 +229,7 @@ def main(args: Args) -> Path:
         if is_last or step % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step})
 
-    # Saved in config.json: ppo_rlhf.py and grpo.py load the model and subtract it from its scores.
+    # In config.json: ppo_rlhf.py and grpo.py read it there, and subtract it from each score.
     model.config.score_mean = state["score_mean"]
     save_model(run_dir, model, tokenizer, stop_ids)
     return run_dir
@@ -283,7 +286,7 @@ def pair_scores(model: Any, sequences: Sequences, pair_inds: Tensor) -> Tensor:
     """
     inds = torch.cat([2 * pair_inds, 2 * pair_inds + 1])  # all chosen ones, then all rejected ones
     last = last_states(model, [sequences[i] for i in inds])  # (2b, d)
-    scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
+    scores = model.score(last.float()).squeeze(1)  # bfloat16 would make close scores equal
     return scores.view(2, len(pair_inds))
 
 
@@ -303,7 +306,7 @@ def load_classifier(
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    # An image model has a config of its own for its text.
+    # A model that reads images too has a config of its own for its language model.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if args.train_layers is not None:
         layers = transformer_layers(model)
@@ -316,7 +319,7 @@ def load_classifier(
     if args.lora_rank > 0:
         add_adapters(model, args.lora_rank, args.seed)
         model.score.requires_grad_(True)
-        model.peft_config["default"].modules_to_save = ["score"]
+        model.peft_config["default"].modules_to_save = ["score"]  # for whoever loads adapter/
     print(f"trained: {model.num_parameters(only_trainable=True):,} parameters")
     return shard(model, device)
 
@@ -444,7 +447,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

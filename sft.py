@@ -5,9 +5,11 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
 with N completion tokens in the batch, each completion's EOS among them: stage 1 of InstructGPT
-(arXiv 2203.02155, section 3.5; AdamW's beta2 is 0.95, as there). Deviations (the paper's choice in
-brackets): no dropout [0.2]; 4 epochs [16]; a warm-up and a linear decay [a cosine decay to 10 %];
-the last model is saved [the one with the best reward model score].
+(arXiv 2203.02155, section 3.5; AdamW's beta2 is 0.95, as there). Deviations from the paper:
+
+1. There is no dropout, where the paper has 0.2.
+2. There are 4 epochs, not 16, with a warm-up and a linear decay, not a cosine decay to 10 %.
+3. The last model is saved, not the one with the best reward model score.
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara \
@@ -101,8 +103,9 @@ class Demonstration(NamedTuple):
     is_learned: array  # 1 for the tokens of learned turns, 0 for all others
 
     def prompt(self) -> list[int]:
-        """The ids before the last run of learned tokens."""
-        return list(self.ids[: len(self.ids) - self.is_learned[::-1].index(0)])
+        """The ids before the last learned turn, with which the text ends."""
+        num_learned = self.is_learned[::-1].index(0)
+        return list(self.ids[: len(self.ids) - num_learned])
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -137,9 +140,10 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     rng = Generator().manual_seed(args.seed)
-    epochs = [torch.randperm(len(train_data), generator=rng) for _ in range(math.ceil(args.epochs))]
+    num_shuffles = math.ceil(args.epochs)
+    shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(num_shuffles)]
     num_rows = math.ceil(args.epochs * len(train_data))
-    batches = torch.cat(epochs)[:num_rows].split(args.batch_size)  # the last may be smaller
+    batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
     training = {"policy": (policy, optimizer)}
@@ -243,7 +247,7 @@ def loss_sequences(args: Args, data: list[list[Demonstration]]) -> tuple[Sequenc
     """The texts cut before the first learned token, and which tokens behind the cut are learned."""
     sequences, masks = [], []
     for ids, is_learned in (text for texts in data for text in texts):
-        # With --train-on-prompt all tokens but the first, which has no context.
+        # With --train-on-prompt all tokens are learned but the first, which has no context.
         start = 1 if args.train_on_prompt else is_learned.index(1)
         sequences.append((list(ids[:start]), list(ids[start:])))
         masks.append([1] * len(ids[1:]) if args.train_on_prompt else list(is_learned[start:]))
@@ -257,7 +261,7 @@ def load_demonstrations(
     """The rows of a split: each a text, or several if the chat template changes earlier turns, as
     some drop their thoughts.
     """
-    lost = Counter()  # turns of conversations that keep others
+    lost = Counter()  # by reason, dropped turns of rows that keep other turns
 
     def encode_row(row: dict) -> list[Demonstration]:
         if "text" in row and not {"messages", args.prompt_column, args.completion_column} & {*row}:
@@ -275,7 +279,7 @@ def load_demonstrations(
             except UnusableRow as reason:
                 reasons.append(str(reason))
                 continue
-            if texts and len(prompt_ids) > args.max_length:  # so are the prompts of all later turns
+            if texts and len(prompt_ids) > args.max_length:  # as are all later ones
                 reasons += ["longer than --max-length"] * (len(turns) - number)
                 break
             if texts and len(prompt_ids) + len(ids) > args.max_length:
@@ -406,7 +410,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks
