@@ -88,9 +88,8 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
     logprobs = torch.zeros(uniform.shape, device=model.device)
     rows = torch.arange(len(prompts), device=model.device)  # of the sequences still in the batch
     ended = torch.zeros_like(rows, dtype=torch.bool)
-    interval = (
-        1 if model.device.type == "cpu" else 8
-    )  # tokens between looks at `ended`: a GPU waits
+    # Tokens between two looks at `ended`, for each of which a GPU waits.
+    interval = 1 if model.device.type == "cpu" else 8
     for t in range(uniform.shape[1]):
         tokens, token_logprobs = sample_tokens(logits, temperature, uniform[rows, t])
         sampled[rows, t] = tokens.masked_fill(ended, -1)
