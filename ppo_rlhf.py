@@ -1,7 +1,7 @@
 r"""Proximal Policy Optimization (PPO) for language models: RLHF as in InstructGPT.
 
-The policy pi completes a prompt x with y. A reward model, or a function, scores the completion.
-Maximise (InstructGPT, Ouyang et al. 2022, arXiv 2203.02155, equation 2)
+The policy pi completes a prompt x with y, which a reward model, or a function, scores. Maximise
+(InstructGPT, Ouyang et al. 2022, arXiv 2203.02155, equation 2)
 
     J(theta) = E[ score(x, y) - beta sum_t log( pi_theta(y_t | x, y_<t) / pi_ref(y_t | x, y_<t) ) ].
 
@@ -9,8 +9,8 @@ A completion is an episode, its tokens are the actions. Token t gets the reward
 
     r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t.
 
-A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arXiv
-1506.02438, equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
+A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arXiv 1506.02438,
+equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
 
     delta_t = r_t + gamma V_old[t+1] - V_old[t],    A_t = sum_l (gamma lambda)^l delta_[t+l],
     R_t = A_t + V_old[t],    rho_t = (pi_theta / pi_old)_t,
@@ -21,12 +21,11 @@ A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arX
 pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
 over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. With
 --kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, with a constant
-rho_t (no gradient), and r_t no KL.
-Deviations from the paper:
+rho_t (no gradient), and r_t no KL. Deviations from the paper:
 
-1. No gradients from pretraining data, and no average of the policy's weights.
-2. Two passes over a rollout, not one. The learning rate falls to 0, where the paper's is constant
-   after a warm-up, and AdamW's beta2 is 0.999, not 0.95.
+1. No gradients from pretraining data; no average of the policy's weights.
+2. Two passes over a rollout, not one; rates that fall to 0, not a warm-up and a constant rate;
+   AdamW's beta2 of 0.999, not 0.95.
 3. Advantages are whitened over the rollout. The code that InstructGPT grew from (Ziegler et al.
    2019, arXiv 1909.08593) whitens them in each minibatch, and scales its rewards before GAE.
 4. The value loss is clipped, as in that code. A cut-off completion counts as ended.
@@ -305,6 +304,7 @@ def main(args: Args) -> Path:
     if args.activation_checkpointing:
         for model in {policy, critic.backbone}:
             checkpoint_activations(model)
+    trained = (policy, critic.trained)
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
@@ -373,9 +373,9 @@ def main(args: Args) -> Path:
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
 
-        # 4. Optimise: a step of both models per minibatch. Each rank takes its share of the
-        # micro-batches. While the critic warms up (VC-PPO, arXiv 2503.01491), the policy's rate is
-        # 0: its weights stay. The moments that its optimiser gathers meanwhile are dropped.
+        # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches. While
+        # the critic warms up (VC-PPO, arXiv 2503.01491), the policy takes steps of rate 0, which
+        # leave its weights as they are, but not its AdamW's moments: those are cleared after it.
         remaining = (args.total_rollouts + 1 - step) / args.total_rollouts if args.anneal_lr else 1
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * remaining
         policy_optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
@@ -412,8 +412,7 @@ def main(args: Args) -> Path:
                 sums |= value_sums | {"objective/loss": pg_loss + v_loss}
                 sums |= {"policy/entropy": entropy.sum(), "tokens": mask[device_inds].sum()}
                 all_sums.append({name: total.detach() for name, total in sums.items()})
-            models = (policy, critic.trained)
-            grad_norms.append([clip_grad_norm(model, args.max_grad_norm) for model in models])
+            grad_norms.append([clip_grad_norm(model, args.max_grad_norm) for model in trained])
             for optimizer in (policy_optimizer, critic_optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -496,7 +495,7 @@ class Critic(NamedTuple):
 
     backbone: Any
     head: torch.nn.Linear
-    trained: torch.nn.Module  # by the critic's optimiser: the backbone with its head, or the head
+    trained: torch.nn.Module  # by its optimiser: the backbone with its head, or the head alone
 
 
 def load_critic(
@@ -506,7 +505,7 @@ def load_critic(
     if args.critic_init == "policy":  # a head on the policy's backbone (Ziegler et al.)
         torch.manual_seed(args.seed)
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
-        init_head(head)
+        torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)  # as for `sft`
         return Critic(policy, shard(head, device), trained=head)
     if args.critic_init == "reward_model":
         critic = load_reward_model(args, tokenizer, positions)
@@ -522,13 +521,9 @@ def load_critic(
         add_adapters(critic, args.lora_rank, args.seed)
         torch.manual_seed(args.seed)
         head = critic.score.float().requires_grad_(True)
-        init_head(head)
+        # N(0, 1/(d + 1)) for d hidden units (Stiennon et al., arXiv 2009.01325, B.1)
+        torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     return Critic(shard(critic, device), head, trained=critic)
-
-
-def init_head(head: torch.nn.Linear) -> None:
-    """N(0, 1/(d + 1)) for d hidden units (Stiennon et al., arXiv 2009.01325, B.1)."""
-    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
 
 
 def critic_values(critic: Critic, sequences: Sequences, inds: Tensor) -> Tensor:
