@@ -67,9 +67,6 @@ CONTRADICTIONS = [
     # tiny's reward model is the default without --reward-fn alone
     ("ppo_rlhf", dict(reward_fn=["a.py:rule"]), "--critic-init reward_model needs --reward-model"),
     ("ppo_rlhf", dict(critic_warmup_rollouts=30), "the policy would never be trained"),
-    ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
-    ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
-    ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=128.0, group_size=8), "--kl-horizon is so short"),
     ("distill", dict(divergence="jsd", discount=0.5), "--discount belongs to --divergence sampled"),
     ("dpo", dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to"),
     ("rm_bradley_terry", dict(train_layers=0, lora_rank=4), "and --lora-rank: give one of the two"),
@@ -227,7 +224,7 @@ def test_the_default_rate_of_a_loss(loss, real, tmp_path, monkeypatch):
         assert args.learning_rate == rate
 
 
-@pytest.mark.parametrize("start", ["sft", "policy", "scratch", "reward_model"])
+@pytest.mark.parametrize("start", ["sft", "policy", "reward_model"])
 def test_the_default_rate_of_a_critic(start, real, tmp_path, monkeypatch):
     """By the size of its own backbone, which is the policy if it is only a head on it."""
     source = "tiny/reviews/policy"
