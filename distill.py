@@ -372,24 +372,17 @@ def load_student_prompts(
 ) -> list[StudentPrompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def encode_row(row: dict) -> StudentPrompt:
+    def encode_row(row: dict) -> tuple[StudentPrompt, array]:
         prompt = row.pop(args.prompt_column)
         texts = [prompt, row.pop(args.teacher_prompt_column, prompt)]
         texts = [as_chat(text) for text in texts] if args.chat else texts
         ids = [array("i", encode(tokenizer, text, add_generation_prompt=True)) for text in texts]
-        return StudentPrompt(texts[0], ids[0], ids[1])
+        return StudentPrompt(texts[0], ids[0], ids[1]), max(ids, key=len)
 
     required = {args.prompt_column, args.teacher_prompt_column} - {None}
     rows = load_rows(args.dataset, args.dataset_config, split, required)
-    return encode_rows(
-        rows,
-        encode_row,
-        ids_of=lambda prompt: max(prompt.ids, prompt.teacher_ids, key=len),
-        tokenizer=tokenizer,
-        max_length=args.max_prompt_length,
-        flag="--max-prompt-length",
-        most=most,
-    )
+    flag = "--max-prompt-length"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

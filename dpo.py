@@ -492,25 +492,19 @@ def load_preference_pairs(
 ) -> list[PreferencePair]:
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
-    def encode_row(row: dict) -> PreferencePair:
+    def encode_row(row: dict) -> tuple[PreferencePair, list[int]]:
         prompt, *completions = to_pair(args, row)
         prompt_ids, both = encode_completions(tokenizer, prompt, completions, stop_ids)
         if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
         chosen_ids, rejected_ids = (array("i", ids) for ids in both)
-        return PreferencePair(Prompt(prompt, array("i", prompt_ids), row), chosen_ids, rejected_ids)
+        prompt = Prompt(prompt, array("i", prompt_ids), row)
+        return PreferencePair(prompt, chosen_ids, rejected_ids), prompt_ids + max(both, key=len)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    return encode_rows(
-        rows,
-        encode_row,
-        ids_of=lambda pair: pair.prompt.ids + max(pair.chosen_ids, pair.rejected_ids, key=len),
-        tokenizer=tokenizer,
-        max_length=args.max_length,
-        most=most,
-        rest="reward functions" if args.eval_reward_fn else None,
-    )
+    rest = "reward functions" if args.eval_reward_fn else None
+    return encode_rows(rows, encode_row, tokenizer, args.max_length, most=most, rest=rest)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:

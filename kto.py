@@ -414,25 +414,18 @@ def load_labelled(
     """The rows of a split, without those that are empty or longer than --max-length."""
     columns = [args.prompt_column, args.completion_column, args.label_column]
 
-    def encode_row(row: dict) -> LabelledRow:
+    def encode_row(row: dict) -> tuple[LabelledRow, list[int]]:
         prompt, completion, label = [row.pop(column) for column in columns]  # the rest: rewards'
         if label not in (0, 1):
             raise ValueError(f"--label-column {args.label_column}: {label!r} is neither 0 nor 1")
         prompt = as_chat(prompt) if args.chat else prompt
         prompt_ids, [ids] = encode_completions(tokenizer, prompt, [completion], stop_ids)
         prompt = Prompt(prompt, array("i", prompt_ids), row)
-        return LabelledRow(prompt, array("i", ids), bool(label))
+        return LabelledRow(prompt, array("i", ids), bool(label)), prompt_ids + ids
 
     rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
-    labelled = encode_rows(
-        rows,
-        encode_row,
-        ids_of=lambda row: row.prompt.ids + row.completion_ids,
-        tokenizer=tokenizer,
-        max_length=args.max_length,
-        most=most,
-        rest="reward functions" if args.eval_reward_fn else None,
-    )
+    rest = "reward functions" if args.eval_reward_fn else None
+    labelled = encode_rows(rows, encode_row, tokenizer, args.max_length, most=most, rest=rest)
     print(f"{split}: {sum(row.label for row in labelled)} of them desirable")
     return labelled
 

@@ -288,24 +288,16 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
 def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None) -> list[Prompt]:
     """The prompts of a split, without those that are empty or longer than --max-prompt-length."""
 
-    def encode_row(row: dict) -> Prompt:
+    def encode_row(row: dict) -> tuple[Prompt, array]:
         text = row.pop(args.prompt_column)
         text = as_chat(text) if args.chat else text
-        ids = encode(tokenizer, text, add_generation_prompt=True)
-        return Prompt(text, array("i", ids), columns=row)
+        ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
+        return Prompt(text, ids, columns=row), ids
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    return encode_rows(
-        rows,
-        encode_row,
-        ids_of=lambda prompt: prompt.ids,
-        tokenizer=tokenizer,
-        max_length=args.max_prompt_length,
-        flag="--max-prompt-length",
-        most=most,
-        rest="reward functions",
-    )
+    flag, rest = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -329,7 +329,7 @@ def load_comparisons(
 ) -> list[Comparison]:
     """The pairs of a split, without those that are alike or empty, or longer than --max-length."""
 
-    def encode_row(row: dict) -> Comparison:
+    def encode_row(row: dict) -> tuple[Comparison, list[int]]:
         margin = row.pop(args.margin_column, 0.0)
         if margin is None or not math.isfinite(margin):
             raise ValueError(f"--margin-column {args.margin_column}: {margin} is no finite number")
@@ -338,21 +338,15 @@ def load_comparisons(
         if both[0] == both[1]:
             raise UnusableRow("with chosen equal to rejected")
         chosen_ids, rejected_ids = (array("i", ids) for ids in both)
-        return Comparison(array("i", prompt_ids), chosen_ids, rejected_ids, margin)
+        pair = Comparison(array("i", prompt_ids), chosen_ids, rejected_ids, margin)
+        return pair, prompt_ids + max(both, key=len)
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column, args.margin_column}
     columns -= {"prompt", "margin", None}  # these need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
     if args.margin_column in rows.column_names:
         print(f"{split}: margins m from the column `{args.margin_column}`")
-    return encode_rows(
-        rows,
-        encode_row,
-        ids_of=lambda pair: pair.prompt_ids + max(pair.chosen_ids, pair.rejected_ids, key=len),
-        tokenizer=tokenizer,
-        max_length=args.max_length,
-        most=most,
-    )
+    return encode_rows(rows, encode_row, tokenizer, args.max_length, most=most)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:

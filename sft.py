@@ -263,14 +263,14 @@ def load_demonstrations(
     """
     lost = Counter()  # by reason, dropped turns of rows that keep other turns
 
-    def encode_row(row: dict) -> list[Demonstration]:
+    def encode_row(row: dict) -> tuple[list[Demonstration], list[int]]:
         if "text" in row and not {"messages", args.prompt_column, args.completion_column} & {*row}:
             if args.chat:
                 raise ValueError("--chat: a column `text` is learned as it is, without a template")
             ids = encode(tokenizer, row.pop("text"))  # all learned; stop ids within it end nothing
             if len(ids) == 1 or ids[-1] not in stop_ids:
                 ids = [*ids, stop_ids[0]]
-            return [Demonstration(array("i", ids), array("b", [0] + [1] * (len(ids) - 1)))]
+            return [Demonstration(array("i", ids), array("b", [0] + [1] * (len(ids) - 1)))], ids
         texts, reasons, read = [], [], NOTHING
         turns = to_turns(args, row)
         for number, (prompt, completion) in enumerate(turns):
@@ -294,18 +294,13 @@ def load_demonstrations(
         if not texts:
             raise UnusableRow(reasons[0])
         lost.update(reasons)
-        return [Demonstration(array("i", text.ids), array("b", text.is_learned)) for text in texts]
+        longest = max((text.ids for text in texts), key=len)
+        texts = [Demonstration(array("i", ids), array("b", learned)) for ids, learned in texts]
+        return texts, longest
 
     columns = {args.prompt_column, args.completion_column} - {"prompt", "completion"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    data = encode_rows(
-        rows,
-        encode_row,
-        ids_of=lambda texts: max((text.ids for text in texts), key=len),
-        tokenizer=tokenizer,
-        max_length=args.max_length,
-        most=most,
-    )
+    data = encode_rows(rows, encode_row, tokenizer, args.max_length, most=most)
     if lost := sum(all_gather([lost]), Counter()):
         print(f"{split}: of these rows, turns dropped {dict(lost)}")
     return data

@@ -55,22 +55,20 @@ def load_rows(
 
 def encode_rows(
     rows: Dataset,
-    encode_row: Callable[[dict], Any],
-    ids_of: Callable[[Any], Sequence[int]],
+    encode_row: Callable[[dict], tuple[Any, Sequence[int]]],
     tokenizer: Any,
     max_length: int,
     flag: str = "--max-length",
     most: int | None = None,
     rest: str | None = None,
 ) -> list:
-    """The items of a split, at most the first `most`. `encode_row` makes an item of a row, and pops
-    the columns that it reads; `ids_of` an item are the token ids of its longest text. Rows that are
-    unusable, or longer than `max_length`, the value of `flag`, are dropped and counted: a warning
-    if most are, a ValueError if all are, or if a row fails otherwise. Prints the counts, the
-    columns that are left for `rest`, or for nobody, and the first text. Each rank encodes a part of
-    the rows.
+    """The items of a split, at most the first `most`. `encode_row` pops the columns that it reads
+    of a row; it returns an item, and the token ids of its longest text. Rows that are unusable, or
+    longer than `max_length`, the value of `flag`, are dropped and counted: a warning if most are, a
+    ValueError if all are, or if a row fails otherwise. Prints the counts, the columns that are left
+    for `rest`, or for nobody, and the first text. Each rank encodes a part of the rows.
     """
-    split, items, dropped, longest, left = str(rows.split), [], Counter(), 0, []
+    split, items, first_ids, dropped, longest, left = str(rows.split), [], [], Counter(), 0, []
     apply_chat_template = tokenizer.apply_chat_template
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
@@ -81,12 +79,12 @@ def encode_rows(
             values = template_values(row) if tokenizer.chat_template else {}
             check_template_values(tokenizer, values)
             tokenizer.apply_chat_template = partial(apply_chat_template, **values)
-            item = encode_row(row)
-            length = len(ids_of(item))
-            longest = max(longest, length)
-            if length > max_length:
+            item, ids = encode_row(row)
+            longest = max(longest, len(ids))
+            if len(ids) > max_length:
                 raise UnusableRow(f"longer than {flag}")
             items.append(item)
+            first_ids = first_ids or list(ids)
             left = [*row]
         except UnusableRow as reason:
             dropped[str(reason)] += 1
@@ -105,7 +103,7 @@ def encode_rows(
         report += f"; for {rest}: {types}"
     elif left:
         report += f"; not read: {left}"
-    text = tokenizer.decode(ids_of(items[0]))
+    text = tokenizer.decode(next(ids for ids in all_gather([first_ids]) if ids))
     if len(text) > 1000:
         text = f"{text[:500]} ... {text[-500:]}"
     print(f"{report}\n    {text!r}")
