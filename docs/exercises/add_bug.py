@@ -138,8 +138,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "rm_bradley_terry.py",
-                "    return scores.view(2, len(pairs))\n",
-                "    return scores.view(len(pairs), 2).T\n",
+                "    return scores.view(2, len(pair_inds))\n",
+                "    return scores.view(len(pair_inds), 2).T\n",
             ),
         ),
         test="test_rm_bradley_terry.py::"
@@ -178,9 +178,9 @@ EXERCISES = {
         bug=(
             Edit(
                 "dpo.py",
-                "                ref_logprobs = pair_logprobs(ref_model, sequences, inds) if",
-                "                rows, _ = inds.sort()\n"
-                "                ref_logprobs = pair_logprobs(ref_model, sequences, rows) if",
+                "                ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if",
+                "                in_order, _ = pair_inds.sort()\n"
+                "                ref_logprobs = pair_logprobs(ref_model, sequences, in_order) if",
             ),
         ),
         test="test_dpo.py::test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero",
