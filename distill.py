@@ -51,11 +51,11 @@ from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
+from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
-from runtime.model import load_model, shard
+from runtime.model import load_model, load_tokenizer, shard
 from runtime.processes import RANK, WORLD_SIZE, from_rank_0, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights

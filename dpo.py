@@ -62,12 +62,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
-from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
+from common.tokens import as_chat, encode_completions, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.chats import UnusableRow
 from runtime.checks import check_training
 from runtime.functions import load_function
-from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
+from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, from_rank_0, join_processes, leave_processes, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint

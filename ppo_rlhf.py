@@ -68,11 +68,12 @@ from transformers import GenerationConfig
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
-from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
+from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_training
 from runtime.functions import load_function
-from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
+from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows, shuffled

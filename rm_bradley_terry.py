@@ -46,12 +46,12 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, GenerationConfig, get_scheduler
 
 from common.logprobs import last_states, micro_batches
-from common.tokens import as_chat, encode_completions, find_stop_ids, load_tokenizer
+from common.tokens import as_chat, encode_completions, find_stop_ids
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
 from runtime.checks import check_training
-from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
-from runtime.model import transformer_layers
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
+from runtime.model import load_tokenizer, shard, transformer_layers
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint

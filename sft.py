@@ -44,11 +44,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids, load_tokenizer
+from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
 from runtime.checks import check_training
-from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
+from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
+from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, from_rank_0, join_processes
 from runtime.processes import leave_processes
 from runtime.rows import checksum, encode_rows, load_rows

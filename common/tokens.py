@@ -1,29 +1,17 @@
 """Token ids: padding, the ids that end a completion, and the way from texts and chats to ids."""
 
-import json
 from contextlib import suppress
-from functools import partial
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from runtime.chats import template_message
-from runtime.checks import check_answer, check_apart, check_completion, check_ids, check_source
-from runtime.checks import check_template_kwargs, check_text, check_written
-
-
-def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
-    check_source(source)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    values = json.loads(chat_template_kwargs)
-    check_template_kwargs(tokenizer, values)
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
-    return tokenizer
+from runtime.checks import check_answer, check_apart, check_ids, check_text, check_turn
+from runtime.checks import check_written
 
 
 def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -74,9 +62,10 @@ def to_ids(tokenizer: Any, written: str, is_chat: bool) -> list[int]:
     """Token ids of what a chat template has written, which has special tokens of its own; or of a
     string, with the tokenizer's BOS and without an EOS that it appends.
     """
-    ids = tokenizer(written, add_special_tokens=not is_chat).input_ids
-    appends_eos = ids[-1:] == [tokenizer.eos_token_id] and not is_chat
-    if appends_eos and not written.endswith(tokenizer.eos_token):
+    if is_chat:
+        return tokenizer(written, add_special_tokens=False).input_ids
+    ids = tokenizer(written).input_ids
+    if ids[-1:] == [tokenizer.eos_token_id] and not written.endswith(tokenizer.eos_token):
         ids = ids[:-1]  # a prompt that ends with EOS would be over
     return ids
 
@@ -129,9 +118,7 @@ def encode_answer(
     what an earlier turn of the conversation has returned, which is not tokenised again.
     """
     is_chat = isinstance(prompt, list)
-    check_text(tokenizer, prompt, is_prompt=True, first=read.num_messages)
-    check_text(tokenizer, completion)
-    check_completion(prompt, completion)
+    check_turn(tokenizer, prompt, completion, first=read.num_messages)
     asked = render(tokenizer, prompt, add_generation_prompt=True)
     answered = render(tokenizer, prompt + completion)
     if not answered.startswith(read.text):  # the template has changed earlier turns
@@ -140,19 +127,21 @@ def encode_answer(
     check_written(tokenizer, (prompt + completion)[read.num_messages :], new_answered)
     sampled_ids = to_ids(tokenizer, new_asked, is_chat)
     ids = to_ids(tokenizer, new_answered, is_chat)
-    start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
-    if start < len(sampled_ids) and is_chat and answered.startswith(asked):
+    start, goes_on = len(sampled_ids), is_chat and answered.startswith(asked)
+    if ids[:start] != sampled_ids and goes_on:
         # One token has the prompt's end and the answer's beginning, such as a new line and an
         # indentation. A sampler reads the prompt alone, so the answer is tokenised by itself.
-        start, whole_ids = len(sampled_ids), ids
+        whole_ids = ids
         ids = sampled_ids + to_ids(tokenizer, answered.removeprefix(asked), is_chat)
         check_apart(tokenizer, whole_ids, ids)
+    elif ids[:start] != sampled_ids:  # the template opens a thought in one of the two
+        start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
     ids = [*ids, stop_ids[0]]
     end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
     check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
     check_ids(tokenizer, (prompt + completion)[read.num_messages :], new_answered, ids[: end + 1])
     prompt_ids = read.ids + ids[:start]
-    stop = answered.find(tokenizer.decode(ids[end]), len(commonprefix([asked, answered])))
-    if is_chat and stop >= 0:
+    stop = answered.find(tokenizer.decode(ids[end]), len(asked)) if goes_on else -1
+    if stop >= 0:
         read = Read(answered[:stop], read.ids + ids[:end], len(prompt) + 1)
     return prompt_ids, ids[start : end + 1], read

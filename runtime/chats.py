@@ -28,10 +28,7 @@ def template_values(row: dict) -> dict:
     for column in ("tools", "chat_template_kwargs"):
         value = without_none(row.pop(column, None))
         if value and isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"--dataset: no JSON in the column {column}: {error}") from error
+            value = json.loads(value)
         if value:
             values |= value if column == "chat_template_kwargs" else {column: value}
     return values

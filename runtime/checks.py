@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os.path import commonprefix
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from unicodedata import normalize
 
@@ -98,20 +99,15 @@ def check_model(
 
 def check_training(args: Any, model: Any, stop_id: int | None = None) -> None:
     """Before a model is trained, to end its texts with `stop_id`."""
-    check_output_dir(args)
+    if RANK == 0 and not args.resume:  # else it would be noticed after the first evaluation
+        folder = Path(args.output_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
     if args.lora_rank > 0 and stop_id is not None and RANK == 0:  # others have no weights yet
         embedding = model.get_input_embeddings().weight  # frozen
         if (embedding == embedding[stop_id]).all(dim=1).sum() > 1:  # as of tokens never seen
             untrained = f"token {stop_id}, which ends texts, is untrained"
             warnings.warn(f"--lora-rank: {untrained}", stacklevel=2)
-
-
-def check_output_dir(args: Any) -> None:
-    """Before the first evaluation, after which the run's folder is made in it."""
-    folder = Path(args.output_dir).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if RANK == 0 and not args.resume and not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise ValueError(f"--output-dir {folder}: {existing} is no folder that can be written")
 
 
 def check_4_bits(model: Any) -> None:
@@ -150,27 +146,13 @@ def checked_files(dataset: str, files: list[Path]) -> Iterator[None]:
             yield
     except Exception as error:
         cause = error.__cause__ or error
-        reason = (broken_line(files[0]) if files else None) or f"{type(cause).__name__}: {cause}"
-        raise ValueError(f"--dataset {dataset}: {reason}") from error
+        found = f"{type(cause).__name__}: {cause}"
+        if files and not files[0].stat().st_size:
+            found = "the file is empty"
+        raise ValueError(f"--dataset {dataset}: {found}") from error
 
 
-def broken_line(file: Path) -> str | None:
-    """The first line of a file that is not UTF-8, or no JSON in a file of such lines."""
-    is_text = file.suffix in (".csv", ".tsv", ".json", ".jsonl")
-    lines = file.read_bytes().splitlines() if is_text else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            line.decode()
-            if file.suffix == ".jsonl" and line.strip():
-                json.loads(line)
-        except ValueError as error:
-            return f"line {number}: {error}"
-    return None if file.stat().st_size else "the file is empty"
-
-
-def check_rows(
-    dataset: str, rows: Dataset, columns: set[str], answer_column: str, media: list[str]
-) -> None:
+def check_rows(dataset: str, rows: Dataset, columns: set[str], media: list[str]) -> None:
     """The rows of a split, once they are read."""
     if rows.info.builder_name == "text":
         raise ValueError(f"--dataset {dataset}: lines of text; give rows with a column `text`")
@@ -183,8 +165,6 @@ def check_rows(
         warnings.warn(f"--dataset: pictures and sound are not read: {media}", stacklevel=3)
     if missing := columns - {*rows.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
-    if answer_column != "answer" and "answer" in rows.column_names:
-        raise ValueError(f"--answer-column {answer_column}: there is a column `answer` too")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -238,18 +218,17 @@ def says_a_chat(text: str) -> bool:
     """Whether a string is JSON, or Python, of a message, of a list of them, or of `messages` with
     such a list; also where it is in quotes a second time.
     """
-    found = text
-    for _ in range(2):
-        if isinstance(found, str) and found.lstrip().startswith(("[", "{", '"', "'")):
-            for parse in (json.loads, ast.literal_eval):
-                with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                    found = parse(found.strip())
-                    break
-    found = found.get("messages", [found]) if isinstance(found, dict) else found
+    found = text.strip()
+    if not found.startswith(("[", "{", '"', "'")):
+        return False
+    for parse in 2 * (json.loads, ast.literal_eval):
+        with suppress(Exception):  # no text of this kind, or no text any more
+            found = parse(found)
+    if isinstance(found, dict):
+        found = found.get("messages", [found])
     first = found[0] if found and isinstance(found, list) else None
-    return isinstance(first, dict) and any(
-        keys <= first.keys() for keys in ({"role", "content"}, {"from", "value"})
-    )
+    keys = {*first} if isinstance(first, dict) else set()
+    return {"role", "content"} <= keys or {"from", "value"} <= keys
 
 
 def check_ids(tokenizer: Any, text: str | list[dict], written: str, ids: list[int]) -> None:
@@ -262,7 +241,7 @@ def check_ids(tokenizer: Any, text: str | list[dict], written: str, ids: list[in
     # tokens, which may take it with them.
     texts = [text] if isinstance(text, str) else [message_text(message) for message in text]
     pieces = [piece.strip() for text in texts for piece in special_tokens(tokenizer).split(text)]
-    back = tokenizer.decode(ids)
+    back = decode(tokenizer, ids)
     pieces = [piece for piece in pieces if piece not in back and piece in written]
     if not pieces:
         return
@@ -274,6 +253,11 @@ def check_ids(tokenizer: Any, text: str | list[dict], written: str, ids: list[in
         tokenizer.losses_are_known = True  # one warning, not one for each row
         name = tokenizer.name_or_path
         warnings.warn(f"--dataset: the tokenizer of {name} loses {[*lost]}", stacklevel=3)
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """`tokenizer.decode`, which walks through the ids in Python before."""
+    return getattr(tokenizer, "backend_tokenizer", tokenizer).decode(ids, skip_special_tokens=False)
 
 
 def check_written(tokenizer: Any, messages: str | list[dict], written: str) -> None:
@@ -311,13 +295,12 @@ def check_written(tokenizer: Any, messages: str | list[dict], written: str) -> N
         warnings.warn(f"--dataset: {name}'s chat template {what}", stacklevel=2)
 
 
-def check_completion(prompt: Any, completion: Any) -> None:
-    """A completion, before it is tokens with its prompt."""
+def check_turn(tokenizer: Any, prompt: Any, completion: Any, first: int) -> None:
+    """A prompt and its completion; of messages, those before the `first` were looked at before."""
+    check_text(tokenizer, prompt, is_prompt=True, first=first)
+    check_text(tokenizer, completion)
     if isinstance(completion, list) and len(completion) > 1:
         raise UnusableRow("with a completion of several messages")
-    if isinstance(completion, str) and completion.startswith(prompt):
-        repeated = "a completion begins with its whole prompt, which the model reads twice"
-        warnings.warn(f"--dataset: {repeated}", stacklevel=4)
 
 
 def check_apart(tokenizer: Any, whole_ids: list[int], ids: list[int]) -> None:
@@ -359,6 +342,5 @@ def check_answer(
         warnings.warn(f"--chat-template-kwargs: {difference}", stacklevel=4)
     if is_chat and end == start:  # no token of what the message says
         raise UnusableRow("whose completion the chat template leaves out")
-    rest = tokenizer.decode(ids[end + 1 :], skip_special_tokens=True)
-    if rest.strip() and not is_chat:
+    if not is_chat and tokenizer.decode(ids[end + 1 :], skip_special_tokens=True).strip():
         raise UnusableRow("whose completion goes on after a stop id")

@@ -1,5 +1,8 @@
-"""A model on its device: its types, FSDP, 4 bits, activation checkpointing."""
+"""A model and its tokenizer, loaded; a model on its device: its types, FSDP, 4 bits, activation
+checkpointing.
+"""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -10,12 +13,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from runtime.checks import check_4_bits, check_model, check_tokenizer
+from runtime.checks import check_4_bits, check_model, check_source, check_template_kwargs
+from runtime.checks import check_tokenizer
 from runtime.processes import RANK, WORLD_SIZE
+
+
+def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
+    check_source(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    values = json.loads(chat_template_kwargs)
+    check_template_kwargs(tokenizer, values)
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
+    return tokenizer
 
 
 def load_model(

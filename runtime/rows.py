@@ -49,7 +49,7 @@ def load_rows(
     types = {name: str(feature) for name, feature in rows.features.items()}
     media = [name for name in types if re.search(r"\b(Image|Audio|Video|Pdf)\(", types[name])]
     rows = rows.remove_columns(media)
-    check_rows(dataset, rows, columns, answer_column, media)
+    check_rows(dataset, rows, columns, media)
     return rows if answer_column == "answer" else rows.rename_column(answer_column, "answer")
 
 

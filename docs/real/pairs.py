@@ -23,7 +23,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM
 
 from common.generation import generate
-from common.tokens import find_stop_ids, load_tokenizer
+from common.tokens import find_stop_ids
+from runtime.model import load_tokenizer
 from docs.experiments.lib.sampling import encode_prompts
 from docs.rewards.judge import grade
 from docs.rewards.tone import tone

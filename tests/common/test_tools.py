@@ -5,7 +5,8 @@ import json
 import pytest
 from scripts import ONE_PER_LOADER, SPECS, short_flags
 
-from common.tokens import encode_completions, load_tokenizer
+from common.tokens import encode_completions
+from runtime.model import load_tokenizer
 
 # For the digits of tiny/arithmetic: which tools there are, and what a turn calls.
 CHAT = (

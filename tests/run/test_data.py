@@ -355,7 +355,7 @@ def conversation(*turns, **columns):
             "grpo",
             [row_of("1+2=", "#3", x=4)],
             dict(answer_column="x"),
-            "--answer-column x: there is a column `answer` too",
+            "New column name answer already",
         ),
         ("grpo", [row_of("What is 2 + 2?", "#4")], {}, UNKNOWN),
         ("sft", [row_of("1+2=", "is 3")], {}, UNKNOWN),

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 
 import runtime.processes
 import sft
-from common.tokens import encode, load_tokenizer
+from common.tokens import encode
 from runtime.checks import check_model, check_tokenizer, check_training, checked_files
+from runtime.model import load_tokenizer
 from runtime.rows import load_rows
 from runtime.saving import rollout_row
 from grpo_tools import encode_reply, text_ids
@@ -25,17 +26,17 @@ POLICY = "tiny/arithmetic/policy"
 
 # --- files ----------------------------------------------------------------------------------------
 FILES = {
-    "cut.jsonl": ('{"prompt": "1"}\n{"prompt": "2"', "line 2: Expecting"),
-    "python.jsonl": ("{'prompt': '1'}\n", "line 1: Expecting property name"),
-    "commas.jsonl": ('{"prompt": "1"},\n{"prompt": "2"}\n', "line 1: Extra data"),
+    "cut.jsonl": ('{"prompt": "1"}\n{"prompt": "2"', "in row 1"),
+    "python.jsonl": ("{'prompt': '1'}\n", "in row 0"),
+    "commas.jsonl": ('{"prompt": "1"},\n{"prompt": "2"}\n', "document is empty"),
     "empty.jsonl": ("", "the file is empty"),
     "header.csv": ("prompt,completion\n", "no data"),
     "first.csv": ("prompt,completion\n1,2, 3\n4,5\n", "Length of header"),
     "later.csv": ("prompt,completion\n4,5\n1,2, 3\n", "Expected 2 fields in line 3, saw 3"),
     "quotes.csv": ('prompt,completion\n1,"a \\"b\\", c"\n', "Length of header"),
-    "latin1.jsonl": ('{"prompt": "1"}\n{"prompt": "é"}\n'.encode("latin1"), "line 2: 'utf-8'"),
-    "latin1.csv": ("prompt\n1\né\n".encode("latin1"), "line 3: 'utf-8'"),
-    "utf16.jsonl": ('{"prompt": "1"}\n'.encode("utf16"), "line 1: 'utf-8'"),
+    "latin1.jsonl": ('{"prompt": "1"}\n{"prompt": "é"}\n'.encode("latin1"), "Invalid UTF8"),
+    "latin1.csv": ("prompt\n1\né\n".encode("latin1"), "'utf-8'"),
+    "utf16.jsonl": ('{"prompt": "1"}\n'.encode("utf16"), "in row 0"),
     "lines.txt": ("a document\n", "lines of text"),
 }
 
