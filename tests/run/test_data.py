@@ -11,18 +11,14 @@ from encoded import message
 from models import save_model
 from runs import write_splits
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer, BertConfig, LlamaConfig
-from transformers import TokenizersBackend
 
 import dpo
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
 import sft
-from common.tokens import encode
 from runtime.chats import UnusableRow
 from runtime.rows import encode_rows, load_rows
 
@@ -393,11 +389,3 @@ def test_rows_that_look_like_an_agents_log_are_rows(tmp_path):
     data = write_splits(tmp_path, [row])
     assert load_rows(data, None, "train", set())[0] == row
     assert load_rows(f"{data}/train.jsonl", None, "train", set())[0] == row
-
-
-def test_a_prompt_without_tokens_is_dropped():
-    """The tokenizer has neither a BOS nor a token for what it does not know."""
-    tokenizer = TokenizersBackend(tokenizer_object=Tokenizer(BPE({"1": 0}, [])))
-    assert encode(tokenizer, "1", add_generation_prompt=True) == [0]
-    with pytest.raises(UnusableRow, match="with a text that has no tokens"):
-        encode(tokenizer, "é", add_generation_prompt=True)
