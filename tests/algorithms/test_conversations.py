@@ -132,7 +132,8 @@ def test_a_conversation_teaches_what_each_turn_by_itself_would(case, max_length,
     assert len(expected) > 5
 
 
-@pytest.mark.parametrize("case", ["keeps", "SmolLM2"])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["keeps", "opens", "SmolLM2"])
 @pytest.mark.parametrize("max_length", [10**6, 200])
 def test_a_conversation_is_tokenised_once_and_no_further_than_it_fits(
     case, max_length, tmp_path, monkeypatch

@@ -182,6 +182,7 @@ TOKENIZERS = {
         r"loses \[' '\]",
     ),
     "NFKC": (of_characters(normalizer=normalizers.NFKC()), "ﬁne=Ａ²", None, None),
+    "NFD": (of_characters("\u0301", normalizer=normalizers.NFD()), "n\u00e9", None, None),
     "bytes": (of_bytes(), "  Ä+1\n\n\t\u22122  日本 ", None, None),
     "space always": (metaspace("always"), " a  b=\nc ", None, None),
     "space first": (metaspace("first"), "a b=\n1", None, None),
