@@ -17,8 +17,13 @@ gradient of that has mean 0.
 next token, summed over the whole vocabulary. `reverse` is the mean of `sampled` at discount 0.
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
-MiniLLM (2306.08543). Deviations from these two: sampled tokens by default, no completions from a
-dataset, no division by length. A healthy run: the held-out KL, `eval/kl`, falls towards 0.
+MiniLLM (2306.08543). Deviations from these two:
+
+1. By default the divergence is estimated from sampled tokens.
+2. All completions are the student's: none are from a dataset (GKD) or the teacher (MiniLLM).
+3. Nothing is divided by the length of completions.
+
+A healthy run: the held-out KL, `eval/kl`, falls towards 0.
 
     python distill.py                                    # tiny/arithmetic, half a minute on a CPU
     torchrun --nproc_per_node=8 distill.py ...           # eight GPUs: docs/processes.md
@@ -28,6 +33,7 @@ import json
 import math
 import os
 import sys
+import time
 from array import array
 from collections.abc import Callable
 from datetime import datetime
@@ -57,6 +63,7 @@ from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
 from runtime.model import load_model, load_tokenizer, shard
 from runtime.processes import RANK, WORLD_SIZE, from_rank_0, join_processes, leave_processes
+from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -128,7 +135,7 @@ def token_rewards(
     log pi. The teacher reads the same completions, after prompts x of its own.
     """
     policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    with adapters_off(policy):  # which is the teacher, if there is no other
+    with adapters_off(policy):  # without another teacher, it is the policy as it was at the start
         teacher_logprobs = rollout_logprobs(teacher, teacher_sequences, batches, temperature=1.0)
     return teacher_logprobs - policy_logprobs, policy_logprobs
 
@@ -182,11 +189,11 @@ def main(args: Args) -> Path:
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    teacher = policy  # without its adapters
+    teacher = policy  # with --teacher-prompt-column and LoRA: without its adapters
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
         sizes = [model.get_input_embeddings().num_embeddings for model in (policy, teacher)]
-        policy.resize_token_embeddings(min(sizes))  # further ids are padding, not tokens
+        policy.resize_token_embeddings(min(sizes))  # ids that one alone has are padding, not tokens
         shard(teacher.requires_grad_(False), device)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-5)
     add_adapters(policy, args.lora_rank, args.seed)
@@ -211,6 +218,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out: a completion per prompt, from the student as it is now. Random numbers
         # depend on the seed and the step alone, so resume is exact.
+        start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds]
@@ -249,11 +257,14 @@ def main(args: Args) -> Path:
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
         completion_rewards = rewards.sum(dim=1)  # (B,)
         metrics = sampling_metrics(policy_logprobs, sampler_logprobs, mask) | {
-            "objective/kl": -completion_rewards.mean().item(),  # to the teacher, nats a completion
+            "objective/kl": -completion_rewards.mean().item(),  # KL(pi || T), nats per completion
             "policy/grad_norm": grad_norm,
             "completions/length_mean": lengths.float().mean().item(),
             "completions/truncated_fraction": np.mean(truncated),
         }
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = {"reward": completion_rewards, "advantage": advantages}
@@ -301,7 +312,7 @@ def states_and_head(teacher: Any, sequences: Sequences, inds: Tensor) -> tuple[T
     """
     states, _, _ = completion_states(teacher, [sequences[i] for i in inds])
     head = output_head(teacher)
-    if WORLD_SIZE > 1:  # its weights are freed when this returns
+    if WORLD_SIZE > 1:  # sharded: its whole weights are freed when this returns
         head = head._replace(
             weight=head.weight.clone(),
             cast_weight=head.cast_weight.clone(),
@@ -327,7 +338,7 @@ def divergence_loss(
     def of_logits(logits: Tensor, chunk: slice) -> list[Tensor]:
         with torch.no_grad():
             teacher_logits = head_logits(teacher_states[chunk], teacher_head)
-        vocab = min(logits.shape[1], teacher_logits.shape[1])  # further ids are no tokens
+        vocab = min(logits.shape[1], teacher_logits.shape[1])  # ids beyond are no tokens
         log_pi, log_teacher = (x[:, :vocab].log_softmax(dim=1) for x in (logits, teacher_logits))
         return [divergence(log_pi, log_teacher, kind, beta)]
 
@@ -453,7 +464,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

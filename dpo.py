@@ -18,8 +18,11 @@ e^m / (1 - e^m), they are
     orpo:   - m(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l))    (2403.07691, equation 6).
 
 ORPO's first term is the loss of SFT, so it can start from a base model; `--nll-coef` adds this term
-to any loss (2404.19733). Deviations from the papers: IPO's log-ratios are means per token,
-not sums; AdamW and a linear schedule.
+to any loss (2404.19733). Deviations from the papers:
+
+1. IPO's log-ratios are means per token, not sums.
+2. The optimiser is AdamW, not RMSprop, and after the warm-up the learning rate decays linearly.
+3. By default beta is 0.3, not 0.1.
 
     python dpo.py                                          # tiny/reviews, half a minute on a CPU
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized \
@@ -57,7 +60,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.functional import logsigmoid
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -69,7 +72,8 @@ from runtime.checks import check_training
 from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
-from runtime.processes import RANK, from_rank_0, join_processes, leave_processes, sums_over_ranks
+from runtime.processes import RANK, from_rank_0, join_processes, leave_processes, peak_memory_gb
+from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
 
@@ -146,6 +150,11 @@ class PreferencePair(NamedTuple):
     chosen_ids: array  # token ids of the preferred completion
     rejected_ids: array  # token ids of the other one
 
+    def sequences(self) -> Sequences:
+        """The prompt with the preferred completion, then with the other one."""
+        prompt_ids = list(self.prompt.ids)
+        return [(prompt_ids, list(self.chosen_ids)), (prompt_ids, list(self.rejected_ids))]
+
 
 # --- the mathematics ---------------------------------------------------------------------------
 def dpo_loss(logratios: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -216,11 +225,14 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = None if args.loss in ("simpo", "orpo") else policy  # under LoRA, its adapters off
-    if ref_model and (args.reference or args.lora_rank == 0):
+    if args.loss in ("simpo", "orpo"):
+        ref_model = None
+    elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy  # without its adapters, see `adapters_off`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -236,9 +248,6 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": checksum(train_pairs, args.model, args.reference)}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
@@ -250,20 +259,23 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics, samples)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
-        # 1. Draw the pairs of this step; each rejected completion follows its chosen one.
+        # 1. Draw the pairs of this step: 2B sequences, each rejected one after its chosen one.
         start_time = time.perf_counter()
         pairs = [train_pairs[i] for i in batches[step - 1]]
-        sequences, lengths = to_sequences(pairs, device)  # 2B of them; (B, 2)
+        sequences = [sequence for pair in pairs for sequence in pair.sequences()]
+        lengths = torch.tensor([len(y) for _, y in sequences], device=device).view(-1, 2)  # (B, 2)
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         sums = defaultdict(float)
-        for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-            # The reference first: later, its memory would come on top of the activations.
+        for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+            # The reference first: after the policy's pass, its memory would come on top of that of
+            # the policy's activations.
             with torch.no_grad(), adapters_off(policy):
-                ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-            logprobs = pair_logprobs(policy, sequences, inds)  # (b, 2)
-            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if ref_model else None
+            logprobs = pair_logprobs(policy, sequences, pair_inds)  # (b, 2)
+            device_inds = pair_inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
             losses, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
             loss = losses.sum() / len(pairs)
             loss.backward()
@@ -281,6 +293,7 @@ def main(args: Args) -> Path:
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
             "time/epoch": min(args.epochs, step * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
+            "time/peak_memory_gb": peak_memory_gb(),
         }
         samples = []
         is_last = step == total_steps
@@ -296,6 +309,21 @@ def main(args: Args) -> Path:
     return run_dir
 
 
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """The learning rate of a step, counted from 1, as a fraction of its peak: it rises linearly in
+    the warm-up; then it falls linearly, or by half a cosine, or is constant.
+    """
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    num_steps = total_steps - warmup_steps  # after the warm-up
+    num_before = step - warmup_steps - 1  # of these, before this one
+    if schedule == "linear":
+        return (num_steps - num_before) / num_steps
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (num_before / num_steps)))
+    return 1.0
+
+
 def pair_losses(
     args: Args, logprobs: Tensor, ref_logprobs: Tensor | None, lengths: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -304,19 +332,24 @@ def pair_losses(
     logprobs, ref_logprobs: (B, 2) log pi(y|x) and log pi_ref(y|x) of chosen and rejected, sums over
     tokens, in nats, the latter None for SimPO and ORPO; lengths: (B, 2) in tokens.
     """
-    scores = logprobs if ref_logprobs is None else logprobs - ref_logprobs
-    if args.loss not in ("sigmoid", "apo_zero"):
-        scores = scores / lengths  # means per token
-    if args.loss in ("sigmoid", "sigmoid_norm"):
-        losses = dpo_loss(scores, args.beta, args.label_smoothing)
-    elif args.loss == "apo_zero":
-        losses = apo_zero_loss(scores, args.beta)
-    elif args.loss == "ipo":
-        losses = ipo_loss(scores, args.beta)
-    elif args.loss == "simpo":
-        losses = simpo_loss(scores, args.beta, args.gamma)
+    if args.loss in ("simpo", "orpo"):
+        scores = mean_logprobs = logprobs / lengths
+    elif args.loss in ("sigmoid", "apo_zero"):
+        scores = logratios = logprobs - ref_logprobs
     else:
-        losses = orpo_loss(scores, args.beta)
+        scores = mean_logratios = (logprobs - ref_logprobs) / lengths
+    if args.loss == "sigmoid":
+        losses = dpo_loss(logratios, args.beta, args.label_smoothing)
+    elif args.loss == "sigmoid_norm":
+        losses = dpo_loss(mean_logratios, args.beta, args.label_smoothing)
+    elif args.loss == "apo_zero":
+        losses = apo_zero_loss(logratios, args.beta)
+    elif args.loss == "ipo":
+        losses = ipo_loss(mean_logratios, args.beta)
+    elif args.loss == "simpo":
+        losses = simpo_loss(mean_logprobs, args.beta, args.gamma)
+    else:
+        losses = orpo_loss(mean_logprobs, args.beta)
     if args.nll_coef > 0:
         losses = losses - args.nll_coef * logprobs[:, 0] / lengths[:, 0]
     chosen, rejected = scores.detach().unbind(dim=1)  # (B,); the implicit reward is beta * score
@@ -333,26 +366,19 @@ def pair_losses(
 
 
 # --- log-probs of pairs ------------------------------------------------------------------------
-def to_sequences(pairs: list[PreferencePair], device: Any) -> tuple[Sequences, Tensor]:
-    """The chosen and the rejected completion of each pair with its prompt, 2B; lengths (B, 2)."""
-    sequences = []
-    for pair in pairs:
-        for ids in (pair.chosen_ids, pair.rejected_ids):
-            sequences.append((list(pair.prompt.ids), list(ids)))
-    lengths = [[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs]
-    return sequences, torch.tensor(lengths, device=device)
+def pair_logprobs(model: Any, sequences: Sequences, pair_inds: Tensor) -> Tensor:
+    """log pi(y|x) (b, 2) of some pairs, chosen and rejected, from one forward pass."""
+    inds = torch.stack([2 * pair_inds, 2 * pair_inds + 1], dim=1).flatten()
+    return completion_logprobs(model, sequences, inds).sum(dim=1).view(-1, 2)
 
 
-def pair_logprobs(model: Any, sequences: Sequences, inds: Tensor) -> Tensor:
-    """log pi(y|x) (b, 2) of the pairs `inds`, chosen and rejected in one forward pass."""
-    rows = torch.stack([2 * inds, 2 * inds + 1], dim=1).flatten()
-    return completion_logprobs(model, sequences, rows).sum(dim=1).view(-1, 2)
-
-
-def micro_batches_of_pairs(pairs: list[PreferencePair], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, with the tokens of both completions."""
-    sequences = [(list(pair.prompt.ids), pair.chosen_ids + pair.rejected_ids) for pair in pairs]
-    return micro_batches(sequences, torch.arange(len(pairs)), size)
+def micro_batches_of_pairs(sequences: Sequences, size: int) -> Iterator[Tensor]:
+    """`micro_batches` of pairs, by the tokens of both completions. Pair i is the sequences 2i and
+    2i + 1; what is yielded counts pairs.
+    """
+    sides = zip(sequences[::2], sequences[1::2], strict=True)
+    pairs = [(prompt, chosen + rejected) for (prompt, chosen), (_, rejected) in sides]
+    return micro_batches(pairs, torch.arange(len(pairs)), size)
 
 
 # --- the evaluation ----------------------------------------------------------------------------
@@ -367,13 +393,14 @@ def evaluate(
     pairs: list[PreferencePair],
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics of the held-out pairs and of one sampled completion for each, and the samples."""
-    sequences, lengths = to_sequences(pairs, policy.device)
+    sequences = [sequence for pair in pairs for sequence in pair.sequences()]
+    lengths = torch.tensor([len(y) for _, y in sequences], device=policy.device).view(-1, 2)
     sums = defaultdict(float)
-    for inds in micro_batches_of_pairs(pairs, args.micro_batch_size):
-        logprobs = pair_logprobs(policy, sequences, inds)
+    for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+        logprobs = pair_logprobs(policy, sequences, pair_inds)  # (b, 2)
         with adapters_off(policy):
-            ref_logprobs = pair_logprobs(ref_model, sequences, inds) if ref_model else None
-        device_inds = inds.to(policy.device, non_blocking=True)
+            ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if ref_model else None
+        device_inds = pair_inds.to(policy.device, non_blocking=True)
         _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
         for name, values in pair_metrics.items():
             sums[name] += values.double().sum()
@@ -392,16 +419,35 @@ def evaluate(
         "eval/loss": means["objective/loss"],
         "eval/pair_accuracy": means["reward/accuracy"],
         "eval/margin": means["reward/margin"],
-        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
     }
-    if ref_model is not None:  # KL(pi || pi_ref), nats per completion: k1 on samples of pi
-        size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
-        batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
-        logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
-        sampling_metrics(logprobs, sampler_logprobs, sampler_logprobs < 0)  # warns if they differ
-        with adapters_off(policy):
-            ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
-        metrics["eval/kl"] = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
+    if ref_model is not None:
+        metrics |= kl_metrics(args, policy, ref_model, sequences, sampler_logprobs)
+    sample_metrics, samples = rate_samples(reward_fn, tokenizer, prompts, sequences)
+    return metrics | sample_metrics, samples
+
+
+def kl_metrics(
+    args: Args, policy: Any, ref_model: Any, sequences: Sequences, sampler_logprobs: Tensor
+) -> dict[str, float]:
+    """KL(pi || pi_ref), in nats per completion, by k1 on samples of pi, and how far pi is from what
+    has sampled them, with log-probs (N, T).
+    """
+    size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
+    batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
+    logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
+    with adapters_off(policy):
+        ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
+    k1 = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
+    lengths = torch.tensor([len(y) for _, y in sequences])  # (N,)
+    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(policy.device)  # (N, T)
+    return {"eval/kl": k1} | sampling_metrics(logprobs, sampler_logprobs, mask)
+
+
+def rate_samples(
+    reward_fn: Callable | None, tokenizer: Any, prompts: list, sequences: Sequences
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics of sampled completions, and for each a row of samples.jsonl."""
+    metrics = {"eval/length_mean": np.mean([len(ids) for _, ids in sequences])}
     samples = []
     for prompt, (_, ids) in zip(prompts, sequences, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -559,7 +605,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

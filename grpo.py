@@ -66,7 +66,7 @@ from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
-from runtime.processes import sums_over_ranks
+from runtime.processes import peak_memory_gb, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -353,6 +353,9 @@ def main(args: Args) -> Path:
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = rewards_by_name | {"reward": rewards, "advantage": advantages}
@@ -455,8 +458,8 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
 
 @torch.no_grad()
 def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
-    """Scores (B,) of the last token, minus `score_mean`, the reward model's mean on held-out
-    preferred completions (after InstructGPT).
+    """Scores (B,) of the last token, minus `score_mean` (after InstructGPT): the model's mean score
+    of held-out preferred completions, which rm_bradley_terry.py has written into its config.json.
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
@@ -563,7 +566,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

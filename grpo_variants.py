@@ -57,8 +57,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import GenerationConfig, get_scheduler
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
@@ -70,7 +69,7 @@ from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
-from runtime.processes import sums_over_ranks
+from runtime.processes import peak_memory_gb, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -373,9 +372,6 @@ def main(args: Args) -> Path:
         batch_size=args.generation_batch_size,
     )
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
-    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, args.total_rollouts + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     models = (args.model, args.reference, args.reward_model)
     state = {"step": 0, "prompts_read": 0, "data": checksum(train_prompts, *models)}
@@ -441,7 +437,8 @@ def main(args: Args) -> Path:
         advantages = advantages.to(device)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        factor = lr_factor(step, warmup_steps, args.total_rollouts, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * factor
         all_sums, grad_norms = [], []  # of each micro-batch, of each optimiser step
         for minibatch in minibatches:
             minibatch = minibatch[is_trained[minibatch]]
@@ -503,6 +500,9 @@ def main(args: Args) -> Path:
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = rewards_by_name | {"reward": rewards, "advantage": advantages}
@@ -522,6 +522,21 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """The learning rate of a step, counted from 1, as a fraction of its peak: it rises linearly in
+    the warm-up; then it falls linearly, or by half a cosine, or is constant.
+    """
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    num_steps = total_steps - warmup_steps  # after the warm-up
+    num_before = step - warmup_steps - 1  # of these, before this one
+    if schedule == "linear":
+        return (num_steps - num_before) / num_steps
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (num_before / num_steps)))
+    return 1.0
 
 
 def roll_out(
@@ -651,8 +666,8 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
 
 @torch.no_grad()
 def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
-    """Scores (B,) of the last token, minus `score_mean`, the reward model's mean on held-out
-    preferred completions (after InstructGPT).
+    """Scores (B,) of the last token, minus `score_mean` (after InstructGPT): the model's mean score
+    of held-out preferred completions, which rm_bradley_terry.py has written into its config.json.
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
@@ -759,7 +774,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

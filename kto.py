@@ -9,16 +9,20 @@ r(x, y) = log(pi(y|x) / pi_ref(y|x)), and z0 estimates KL(pi || pi_ref) (arXiv 2
     L = mean over completions of w - v(x, y), where w is w_D or w_U.
 
 The pairs (x_i, y_(i+1)) are mismatched: the completion is that of the next row, for the last row
-that of the first. Deviations from the paper: z0 is the mean over an optimiser step, not over a
-micro-batch; AdamW and a linear schedule, not RMSprop.
+that of the first. Deviations from the paper:
+
+1. z0 is the mean over an optimiser step; in the authors' code, over a micro-batch.
+2. The optimiser is AdamW with a linear schedule, not RMSprop.
+3. By default w_D is 1.33, not 1.
 
     python kto.py                                          # tiny/reviews, under a minute on a CPU
     python kto.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --beta 0.1 \
         --max-length 1024 --max-new-tokens 256 --micro-batch-size 4    # a GPU of 24 GB
     torchrun --nproc_per_node=8 kto.py ...                 # eight GPUs: docs/processes.md
 
-A healthy run: the first loss is half the mean weight, and `reward/margin` rises from 0. If
-`reward/desirable` falls and `eval/kl` passes ten nats: lower the learning rate, or raise w_D.
+A healthy run: the first loss is half the mean weight (with --reference: any), then `reward/margin`
+rises. If `reward/desirable` falls and `eval/kl` passes ten nats: lower the learning rate, or raise
+w_D.
 """
 
 import json
@@ -44,7 +48,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -55,6 +59,7 @@ from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
+from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
 
@@ -83,7 +88,8 @@ class Args:
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
     beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
-    # w_D, weight of desirable completions; (w_D x their number) / (w_U x that of others): 1 to 1.5
+    # w_D, weight of desirable completions: such that (w_D x their number) / (w_U x the number of
+    # the others) is 1 to 1.5
     desirable_weight: PositiveFloat = 1.33
     undesirable_weight: PositiveFloat = 1.0  # w_U, weight of undesirable completions
     # --- optimisation and evaluation ---
@@ -182,11 +188,12 @@ def main(args: Args) -> Path:
     shard(policy, device)
     if args.activation_checkpointing:
         checkpoint_activations(policy)
-    ref_model = policy  # without its adapters
     if args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
+    else:
+        ref_model = policy  # without its adapters, see `adapters_off`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -200,13 +207,10 @@ def main(args: Args) -> Path:
     shuffles = [torch.randperm(len(train_rows), generator=rng) for _ in range(num_shuffles)]
     num_rows = math.ceil(args.epochs * len(train_rows))
     batches = [*torch.cat(shuffles)[:num_rows].split(args.batch_size)]  # the last may be smaller
-    if len(batches[-1]) == 1:  # a row alone has no other's completion for z0
+    if len(batches[-1]) == 1:  # z0 needs a second row's completion: it joins the batch before
         batches[-2:] = [torch.cat(batches[-2:])]
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": checksum(train_rows, args.model, args.reference)}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
@@ -229,10 +233,12 @@ def main(args: Args) -> Path:
         z0 = reference_point(sum_logratios(args, policy, ref_model, mismatched))
 
         # 3. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         logratios = torch.zeros(len(rows), device=device)  # 0 in rows of other ranks
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
-            # The reference first: later, its memory would come on top of the activations.
+            # The reference first: after the policy's pass, its memory would come on top of that of
+            # the policy's activations.
             with torch.no_grad(), adapters_off(policy):
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
@@ -261,6 +267,7 @@ def main(args: Args) -> Path:
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
             "time/epoch": min(args.epochs, step * args.batch_size / len(train_rows)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
+            "time/peak_memory_gb": peak_memory_gb(),
         }
         samples = []
         is_last = step == total_steps
@@ -274,6 +281,21 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """The learning rate of a step, counted from 1, as a fraction of its peak: it rises linearly in
+    the warm-up; then it falls linearly, or by half a cosine, or is constant.
+    """
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    num_steps = total_steps - warmup_steps  # after the warm-up
+    num_before = step - warmup_steps - 1  # of these, before this one
+    if schedule == "linear":
+        return (num_steps - num_before) / num_steps
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (num_before / num_steps)))
+    return 1.0
 
 
 def kto_metrics(args: Args, logratios: Tensor, z0: Tensor, labels: Tensor) -> dict[str, float]:
@@ -332,15 +354,21 @@ def evaluate(
         rng=Generator().manual_seed(args.seed),  # every evaluation uses the same random numbers
         batch_size=args.generation_batch_size,
     )
-    metrics = {
-        "eval/loss": held_out["objective/loss"],
-        "eval/length_mean": np.mean([len(ids) for _, ids in sequences]),
-    }
+    metrics = {"eval/loss": held_out["objective/loss"]}
     if "reward/margin" in held_out:
         metrics["eval/margin"] = held_out["reward/margin"]
     # KL(pi || pi_ref), nats per completion: k1 on samples of pi
     k1 = sum_logratios(args, policy, ref_model, sequences, args.temperature)
     metrics["eval/kl"] = k1.double().mean().item()
+    sample_metrics, samples = rate_samples(reward_fn, tokenizer, prompts, sequences)
+    return metrics | sample_metrics, samples
+
+
+def rate_samples(
+    reward_fn: Callable | None, tokenizer: Any, prompts: list, sequences: Sequences
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics of sampled completions, and for each a row of samples.jsonl."""
+    metrics = {"eval/length_mean": np.mean([len(ids) for _, ids in sequences])}
     samples = []
     for prompt, (_, ids) in zip(prompts, sequences, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -481,7 +509,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

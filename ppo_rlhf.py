@@ -1,7 +1,7 @@
 r"""Proximal Policy Optimization (PPO) for language models: RLHF as in InstructGPT.
 
-The policy pi completes a prompt x with y. A reward model, or a function, scores the completion.
-Maximise (InstructGPT, Ouyang et al. 2022, arXiv 2203.02155, equation 2)
+The policy pi completes a prompt x with y, which a reward model, or a function, scores. Maximise
+(InstructGPT, Ouyang et al. 2022, arXiv 2203.02155, equation 2)
 
     J(theta) = E[ score(x, y) - beta sum_t log( pi_theta(y_t | x, y_<t) / pi_ref(y_t | x, y_<t) ) ].
 
@@ -9,8 +9,8 @@ A completion is an episode, its tokens are the actions. Token t gets the reward
 
     r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t.
 
-A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arXiv
-1506.02438, equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
+A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arXiv 1506.02438,
+equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
 
     delta_t = r_t + gamma V_old[t+1] - V_old[t],    A_t = sum_l (gamma lambda)^l delta_[t+l],
     R_t = A_t + V_old[t],    rho_t = (pi_theta / pi_old)_t,
@@ -21,10 +21,14 @@ A critic V predicts the return-to-go. Generalised advantage estimation (GAE, arX
 pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
 over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. With
 --kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, with a constant
-rho_t (no gradient), and r_t no KL.
-Deviations from the paper: no pretraining gradients; whitened advantages and clipped values, as in
-the code that InstructGPT grew from (Ziegler et al. 2019, arXiv 1909.08593); a cut-off completion
-counts as ended; a linear decay [a constant rate] and AdamW's beta2 of 0.999 [0.95].
+rho_t (no gradient), and r_t no KL. Deviations from the paper:
+
+1. No gradients from pretraining data; no average of the policy's weights.
+2. Two passes over a rollout, not one; rates that fall to 0, not a warm-up and a constant rate;
+   AdamW's beta2 of 0.999, not 0.95.
+3. Advantages are whitened over the rollout. The code that InstructGPT grew from (Ziegler et al.
+   2019, arXiv 1909.08593) whitens them in each minibatch, and scales its rewards before GAE.
+4. The value loss is clipped, as in that code. A cut-off completion counts as ended.
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
@@ -42,7 +46,6 @@ import sys
 import time
 import warnings
 from array import array
-from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import field
@@ -62,8 +65,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
@@ -75,7 +77,7 @@ from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
-from runtime.processes import sums_over_ranks
+from runtime.processes import peak_memory_gb, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows, shuffled
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -127,14 +129,11 @@ class Args:
     vf_coef: NonNegativeFloat = 0.5  # factor of the value loss, before the gradient is clipped
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
-    target_kl: PositiveFloat | None = None  # no further pass if policy/approx_kl is above this
     critic_warmup_rollouts: NonNegativeInt = 0  # first rollouts, which train only the critic
     # where the critic starts; sft: --model with a new head; policy: a head on the policy itself
-    critic_init: Literal["reward_model", "sft", "scratch", "policy"] = "reward_model"
+    critic_init: Literal["reward_model", "sft", "policy"] = "reward_model"
     beta: NonNegativeFloat = 0.2  # coefficient of the KL (InstructGPT: 0.02); 0 loads no reference
     kl_placement: Literal["reward", "loss"] = "reward"  # KL in rewards (k1) or loss (rho k2)
-    kl_target: PositiveFloat | None = None  # adapt beta to this KL, in nats per completion
-    kl_horizon: PositiveFloat = 1_280  # completions in which beta changes by at most about 20 %
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
@@ -154,15 +153,10 @@ class Args:
             self.reward_model = self.reward_model or "tiny/reviews/reward_model"
         if not self.reward_model and self.critic_init == "reward_model":
             raise ValueError("--critic-init reward_model needs --reward-model: choose another")
-        completions_per_rollout = self.prompts_per_rollout * self.group_size
-        if self.num_minibatches > completions_per_rollout:
+        if self.num_minibatches > self.prompts_per_rollout * self.group_size:
             raise ValueError("--num-minibatches: some would be empty, and AdamW would still move")
         if self.critic_warmup_rollouts >= self.total_rollouts:
             raise ValueError("--critic-warmup-rollouts: the policy would never be trained")
-        if self.kl_target and self.beta == 0:
-            raise ValueError("--kl-target adapts --beta, which is 0")
-        if self.kl_target and completions_per_rollout >= 5 * self.kl_horizon:
-            raise ValueError("--kl-horizon is so short that beta would become negative")
         if self.eval_reward_fn is None and self.dataset == "tiny/reviews/prompts":
             self.eval_reward_fn = "tiny/reviews/gold.py:sentiment"
         names = [spec.split(":")[-1] for spec in self.reward_fn] + ["reward_model"]
@@ -207,7 +201,7 @@ def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tupl
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens, as in Ziegler et al.'s code."""
+    """(x - mean) / sqrt(var + 1e-8) over the sampled tokens (Ziegler et al.'s code)."""
     mean, variance = x[mask].mean(), x[mask].var(correction=0)
     return ((x - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
@@ -220,15 +214,6 @@ def k2_kl(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tenso
     2506.09477 and 2510.01555).
     """
     return 0.5 * (logprobs - old_logprobs).detach().exp() * (logprobs - ref_logprobs).square()
-
-
-def adapt_beta(beta: float, kl: float, target: float, horizon: float, n: int) -> float:
-    """beta (1 + e n / horizon), e = clip(kl / target - 1, +-0.2) (Ziegler et al.'s code).
-
-    The KL, in nats per completion, was measured on n completions.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return beta * (1 + error * n / horizon)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -271,7 +256,12 @@ def value_loss(
         # Inside the interval the clipped loss may be larger too, but only by rounding.
         is_clipped = (change.abs() > clip_coef) & (clipped_losses > losses)
         losses = torch.maximum(losses, clipped_losses)
-    return losses, {"value/loss": losses.sum(), "value/clip_fraction": is_clipped.sum()}
+    return losses, {
+        "value/loss": losses.sum(),
+        "value/clip_fraction": is_clipped.sum(),
+        "value/mean": old_values.sum(),
+        "value/return_mean": returns.sum(),
+    }
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -306,14 +296,16 @@ def main(args: Args) -> Path:
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
     )
     if args.reward_model:
-        reward_model = critic.backbone  # its adapters are off where it is the reward model
-        if args.lora_rank == 0 or args.critic_init != "reward_model":
+        if args.lora_rank > 0 and args.critic_init == "reward_model":
+            reward_model = critic.backbone  # `model_rewards` switches its adapters off
+        else:
             reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     eval_fns = eval_fns or list(reward_fns.values())
     if args.activation_checkpointing:
         for model in {policy, critic.backbone}:
             checkpoint_activations(model)
+    trained = (policy, critic.trained)
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
@@ -327,8 +319,8 @@ def main(args: Args) -> Path:
         batch_size=args.generation_batch_size,
     )
     training = {"policy": (policy, policy_optimizer), "critic": (critic.trained, critic_optimizer)}
-    models = (args.model, args.reference, args.reward_model)
-    state = {"step": 0, "data": checksum(train_prompts, *models), "beta": args.beta}
+    data = checksum(train_prompts, args.model, args.reference, args.reward_model)
+    state = {"step": 0, "data": data}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
     run_dir = open_run(args)
@@ -339,129 +331,113 @@ def main(args: Args) -> Path:
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
-        # 1. Roll out, from the policy as it is now. Random numbers depend on the seed and the step
-        # alone, so resume is exact.
+        # 1. Roll out and score: B sequences (x, y) of token ids, by pi_old, which is the policy
+        # now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         taken = islice(next_prompts, args.prompts_per_rollout)
-        prompts = [prompt for prompt in taken for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample(
-            [prompt.ids for prompt in prompts], temperature=args.temperature, rng=rng
-        )
-        lengths = torch.tensor([len(ids) for _, ids in sequences])  # (B,)
-        ended = torch.tensor([ids[-1] in stop_ids for _, ids in sequences])  # (B,)
-        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
-
-        # 2. Score: each reward, and their weighted sum; a cut-off completion is penalised.
-        terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
-        rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
+        prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B
+        prompt_ids = [prompt.ids for prompt in prompts]
+        sequences, sampler_logprobs = sample(prompt_ids, temperature=args.temperature, rng=rng)
+        lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
+        ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        rewards_by_name = {f"rewards/{k}": fn(prompts, sequences) for k, fn in reward_fns.items()}
+        rewards = torch.tensor(args.reward_weights) @ torch.stack([*rewards_by_name.values()])
         scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
         if (scores == scores[0]).all():
             warnings.warn("the rewards of a rollout teach nothing: all are equal", stacklevel=1)
         rollout_end = time.perf_counter()
 
-        # 3. Log-probs and values before the update, fixed during it. Computed in the micro-batches
-        # of the first epoch, so that the first ratio is exactly 1.
-        orders = [torch.randperm(len(sequences), generator=rng) for _ in range(args.update_epochs)]
-        epochs = [order.tensor_split(args.num_minibatches) for order in orders]
-        first_pass = []
-        for minibatch in epochs[0]:
-            first_pass += micro_batches(sequences, minibatch, args.micro_batch_size)
+        # 2. Log-probs under pi_old and pi_ref, and values, before the update. They are computed
+        # exactly as step 4 computes them, so that the first ratio is 1; the sampler's are rounded
+        # differently. The log-prob and the value of token t + 1 are read at position t.
+        split = partial(micro_batches, sequences, size=args.micro_batch_size)
+        minibatches, first_pass = [], []  # index tensors
+        for _ in range(args.update_epochs):
+            order = torch.randperm(len(sequences), generator=rng)
+            minibatches += order.tensor_split(args.num_minibatches)
+        for minibatch in minibatches[: args.num_minibatches]:
+            first_pass += split(minibatch)
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
-        ref_logprobs = torch.zeros_like(old_logprobs)  # without a reference beta is 0
+        ref_logprobs = old_logprobs  # without a reference the KL counts as 0
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with adapters_off(policy):  # under LoRA the reference is the policy without them
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
         old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
-        # 4. A reward per token: the score at the last, and the KL penalty. Advantages and returns.
-        k1 = old_logprobs - ref_logprobs  # (B, T), the plain estimate of KL(pi_old || pi_ref)
-        beta = state["beta"]
-        beta_in_reward = beta if args.kl_placement == "reward" else 0.0
+        # 3. Rewards of tokens (B, T), and from them advantages and returns.
+        k1 = old_logprobs - ref_logprobs  # the plain estimate of KL(pi_old || pi_ref), in nats
+        beta_in_reward = args.beta if args.kl_placement == "reward" else 0.0
         token_rewards = shaped_rewards(scores, k1, mask, beta_in_reward)
         advantages, returns = gae(token_rewards, old_values, args.gamma, args.gae_lambda)
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
 
-        # 5. Optimise: a step per minibatch, its gradient summed over micro-batches and ranks.
-        remaining = 1.0
-        if args.anneal_lr:
-            remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
-        is_warmup = step <= args.critic_warmup_rollouts  # VC-PPO, arXiv 2503.01491
-        if step == args.critic_warmup_rollouts + 1:
-            policy_optimizer.state.clear()  # moments of an untrained critic's advantages
-        policy_lr = 0.0 if is_warmup else args.learning_rate * remaining
-        policy_optimizer.param_groups[0]["lr"] = policy_lr
+        # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches. While
+        # the critic warms up (VC-PPO, arXiv 2503.01491), the policy takes steps of rate 0, which
+        # leave its weights as they are, but not its AdamW's moments: those are cleared after it.
+        remaining = (args.total_rollouts + 1 - step) / args.total_rollouts if args.anneal_lr else 1
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * remaining
-        sums, grad_norms = defaultdict(float), {"policy": [], "critic": []}
-        for epoch in epochs:
-            approx_kl = torch.zeros((), device=device)  # summed over the epoch's tokens
-            for minibatch in epoch:
-                num_tokens = lengths[minibatch].sum().item()
-                for inds in micro_batches(sequences, minibatch, args.micro_batch_size):
-                    logprobs, entropy = completion_logprobs(
-                        policy,
-                        sequences,
-                        inds,
-                        args.temperature,
-                        entropy=True,
-                        entropy_gradient=args.ent_coef > 0,
-                    )  # (b, T)
-                    device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
-                    weights = mask[device_inds] / num_tokens
-                    old = old_logprobs[device_inds]
-                    policy_losses, policy_sums = policy_loss(
-                        logprobs, old, advantages[device_inds], args.clip_coef
-                    )  # (b, T)
-                    if args.kl_placement == "loss" and beta > 0:
-                        k2 = k2_kl(logprobs, old, ref_logprobs[device_inds])
-                        policy_losses = policy_losses + beta * k2
-                    if args.ent_coef > 0:
-                        policy_losses = policy_losses - args.ent_coef * entropy
-                    pg_loss = (weights * policy_losses).sum()
-                    pg_loss.backward()  # frees the policy's activations before the critic's
-                    values = critic_values(critic, sequences, inds)
-                    value_losses, value_sums = value_loss(
-                        values, old_values[device_inds], returns[device_inds], args.vf_clip_coef
-                    )  # (b, T)
-                    v_loss = args.vf_coef * (weights * value_losses).sum()
-                    v_loss.backward()
-                    loss_sums = {
-                        "objective/loss": pg_loss + v_loss,
-                        "policy/entropy": entropy.sum(),
-                    }
-                    for name, value in (loss_sums | policy_sums | value_sums).items():
-                        sums[name] += value.detach().double()
-                    approx_kl += policy_sums["policy/approx_kl"].detach()
-                for name, (model, optimizer) in training.items():
-                    grad_norms[name].append(clip_grad_norm(model, args.max_grad_norm))
-                    optimizer.step()
-                    optimizer.zero_grad()
-            # The mean over the tokens of all ranks: all ranks stop, or none.
-            if args.target_kl and all_reduce_sum(approx_kl) / lengths.sum() > args.target_kl:
-                break
-        kl = k1.sum(dim=1).mean().item()  # KL(pi_old || pi_ref), nats per completion
-        if args.kl_target and not is_warmup:
-            state["beta"] = adapt_beta(beta, kl, args.kl_target, args.kl_horizon, n=len(sequences))
+        policy_optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+        if step <= args.critic_warmup_rollouts:
+            policy_optimizer.param_groups[0]["lr"] = 0.0
+        elif step == args.critic_warmup_rollouts + 1:
+            policy_optimizer.state.clear()
+        all_sums, grad_norms = [], []  # of each micro-batch, of each optimiser step
+        for minibatch in minibatches:
+            weights = mask / lengths[minibatch].sum().item()  # (B, T), for a mean over its tokens
+            for inds in split(minibatch):
+                logprobs, entropy = completion_logprobs(
+                    policy,
+                    sequences,
+                    inds,
+                    args.temperature,
+                    entropy=True,
+                    entropy_gradient=args.ent_coef > 0,
+                )  # (b, T)
+                device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+                old = old_logprobs[device_inds]
+                losses, sums = policy_loss(logprobs, old, advantages[device_inds], args.clip_coef)
+                if args.kl_placement == "loss":
+                    losses = losses + args.beta * k2_kl(logprobs, old, ref_logprobs[device_inds])
+                losses = losses - args.ent_coef * entropy  # (b, T)
+                pg_loss = (weights[device_inds] * losses).sum()
+                pg_loss.backward()  # frees the policy's activations before the critic's
+                values = critic_values(critic, sequences, inds)
+                losses, value_sums = value_loss(
+                    values, old_values[device_inds], returns[device_inds], args.vf_clip_coef
+                )  # (b, T)
+                v_loss = args.vf_coef * (weights[device_inds] * losses).sum()
+                v_loss.backward()  # adds to the gradient, which `shard` sums over ranks
+                sums |= value_sums | {"objective/loss": pg_loss + v_loss}
+                sums |= {"policy/entropy": entropy.sum(), "tokens": mask[device_inds].sum()}
+                all_sums.append({name: total.detach() for name, total in sums.items()})
+            grad_norms.append([clip_grad_norm(model, args.max_grad_norm) for model in trained])
+            for optimizer in (policy_optimizer, critic_optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
 
-        # 6. Log, evaluate, save.
-        metrics = rollout_metrics(args, rewards, lengths, ended, sums, grad_norms)
-        metrics |= {name: values.mean().item() for name, values in terms.items()}
-        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)
-        metrics["value/mean"] = old_values[mask].mean().item()
-        metrics["value/return_mean"] = returns[mask].mean().item()
+        # 5. Log, evaluate, save.
+        metrics = rollout_metrics(args, rewards, lengths, ended, all_sums, grad_norms)
+        metrics |= {name: values.mean().item() for name, values in rewards_by_name.items()}
+        metrics |= sampling_metrics(old_logprobs, sampler_logprobs, mask)  # per token
+        if ref_model is not None:
+            metrics["objective/kl"] = k1.sum(dim=1).mean().item()  # nats per completion
+        metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()  # per completion
         metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
-        metrics["objective/beta"] = beta
-        metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
-        metrics["policy/learning_rate"] = policy_lr
+        metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
-        columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-        if ref_model is not None:
-            columns["log_ratio"] = k1
-            metrics["objective/kl"] = kl
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
+            columns = rewards_by_name | {"reward": rewards, "advantage": advantages}
+            columns["truncated"] = ~ended
+            if ref_model is not None:
+                columns["log_ratio"] = k1
             rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
         is_last = step == args.total_rollouts
         if is_last or step % args.eval_every == 0:
@@ -478,21 +454,21 @@ def main(args: Args) -> Path:
 
 
 def rollout_metrics(
-    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, sums: dict, grad_norms: dict
+    args: Args, rewards: Tensor, lengths: Tensor, ended: Tensor, all_sums: list, grad_norms: list
 ) -> dict[str, float]:
-    """Means over a rollout's completions, over its steps, and over the tokens of all passes."""
+    """Means over the tokens, the completions, or the optimiser steps of a rollout."""
+    sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
     sums = sums_over_ranks(sums)
-    num_steps = len(grad_norms["policy"])
-    num_passes = num_steps / args.num_minibatches
-    num_tokens = lengths.sum().item() * num_passes
-    metrics = {name: total / num_tokens for name, total in sums.items()}
+    num_tokens = sums.pop("tokens")  # those of each pass
+    metrics = {name: total / num_tokens for name, total in sums.items()}  # per token
+    policy_norms, critic_norms = zip(*grad_norms, strict=True)
     metrics |= {
-        "objective/loss": sums["objective/loss"] / num_steps,  # per optimiser step
-        "policy/grad_norm": np.mean(grad_norms["policy"]),
-        "value/grad_norm": np.mean(grad_norms["critic"]),
-        "reward/mean": rewards.mean().item(),
+        "objective/loss": sums["objective/loss"] / len(grad_norms),  # per step
+        "policy/grad_norm": np.mean(policy_norms),  # per step
+        "value/grad_norm": np.mean(critic_norms),  # per step
+        "reward/mean": rewards.mean().item(),  # per completion
         "reward/std": rewards.std(correction=0).item(),
-        "completions/length_mean": lengths.float().mean().item(),
+        "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
         "completions/truncated_fraction": 1 - ended.float().mean().item(),
     }
     return metrics
@@ -503,13 +479,12 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Metrics and samples of one completion per held-out prompt."""
     rng = Generator().manual_seed(args.seed)  # every evaluation uses the same random numbers
-    prompt_ids = [prompt.ids for prompt in prompts]
-    sequences, _ = sample(prompt_ids, temperature=args.eval_temperature, rng=rng)
+    sequences, _ = sample([x.ids for x in prompts], temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
     rewards = (torch.tensor(weights) @ all_rewards).tolist()
-    length_mean = np.mean([len(ids) for _, ids in sequences])
-    metrics = {"eval/reward": np.mean(rewards), "eval/length_mean": length_mean}
+    metrics = {"eval/reward": np.mean(rewards)}
+    metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
     for prompt, (_, ids), reward in zip(prompts, sequences, rewards, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -524,48 +499,41 @@ class Critic(NamedTuple):
 
     backbone: Any
     head: torch.nn.Linear
-    trained: torch.nn.Module  # by the critic's optimiser: the backbone with its head, or the head
+    trained: torch.nn.Module  # by its optimiser: the backbone with its head, or the head alone
 
 
 def load_critic(
     args: Args, policy: Any, tokenizer: Any, positions: int, device: torch.device
 ) -> Critic:
     """The critic of --critic-init, before training."""
-    config = AutoConfig.from_pretrained(args.model, num_labels=1)
-    kind = AutoModelForSequenceClassification
     if args.critic_init == "policy":  # a head on the policy's backbone (Ziegler et al.)
         torch.manual_seed(args.seed)
-        head = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
-        init_head(head)
+        head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
+        torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)  # as for `sft`
         return Critic(policy, shard(head, device), trained=head)
     if args.critic_init == "reward_model":
         critic = load_reward_model(args, tokenizer, positions)
         head = critic.score
         if args.lora_rank == 0:
             critic.requires_grad_(True)
-        else:  # adapters, which are off while the same model scores, and a second head
+        else:  # adapters and a second head; without them it is still the reward model
             add_adapters(critic, args.lora_rank, args.seed)
             head = critic.value_head = deepcopy(critic.score).requires_grad_(True)
-    elif args.critic_init == "scratch":
-        torch.manual_seed(args.seed)
-        critic = kind.from_config(config, dtype=torch.float32).eval()
-        head = critic.score
     else:
+        kind = AutoModelForSequenceClassification
         critic = load_model(kind, args.model, tokenizer, positions, new_head=True)
         add_adapters(critic, args.lora_rank, args.seed)
         torch.manual_seed(args.seed)
         head = critic.score.float().requires_grad_(True)
-        init_head(head)
+        # N(0, 1/(d + 1)) for d hidden units (Stiennon et al., arXiv 2009.01325, B.1)
+        torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     return Critic(shard(critic, device), head, trained=critic)
 
 
-def init_head(head: torch.nn.Linear) -> None:
-    """N(0, 1/(d + 1)) for d hidden units (Stiennon et al., arXiv 2009.01325, B.1)."""
-    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
-
-
 def critic_values(critic: Critic, sequences: Sequences, inds: Tensor) -> Tensor:
-    """V_t (b, T) of sequences[inds]: the head's output before token t, centred as scores are."""
+    """V_t (b, T) of sequences[inds]: the head's output before token t, minus the reward model's
+    `score_mean` if the critic began as it (see `model_rewards`).
+    """
     batch = [sequences[i] for i in inds]
     states, row, t = completion_states(critic.backbone, batch)
     outputs = critic.head(states.float()).squeeze(1)  # (n,), of all tokens of all completions
@@ -576,13 +544,12 @@ def critic_values(critic: Critic, sequences: Sequences, inds: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) -> Tensor:
-    """`critic_values` (B, T) of all sequences, without gradient, as in `rollout_logprobs`."""
+    """`critic_values` (B, T) of all sequences; each must be in one batch of one rank."""
     width = max(len(completion) for _, completion in sequences)
     values = torch.zeros(len(sequences), width, device=critic.backbone.device)
     for inds in batches:
-        of_batch = critic_values(critic, sequences, inds)
         device_inds = inds.to(values.device, non_blocking=True)  # CPU indices make a GPU wait
-        values[device_inds] = of_batch
+        values[device_inds] = critic_values(critic, sequences, inds)
     return all_reduce_sum(values)
 
 
@@ -622,8 +589,8 @@ def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
 
 @torch.no_grad()
 def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: Sequences) -> Tensor:
-    """Scores (B,) of the last token, minus `score_mean`, the reward model's mean on held-out
-    preferred completions (after InstructGPT).
+    """Scores (B,) of the last token, minus `score_mean` (after InstructGPT): the model's mean score
+    of held-out preferred completions, which rm_bradley_terry.py has written into its config.json.
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
@@ -730,7 +697,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

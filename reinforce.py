@@ -27,6 +27,7 @@ import json
 import math
 import os
 import sys
+import time
 import warnings
 from array import array
 from collections.abc import Callable
@@ -57,6 +58,7 @@ from runtime.functions import load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
+from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
 from runtime.saving import write_checkpoint
@@ -180,6 +182,7 @@ def main(args: Args) -> Path:
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by the policy as it
         # is now. Random numbers depend on seed and step alone: resume is exact.
+        start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
@@ -219,6 +222,9 @@ def main(args: Args) -> Path:
             "completions/length_mean": lengths.float().mean().item(),  # tokens per completion
             "completions/truncated_fraction": 1 - ended.float().mean().item(),
         }
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
+        metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
+        metrics["time/peak_memory_gb"] = peak_memory_gb()
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended}
@@ -374,7 +380,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

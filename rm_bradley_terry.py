@@ -7,10 +7,13 @@ last token, such that p(y_w beats y_l) = sigmoid(r_w - r_l) is high (Bradley and
 
 (InstructGPT, arXiv 2203.02155, equation 1), with an optional margin m (Llama 2, arXiv 2307.09288)
 and a term that keeps the sum of the scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-Deviations from the paper: pairs, not rankings of K completions; 3 epochs, not 1; linear decay;
-AdamW's beta2 of 0.999, not 0.95; the scores are not shifted, but the mean score of held-out
-preferred completions is saved as `score_mean`, which ppo_rlhf.py and grpo.py subtract (InstructGPT:
-the mean score of demonstrations).
+Deviations from InstructGPT:
+
+1. Rows are pairs, not rankings of K completions.
+2. There are 3 epochs, not 1, with a linear decay, not a cosine decay to 10 %.
+3. AdamW's beta2 is 0.999, not 0.95.
+4. The scores are not shifted, but the mean score of held-out preferred completions is saved as
+   `score_mean`, which ppo_rlhf.py and grpo.py subtract; the paper's is that of demonstrations.
 
     python rm_bradley_terry.py                             # tiny/reviews, half a minute on a CPU
     python rm_bradley_terry.py --model Qwen/Qwen2.5-0.5B-Instruct --max-length 1024 \
@@ -43,9 +46,9 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, GenerationConfig, get_scheduler
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
-from common.logprobs import last_states, micro_batches
+from common.logprobs import Sequences, last_states, micro_batches
 from common.tokens import as_chat, encode_completions, find_stop_ids
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
@@ -53,6 +56,7 @@ from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard, transformer_layers
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
+from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
 
@@ -105,6 +109,11 @@ class Comparison(NamedTuple):
     chosen_ids: array  # token ids of the preferred completion
     rejected_ids: array  # token ids of the other one
     margin: float  # m
+
+    def sequences(self) -> Sequences:
+        """The prompt with the preferred completion, then with the other one."""
+        prompt_ids = list(self.prompt_ids)
+        return [(prompt_ids, list(self.chosen_ids)), (prompt_ids, list(self.rejected_ids))]
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -164,9 +173,6 @@ def main(args: Args) -> Path:
     batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"model": (model, optimizer)}
     state = {"step": 0, "data": checksum(train_pairs, args.model), "score_mean": 0.0}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
@@ -178,17 +184,19 @@ def main(args: Args) -> Path:
         log(args, run_dir, 0, metrics)
     progress = tqdm(range(state["step"] + 1, total_steps + 1), disable=RANK > 0)
     for step in progress:
-        # 1. Draw the pairs of this step.
+        # 1. Draw the pairs of this step: 2B sequences, each rejected one after its chosen one.
         start_time = time.perf_counter()
         pairs = [train_pairs[i] for i in batches[step - 1]]
+        sequences = [sequence for pair in pairs for sequence in pair.sequences()]
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         margins = torch.tensor([pair.margin for pair in pairs], device=device)  # (B,), m
         scores = torch.zeros(2, len(pairs), device=device)  # r_w and r_l; 0 in pairs of other ranks
-        for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-            r_w, r_l = pair_scores(model, [pairs[i] for i in inds])  # (b,) each
-            device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
+        for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+            r_w, r_l = pair_scores(model, sequences, pair_inds)  # (b,) each
+            device_inds = pair_inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
             losses = bradley_terry_loss(r_w, r_l, margins[device_inds], args.center_coef)
             loss = losses.sum() / len(pairs)
             loss.backward()
@@ -199,7 +207,7 @@ def main(args: Args) -> Path:
 
         # 3. Log, evaluate, save.
         r_w, r_l = all_reduce_sum(scores)  # (B,) each
-        num_tokens = sum(len(2 * p.prompt_ids + p.chosen_ids + p.rejected_ids) for p in pairs)
+        num_tokens = sum(len(x) + len(y) for x, y in sequences)
         metrics = {
             "objective/loss": bradley_terry_loss(r_w, r_l, margins, args.center_coef).mean().item(),
             "reward/accuracy": wins(r_w - r_l).mean().item(),
@@ -210,6 +218,7 @@ def main(args: Args) -> Path:
             "reward/learning_rate": optimizer.param_groups[0]["lr"],
             "time/epoch": min(args.epochs, step * args.batch_size / len(train_pairs)),
             "time/tokens_per_second": num_tokens / (time.perf_counter() - start_time),
+            "time/peak_memory_gb": peak_memory_gb(),
         }
         is_last = step == total_steps
         if is_last or step % args.eval_every == 0:
@@ -220,19 +229,35 @@ def main(args: Args) -> Path:
         if is_last or step % args.save_every == 0:
             save_checkpoint(run_dir, training, state | {"step": step})
 
-    model.config.score_mean = state["score_mean"]  # ppo_rlhf.py and grpo.py subtract it
+    # In config.json: ppo_rlhf.py and grpo.py read it there, and subtract it from each score.
+    model.config.score_mean = state["score_mean"]
     save_model(run_dir, model, tokenizer, stop_ids)
     return run_dir
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """The learning rate of a step, counted from 1, as a fraction of its peak: it rises linearly in
+    the warm-up; then it falls linearly, or by half a cosine, or is constant.
+    """
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    num_steps = total_steps - warmup_steps  # after the warm-up
+    num_before = step - warmup_steps - 1  # of these, before this one
+    if schedule == "linear":
+        return (num_steps - num_before) / num_steps
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (num_before / num_steps)))
+    return 1.0
 
 
 @torch.no_grad()
 def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float]:
     """Metrics of the held-out pairs."""
+    sequences = [sequence for pair in pairs for sequence in pair.sequences()]
     scores = torch.zeros(2, len(pairs), device=model.device)
-    for inds in comparison_micro_batches(pairs, args.micro_batch_size):
-        scores_of_batch = pair_scores(model, [pairs[i] for i in inds])
-        device_inds = inds.to(model.device, non_blocking=True)
-        scores[:, device_inds] = scores_of_batch
+    for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
+        device_inds = pair_inds.to(model.device, non_blocking=True)
+        scores[:, device_inds] = pair_scores(model, sequences, pair_inds)
     r_w, r_l = all_reduce_sum(scores).cpu()  # (B,) each
     margins = torch.tensor([pair.margin for pair in pairs])
     return {
@@ -246,21 +271,23 @@ def evaluate(args: Args, model: Any, pairs: list[Comparison]) -> dict[str, float
 
 
 # --- scores ------------------------------------------------------------------------------------
-def comparison_micro_batches(pairs: list[Comparison], size: int) -> Iterator[Tensor]:
-    """`micro_batches` of pairs, with the tokens of both completions."""
-    sequences = [(list(pair.prompt_ids), pair.chosen_ids + pair.rejected_ids) for pair in pairs]
-    return micro_batches(sequences, torch.arange(len(pairs)), size)
-
-
-def pair_scores(model: Any, pairs: list[Comparison]) -> Tensor:
-    """r_w and r_l (2, b), float32: the head's output at the last token of both completions of each
-    pair, from one forward pass.
+def micro_batches_of_pairs(sequences: Sequences, size: int) -> Iterator[Tensor]:
+    """`micro_batches` of pairs, by the tokens of both completions. Pair i is the sequences 2i and
+    2i + 1; what is yielded counts pairs.
     """
-    batch = [(list(pair.prompt_ids), list(pair.chosen_ids)) for pair in pairs]
-    batch += [(list(pair.prompt_ids), list(pair.rejected_ids)) for pair in pairs]
-    last = last_states(model, batch)  # (2b, d)
-    scores = model.score(last.float()).squeeze(1)  # float32: in bfloat16 near scores are equal
-    return scores.view(2, len(pairs))
+    sides = zip(sequences[::2], sequences[1::2], strict=True)
+    pairs = [(prompt, chosen + rejected) for (prompt, chosen), (_, rejected) in sides]
+    return micro_batches(pairs, torch.arange(len(pairs)), size)
+
+
+def pair_scores(model: Any, sequences: Sequences, pair_inds: Tensor) -> Tensor:
+    """r_w and r_l (2, b), float32: the head's output at the last token of both completions of some
+    pairs, from one forward pass.
+    """
+    inds = torch.cat([2 * pair_inds, 2 * pair_inds + 1])  # all chosen ones, then all rejected ones
+    last = last_states(model, [sequences[i] for i in inds])  # (2b, d)
+    scores = model.score(last.float()).squeeze(1)  # bfloat16 would make close scores equal
+    return scores.view(2, len(pair_inds))
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -279,19 +306,20 @@ def load_classifier(
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    # An image model has a config of its own for its text.
+    # A model that reads images too has a config of its own for its language model.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if args.train_layers is not None:
         layers = transformer_layers(model)
         if args.train_layers > len(layers):
             raise ValueError(f"--train-layers {args.train_layers}: there are {len(layers)} layers")
         model.requires_grad_(False)
-        for module in (model.score, *layers[len(layers) - args.train_layers :]):
+        first_trained = len(layers) - args.train_layers
+        for module in (model.score, *layers[first_trained:]):
             module.requires_grad_(True)
     if args.lora_rank > 0:
         add_adapters(model, args.lora_rank, args.seed)
         model.score.requires_grad_(True)
-        model.peft_config["default"].modules_to_save = ["score"]
+        model.peft_config["default"].modules_to_save = ["score"]  # for whoever loads adapter/
     print(f"trained: {model.num_parameters(only_trainable=True):,} parameters")
     return shard(model, device)
 
@@ -419,7 +447,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -5,9 +5,11 @@ Minimise the negative log-likelihood of completions y_i given their prompts x_i,
     L(theta) = - (1/N) sum_i sum_t log pi_theta(y_it | x_i, y_i<t),
 
 with N completion tokens in the batch, each completion's EOS among them: stage 1 of InstructGPT
-(arXiv 2203.02155, section 3.5; AdamW's beta2 is 0.95, as there). Deviations (the paper's choice in
-brackets): no dropout [0.2]; 4 epochs [16]; a warm-up and a linear decay [a cosine decay to 10 %];
-the last model is saved [the one with the best reward model score].
+(arXiv 2203.02155, section 3.5; AdamW's beta2 is 0.95, as there). Deviations from the paper:
+
+1. There is no dropout, where the paper has 0.2.
+2. There are 4 epochs, not 16, with a warm-up and a linear decay, not a cosine decay to 10 %.
+3. The last model is saved, not the one with the best reward model score.
 
     python sft.py                                          # tiny/arithmetic, half a minute on a CPU
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset trl-lib/Capybara \
@@ -40,7 +42,7 @@ from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, get_scheduler
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
@@ -51,7 +53,7 @@ from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, from_rank_0, join_processes
-from runtime.processes import leave_processes
+from runtime.processes import leave_processes, peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
 from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
 
@@ -101,8 +103,9 @@ class Demonstration(NamedTuple):
     is_learned: array  # 1 for the tokens of learned turns, 0 for all others
 
     def prompt(self) -> list[int]:
-        """The ids before the last run of learned tokens."""
-        return list(self.ids[: len(self.ids) - self.is_learned[::-1].index(0)])
+        """The ids before the last learned turn, with which the text ends."""
+        num_learned = self.is_learned[::-1].index(0)
+        return list(self.ids[: len(self.ids) - num_learned])
 
 
 # --- the mathematics ---------------------------------------------------------------------------
@@ -137,14 +140,12 @@ def main(args: Args) -> Path:
 
     # --- the loop ---
     rng = Generator().manual_seed(args.seed)
-    epochs = [torch.randperm(len(train_data), generator=rng) for _ in range(math.ceil(args.epochs))]
+    num_shuffles = math.ceil(args.epochs)
+    shuffles = [torch.randperm(len(train_data), generator=rng) for _ in range(num_shuffles)]
     num_rows = math.ceil(args.epochs * len(train_data))
-    batches = torch.cat(epochs)[:num_rows].split(args.batch_size)  # the last may be smaller
+    batches = torch.cat(shuffles)[:num_rows].split(args.batch_size)  # the last may be smaller
     total_steps = len(batches)
     warmup_steps = int(args.warmup_ratio * total_steps)
-    # lr_factor depends on the step alone, so no checkpoint holds it. Steps count from 1: + 1.
-    schedule = get_scheduler(args.lr_schedule, optimizer, warmup_steps + 1, total_steps + 1)
-    lr_factor = schedule.lr_lambdas[0]
     training = {"policy": (policy, optimizer)}
     state = {"step": 0, "data": checksum(train_data, args.model)}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
@@ -163,7 +164,8 @@ def main(args: Args) -> Path:
         num_tokens = sum(map(sum, is_learned))  # N, over all ranks
 
         # 2. Optimise: one step, its gradient summed over micro-batches and ranks.
-        optimizer.param_groups[0]["lr"] = args.learning_rate * lr_factor(step)
+        lr = args.learning_rate * lr_factor(step, warmup_steps, total_steps, args.lr_schedule)
+        optimizer.param_groups[0]["lr"] = lr
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds, is_learned=is_learned)  # (b, T)
@@ -182,6 +184,7 @@ def main(args: Args) -> Path:
             "policy/learning_rate": optimizer.param_groups[0]["lr"],
             "time/epoch": min(args.epochs, step * args.batch_size / len(train_data)),
             "time/tokens_per_second": num_tokens_read / (time.perf_counter() - start_time),
+            "time/peak_memory_gb": peak_memory_gb(),
         }
         eval_metrics, samples = {}, []
         is_last = step == total_steps
@@ -194,6 +197,21 @@ def main(args: Args) -> Path:
 
     save_model(run_dir, policy, tokenizer, stop_ids)
     return run_dir
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """The learning rate of a step, counted from 1, as a fraction of its peak: it rises linearly in
+    the warm-up; then it falls linearly, or by half a cosine, or is constant.
+    """
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    num_steps = total_steps - warmup_steps  # after the warm-up
+    num_before = step - warmup_steps - 1  # of these, before this one
+    if schedule == "linear":
+        return (num_steps - num_before) / num_steps
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (num_before / num_steps)))
+    return 1.0
 
 
 def evaluate(
@@ -229,7 +247,7 @@ def loss_sequences(args: Args, data: list[list[Demonstration]]) -> tuple[Sequenc
     """The texts cut before the first learned token, and which tokens behind the cut are learned."""
     sequences, masks = [], []
     for ids, is_learned in (text for texts in data for text in texts):
-        # With --train-on-prompt all tokens but the first, which has no context.
+        # With --train-on-prompt all tokens are learned but the first, which has no context.
         start = 1 if args.train_on_prompt else is_learned.index(1)
         sequences.append((list(ids[:start]), list(ids[start:])))
         masks.append([1] * len(ids[1:]) if args.train_on_prompt else list(is_learned[start:]))
@@ -243,7 +261,7 @@ def load_demonstrations(
     """The rows of a split: each a text, or several if the chat template changes earlier turns, as
     some drop their thoughts.
     """
-    lost = Counter()  # turns of conversations that keep others
+    lost = Counter()  # by reason, dropped turns of rows that keep other turns
 
     def encode_row(row: dict) -> list[Demonstration]:
         if "text" in row and not {"messages", args.prompt_column, args.completion_column} & {*row}:
@@ -261,7 +279,7 @@ def load_demonstrations(
             except UnusableRow as reason:
                 reasons.append(str(reason))
                 continue
-            if texts and len(prompt_ids) > args.max_length:  # so are the prompts of all later turns
+            if texts and len(prompt_ids) > args.max_length:  # as are all later ones
                 reasons += ["longer than --max-length"] * (len(turns) - number)
                 break
             if texts and len(prompt_ids) + len(ids) > args.max_length:
@@ -392,7 +410,7 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
     """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # The base model's own may ask for top-k, or be one that transformers refuses to save.
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
     config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
     model.generation_config = config
     save_weights(model, run_dir)  # all ranks

@@ -33,7 +33,7 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[
     # float64: over 150,000 tokens a float32 sum would swallow the rare ones.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B, 1); the product may round up to the sum
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)  # (B, 1); uniform * sum may round to the sum
     return tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1)
 
 
@@ -65,7 +65,7 @@ def generate(
     first, last = (len(prompts) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))  # this rank's
     completions, logprobs = [], torch.zeros(uniform.shape, device=model.device)
     with unsharded(model), autocast(model.device):
-        output_head(model)  # its one-time trial: on all ranks, those without prompts too
+        output_head(model)  # tries it once: here, on all ranks, also on those without prompts
         size = batch_size or max(1, len(prompts))
         for start in range(first, last, size):
             batch = slice(start, min(start + size, last))
@@ -88,7 +88,8 @@ def decode(model: Any, prompts: list, uniform: Tensor, temperature: float, stop_
     logprobs = torch.zeros(uniform.shape, device=model.device)
     rows = torch.arange(len(prompts), device=model.device)  # of the sequences still in the batch
     ended = torch.zeros_like(rows, dtype=torch.bool)
-    interval = 1 if model.device.type == "cpu" else 8  # tokens: a GPU waits while `ended` is read
+    # Tokens between two looks at `ended`, for each of which a GPU waits.
+    interval = 1 if model.device.type == "cpu" else 8
     for t in range(uniform.shape[1]):
         tokens, token_logprobs = sample_tokens(logits, temperature, uniform[rows, t])
         sampled[rows, t] = tokens.masked_fill(ended, -1)
@@ -125,7 +126,7 @@ class Decoder:
     def __init__(self, model: Any, prompts: list):
         self.backbone, self.head = backbone(model), output_head(model)
         self.cache = None
-        rows = {}  # of the prompts, each once
+        rows = {}  # of each distinct prompt, its row in `ids`
         prompt_of = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
         self.prompt_of = torch.tensor(prompt_of, device=model.device)  # (B,)
         ids, mask = pad_rows([*rows], model.device, side="left")  # (number of prompts, P)
@@ -180,7 +181,7 @@ class GraphDecoder(Decoder):
 
     def __init__(self, model: Any, prompts: list, max_new_tokens: int):
         super().__init__(model, prompts)
-        # Ones for columns to come, which the causal mask hides.
+        # Ones for tokens to come too: until they are there, the causal mask hides them.
         self.mask = pad(self.mask, (0, max_new_tokens), value=1)
         self.cache = SameTypeStaticCache(model.config, self.mask.shape[1])
 

@@ -34,7 +34,7 @@ def completion_logprobs(
     """`out[i, t] = log pi(y_t | x, y_<t)` (b, T), float32, of (x, y) = sequences[inds[i]], with
     logits divided by the temperature. T is the length of the longest completion of all; `inds` may
     be empty. With `entropy` also the entropy of pi(. | x, y_<t), by default without a gradient.
-    Where `is_learned[i][t]` is given and 0, they stay 0 and are not computed.
+    Given `is_learned`, tokens where `is_learned[i][t]` is 0 are not computed: their log-prob is 0.
     """
     batch = [sequences[i] for i in inds]
     states, row, t = completion_states(model, batch)  # (n, d), (n,)
@@ -95,7 +95,8 @@ def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Ten
     row = torch.arange(len(batch)).repeat_interleave(lengths)
     starts = lengths.cumsum(dim=0) - lengths
     t = torch.arange(len(row)) - starts[row]
-    batch = batch or [([0], [])]  # sharded, all ranks must run every forward pass
+    # With no rows a token is read for nothing: sharded, all ranks must run every forward pass.
+    batch = batch or [([0], [])]
     can_share = shares_prompts(model)
     with autocast(model.device):
         if can_share:
@@ -107,8 +108,8 @@ def completion_states(model: Any, batch: Sequences) -> tuple[Tensor, Tensor, Ten
 
 def last_states(model: Any, batch: Sequences) -> Tensor:
     """The hidden states (b, d) of the last tokens of a batch, from which a head computes scores."""
-    # States are taken before each completion token; that before an appended one, of any id, is the
-    # last token's own.
+    # The state before a completion token is that of the token in front of it. So with one token
+    # appended, whatever its id, the state before this one is that of the last token.
     states, _, _ = completion_states(model, [(prompt, [*ids, 0]) for prompt, ids in batch])
     ends = torch.tensor([len(ids) + 1 for _, ids in batch], dtype=torch.long).cumsum(dim=0) - 1
     return states[ends.to(model.device, non_blocking=True)]
@@ -118,7 +119,9 @@ def last_states(model: Any, batch: Sequences) -> Tensor:
 def rollout_logprobs(
     model: Any, sequences: Sequences, batches: Iterable[Tensor], temperature: float, **options: Any
 ) -> Tensor:
-    """`completion_logprobs` (B, T) of all sequences; each must be in one batch of one rank."""
+    """`completion_logprobs` (B, T) of all sequences, on all ranks, without gradient. `batches` are
+    this rank's, such as those of `micro_batches`; each sequence must be in one batch of one rank.
+    """
     width = max(len(completion) for _, completion in sequences)
     logprobs = torch.zeros(len(sequences), width, device=model.device)
     for inds in batches:
@@ -148,7 +151,8 @@ def micro_batches(sequences: Sequences, inds: Tensor, size: int) -> Iterator[Ten
     groups = defaultdict(list)
     for i in inds.tolist():
         prompt, _ = sequences[i]
-        groups[tuple(prompt) if len(prompt) > 1 else i].append(i)  # not all rows with a BOS
+        # A prompt of one token, such as a BOS that all rows have, makes no group.
+        groups[tuple(prompt) if len(prompt) > 1 else i].append(i)
 
     def num_tokens(group: list[int]) -> int:
         return len(sequences[group[0]][0]) + sum(len(sequences[i][1]) for i in group)

@@ -29,8 +29,10 @@ class SharedPrompts:
         in_branches  0  1  2  3  6  8  9
         branches     0 1 2 3,  0 1 4,  5 6
 
-    Only attention reads each sequence whole and causally, along its branch. Its result for a token
-    is that in the first branch with the token: `in_branches` counts in padded branches, joined.
+    A branch lists the places of one sequence. Only attention reads along branches, each whole and
+    causally. Of a token that is in several branches its result is the same in each, and is taken
+    from the first: at `in_branches` in all branches, padded to the longest (here 4), one after the
+    other.
     """
 
     def __init__(self, batch: Sequences, device: torch.device):
@@ -48,14 +50,14 @@ class SharedPrompts:
                 places_of[key] = append(prompt, row * longest)
             places = append(completion[:-1], row * longest + len(prompt))
             branches.append(torch.cat([places_of[key], places]))
-            # Of the token before each one of the completion, which may be empty.
+            # The place before that of each completion token; there may be none.
             before.append(branches[-1][len(prompt) - 1 :][: len(completion)])
         self.ids = torch.tensor(ids).to(device, non_blocking=True)  # (N,)
         self.in_branches = torch.cat(in_branches).to(device, non_blocking=True)  # (N,)
         self.positions = self.in_branches % longest  # (N,)
         self.branches = pad_sequence(branches, batch_first=True).to(device, non_blocking=True)
         self.before = torch.cat(before).to(device, non_blocking=True)  # (n,)
-        self.masks = {}  # of each window that layers have asked for: one for all of them
+        self.masks = {}  # by sliding window: a mask for all layers that have this window
 
 
 def shared_attention(
@@ -92,7 +94,8 @@ def window_mask(states: Tensor, window: int | None) -> Tensor | None:
     length = states.shape[2]
     if not window or window >= length:
         return None
-    # Numbers, in rows of a multiple of 8: from any other mask each layer makes and keeps its own.
+    # Numbers, not booleans, in memory with rows of a multiple of 8 numbers, as attention's kernels
+    # want it: from any other mask each layer would make one for itself, and keep it.
     mask = states.new_zeros(1, 1, length, length + -length % 8)[..., :length]
     is_seen = torch.ones_like(mask, dtype=torch.bool).tril().triu(1 - window)
     return mask.masked_fill_(~is_seen, -torch.inf)
@@ -144,7 +147,7 @@ def shares_prompts(model: Any) -> bool:
     layer_types = {*(getattr(config, "layer_types", None) or ["sliding_attention"])}
     window = getattr(config, "sliding_window", None) if "sliding_attention" in layer_types else None
     vocab = model.get_input_embeddings().num_embeddings
-    a, b, c, d, e = (vocab * i // 8 for i in range(1, 6))  # the first are often special
+    a, b, c, d, e = (vocab * i // 8 for i in range(1, 6))  # token ids; the first are often special
     batch = [([a, b], [c, d, e, a]), ([a, b], [d, d, c, a, e]), ([a, b], [e]), ([d], [a, b])]
 
     def together() -> Tensor:
@@ -153,7 +156,8 @@ def shares_prompts(model: Any) -> bool:
         model.set_attn_implementation("shared_prompts")
         shared = SharedPrompts(batch, model.device)
         states = shared_states(model, shared)
-        if window and window not in shared.masks:  # too long for these rows to show it
+        # No layer has asked for the window, and these rows may be too short to show that it counts.
+        if window and window not in shared.masks:
             raise ValueError("its sliding window is not known")
         return states
 

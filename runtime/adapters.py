@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import Replicate
 
 from runtime.model import stacked_experts
@@ -19,6 +17,8 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
     """
     if rank == 0:
         return
+    from peft import LoraConfig, inject_adapter_in_model  # here, as it loads bitsandbytes
+
     model.requires_grad_(False)
     torch.manual_seed(seed)  # of A
     # Their kernels read this weight themselves, without an adapter.
@@ -35,10 +35,19 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
     inject_adapter_in_model(config, model)
 
 
+def adapter_layers(model: Any) -> list:
+    """The layers with adapters, peft's `LoraLayer`s."""
+    if not hasattr(model, "peft_config"):
+        return []
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
     """The model without its adapters, if it has any, for passes without gradient."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = adapter_layers(model)
     for layer in layers:
         layer._disable_adapters = True  # peft's public switch freezes A and B too
     try:
@@ -48,7 +57,7 @@ def adapters_off(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merge_adapter(layer: LoraLayer) -> None:
+def merge_adapter(layer: Any) -> None:
     """W becomes W + 2 B A. peft's own `merge` would round it to 4 bits again, and leaves it to
     chance how B A is sharded.
     """

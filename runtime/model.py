@@ -88,7 +88,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         precision = MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
         fully_shard(unit, mp_policy=precision, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # the only one that gloo knows
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
     return model.to(device)
 
 
@@ -112,7 +112,7 @@ def set_types(model: PreTrainedModel, device: torch.device) -> None:
     modules = [module for name, module in model.named_modules() if name != "score"]
     matrices = {module.weight for module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
     matrices |= {*stacked_experts(model).values()}
-    matrices -= {model.get_input_embeddings().weight}  # a head tied to it
+    matrices -= {model.get_input_embeddings().weight}  # it may be a tied head's too
     for weight in model.parameters():
         bfloat16 = use_bfloat16(device) and weight in matrices and not weight.requires_grad
         is_quantised = hasattr(weight, "quant_state")  # its codes may be stored as floats
@@ -154,7 +154,7 @@ def autocast(device: torch.device) -> torch.autocast:
 def failure_of(model: Any, attempt: Callable, exact: Callable, rounded: Callable) -> str | None:
     """What is wrong with an attempt to compute the `exact` numbers of a model in another way, if
     anything. It may be off by a little, or three times as far as `rounded`, which computes them in
-    a way that is right but rounds differently. In float32 if all weights are.
+    a way that is right but rounds differently. All in float32 if all weights are in float32.
     """
     # On a GPU the matrices of a frozen model are in bfloat16: `set_types`.
     types = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}

@@ -38,6 +38,18 @@ def leave_processes() -> None:
         os._exit(0)  # threads of gloo may abort Python while it shuts down (pytorch PR 179291)
 
 
+def peak_memory_gb() -> float:
+    """The largest memory so far in GB (10^9 bytes): allocated on the GPU, else by this process."""
+    if torch.cuda.is_available():  # CUDA-only
+        return torch.cuda.max_memory_allocated() / 1e9
+    with suppress(ImportError):  # Windows does not have it
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    return 0.0
+
+
 def all_gather(items: list) -> list:
     """The lists of all ranks, concatenated in the order of the ranks."""
     lists = [items] * WORLD_SIZE

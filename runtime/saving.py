@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from transformers import PreTrainedModel
 
-from runtime.adapters import merge_adapter
+from runtime.adapters import adapter_layers, merge_adapter
 from runtime.functions import FILES
 from runtime.processes import RANK, WORLD_SIZE
 
@@ -83,9 +82,8 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
             model.dequantize(torch.float32)
             model.is_loaded_in_4bit = False
         model.float()  # frozen weights were bfloat16
-        for layer in model.modules():
-            if isinstance(layer, LoraLayer):
-                merge_adapter(layer)
+        for layer in adapter_layers(model):
+            merge_adapter(layer)
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = dcp.get_model_state_dict(model, options=options)  # all ranks
     weights = {}

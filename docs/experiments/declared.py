@@ -194,7 +194,6 @@ EXPERIMENTS = (
             "--no-whiten-advantages",
             "--vf-clip-coef None",
             "--critic-init sft",
-            "--critic-init scratch",
             "--critic-init policy",
             "--gae-lambda 1",
             "--num-minibatches 1",

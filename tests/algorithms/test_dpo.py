@@ -186,8 +186,10 @@ def test_pairs_with_the_most_tokens_come_first():
         PreferencePair(Prompt("", [1, 7, 3, 4, 8, 7], {}), [9, 8, 3, 4, 6, 2], [2]),
         PreferencePair(Prompt("", [7, 3], {}), [4], [3, 9, 7, 8]),
     ]
-    (inds,) = micro_batches_of_pairs(pairs, 32)
-    assert inds.tolist() == [1, 2, 0]
+    sequences = [sequence for pair in pairs for sequence in pair.sequences()]
+    assert sequences[2:4] == [([1, 7, 3, 4, 8, 7], [9, 8, 3, 4, 6, 2]), ([1, 7, 3, 4, 8, 7], [2])]
+    (pair_inds,) = micro_batches_of_pairs(sequences, 32)
+    assert pair_inds.tolist() == [1, 2, 0]
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -250,6 +252,21 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, flags):
     else:
         assert kls == pytest.approx([0, kl], rel=1e-3, abs=1e-6)
         assert kl > 0.05
+
+
+def test_a_token_that_the_sampler_was_certain_of_is_compared(tmp_path, monkeypatch):
+    """Its log-prob of 0 is no padding: here the policy finds each first token far from certain."""
+    generate = dpo.generate
+
+    def certain(*args, **options):
+        sequences, sampler_logprobs = generate(*args, **options)
+        sampler_logprobs[:, 0] = 0.0
+        return sequences, sampler_logprobs
+
+    monkeypatch.setattr(dpo, "generate", certain)
+    with pytest.warns(UserWarning, match="the sampler's log-probs are not the policy's"):
+        row, *_ = metrics_of(run(tmp_path))
+    assert row["policy/sampling_kl"] > 0.01
 
 
 def test_each_loss_has_a_beta_of_its_own_by_default():

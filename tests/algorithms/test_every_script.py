@@ -39,8 +39,8 @@ RANGES = {
     ((0, -1),): "seed lora_rank log_rollouts_every train_layers overlong_buffer "
     "critic_warmup_rollouts",
     ((TINY, 0.0),): "epochs learning_rate critic_learning_rate max_grad_norm temperature dpo.beta "
-    "kto.beta clip_coef clip_coef_high vf_clip_coef target_kl kl_target kl_horizon "
-    "desirable_weight undesirable_weight",
+    "kto.beta clip_coef clip_coef_high vf_clip_coef desirable_weight "
+    "undesirable_weight",
     (FROM_0,): "weight_decay beta dpo.gamma sft.temperature eval_temperature missing_eos_penalty "
     "importance_cap ent_coef vf_coef center_coef nll_coef",
     (FROM_0, (1.0, math.nextafter(1, 2))): "gamma gae_lambda discount",
@@ -173,7 +173,7 @@ def new_head(kind, seed):
         args = rm_bradley_terry.Args(seed=seed)
         return rm_bradley_terry.load_classifier(args, tokenizer, [2], cpu).score
     args = ppo_rlhf.Args(critic_init=kind, seed=seed)
-    return ppo_rlhf.load_critic(args, None, tokenizer, 104, cpu).head
+    return ppo_rlhf.load_critic(args, plain_model(), tokenizer, 104, cpu).head
 
 
 @pytest.mark.parametrize("kind", ["reward model", "sft", "policy"])

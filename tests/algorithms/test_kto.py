@@ -164,7 +164,7 @@ def test_evaluation_is_that_of_plain_transformers(tmp_path, monkeypatch, flags):
     assert [sample["step"] for sample in samples] == [0] * 9 + [last["step"]] * 9
     samples = samples[9:]
     assert [sample["prompt"] for sample in samples] == [row.prompt.text for row in rows]
-    sequences = [(row.prompt.ids, row.completion_ids) for row in rows]
+    sequences = [(list(row.prompt.ids), list(row.completion_ids)) for row in rows]
     ((order, _), _), *_, ((last_order, _), _) = mixed  # of the rows that are mismatched
     assert order == last_order and sorted(order) == sorted(sequences)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from common.prompts import shares_prompts
 from runtime.model import transformer_layers
 from grpo import model_rewards
 from reviews import dataset, plain_model
-from rm_bradley_terry import Args, Comparison, bradley_terry_loss, calibration_error
+from rm_bradley_terry import Args, bradley_terry_loss, calibration_error
 from rm_bradley_terry import load_classifier, pair_scores, wins
 from runs import read
 
@@ -62,7 +62,8 @@ def load(folder, **flags):
 
 def scores_of(model, rows):
     """Scores of lists of token ids."""
-    return pair_scores(model, [Comparison(row[:1], row[1:], [3], 0.0) for row in rows])[0]
+    sequences = [side for row in rows for side in ((row[:1], row[1:]), (row[:1], [3]))]
+    return pair_scores(model, sequences, torch.arange(len(rows)))[0]
 
 
 def rewards_of(model, rows):
@@ -152,7 +153,7 @@ def test_no_rows_still_run_both_passes_and_add_nothing():
     assert shares_prompts(model)  # tried before passes are counted
     passes = []
     model.base_model.register_forward_pre_hook(lambda *args: passes.append(1))
-    scores = pair_scores(model, [])
+    scores = pair_scores(model, [([1], [2]), ([1], [3])], torch.arange(0))
     assert scores.shape == (2, 0) and passes == [1]
     scores.sum().backward()
     for name, parameter in model.named_parameters():

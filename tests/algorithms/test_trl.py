@@ -84,7 +84,8 @@ def test_dpo(loss, beta, tmp_path):
     policy = with_same_adapters(trainer.model)
     args = dpo.Args(train_split="train[:4]", loss=loss)
     pairs = dpo.load_preference_pairs(args, "train[:4]", tokenizer, [tokenizer.eos_token_id])
-    sequences, lengths = dpo.to_sequences(pairs, policy.device)
+    sequences = [sequence for pair in pairs for sequence in pair.sequences()]
+    lengths = torch.tensor([[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs])
     inds = torch.arange(len(pairs))
     with torch.no_grad(), adapters_off(policy):
         ref_logprobs = dpo.pair_logprobs(policy, sequences, inds)

@@ -11,6 +11,7 @@ import torch
 from reviews import plain_model
 from runs import metrics_of
 from scripts import short_flags
+from spies import spy_by_name
 
 from common.logprobs import completion_logprobs
 from docs.experiments.lib.runs import load_script
@@ -26,6 +27,7 @@ FLAGS = {
     "score_centering": dict(importance_cap=2.0),
     "vespo": dict(beta=0.0, loss_norm="token"),
 }
+OF_THE_LOOP = {"adaptive_beta", "target_kl"}  # their functions return no losses
 
 
 def same(completions, **columns):
@@ -43,12 +45,14 @@ def of(name):
 
 
 def test_a_diff_is_short_and_the_page_has_no_other():
-    assert PAGE.read_text().count("```diff") == len(VARIANTS) == 11
+    assert PAGE.read_text().count("```diff") == len(VARIANTS) == 13
     assert all(len(diff.splitlines()) <= 12 for _, _, diff in VARIANTS.values())
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [(name, name) for name in VARIANTS], indirect=["variant"]
+    ("name", "variant"),
+    [(name, name) for name in VARIANTS if name not in OF_THE_LOOP],
+    indirect=["variant"],
 )
 def test_two_steps_take_their_gradient_from_the_changed_function(
     name, variant, tmp_path, monkeypatch
@@ -169,6 +173,49 @@ def test_dft(variant):
     probs = [math.exp(x) for x in logprobs.flatten().tolist()]
     assert loss.item() == pytest.approx(-sum(p * math.log(p) for p in probs) / 50)
     assert logprobs.grad.flatten().tolist() == pytest.approx([-p / 50 for p in probs])
+
+
+@of("adaptive_beta")
+def test_adaptive_beta(variant, tmp_path, monkeypatch):
+    """In the first case the KL is on target, then a tenth above; both sides are clipped."""
+    for kl, error in ((6.0, 0), (6.6, 0.1), (7.3, 0.2), (-3.0, -0.2)):
+        assert variant.adapt_beta(0.3, kl, 500) == pytest.approx(0.3 * (1 + error / 20), rel=1e-12)
+    given = []
+
+    def doubled(*args):
+        given.append(args)
+        return 2 * args[0]
+
+    monkeypatch.setattr(variant, "adapt_beta", doubled)
+    used = spy_by_name(variant, monkeypatch, "shaped_rewards")
+    flags = short_flags("ppo_rlhf", **algorithms.ONE_STEP | dict(total_rollouts=3)) | {"beta": 0.1}
+    run_dir = variant.main(variant.Args(output_dir=str(tmp_path), **flags))
+    variant.main(variant.Args(**flags | {"total_rollouts": 4, "resume": str(run_dir)}))
+    assert [call["beta"] for call in used] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    kls = [row["objective/kl"] for row in metrics_of(run_dir)[1:]]
+    assert given == [(call["beta"], kl, 16) for call, kl in zip(used, kls, strict=True)]
+
+
+@of("target_kl")
+def test_target_kl(variant, tmp_path, monkeypatch):
+    """Of six steps three; what is logged is the mean over their tokens."""
+    original, scripted = variant.rollout_metrics, [0.0, 0.019, 0.021]
+
+    def with_kl(*args):
+        return (
+            original(*args) | {"policy/approx_kl": scripted.pop(0)} if scripted else original(*args)
+        )
+
+    monkeypatch.setattr(variant, "rollout_metrics", with_kl)
+    calls = spy_by_name(variant, monkeypatch, "policy_loss")
+    steps = dict(update_epochs=3, num_minibatches=2, micro_batch_size=16)
+    flags = short_flags("ppo_rlhf", **algorithms.ONE_STEP | steps)
+    row = metrics_of(variant.main(variant.Args(output_dir=str(tmp_path), **flags)))[1]
+    assert len(calls) == 3
+    num_tokens = sum((call["old_logprobs"] < 0).sum().item() for call in calls)
+    for name in ("policy/approx_kl", "policy/loss"):
+        total = sum(call["result"][1][name].item() for call in calls)
+        assert row[name] == pytest.approx(total / num_tokens, rel=1e-4) and total != 0
 
 
 @of("icepop")

@@ -1,18 +1,22 @@
 """Flags: contradictions, --resume, learning rates and schedules. Ranges: test_every_script.py."""
 
+import itertools
 import json
 from functools import cache
 
 import pytest
+import torch
 from algorithms import run
 from models import save_model
 from pydantic import ValidationError
 from runs import metrics_of, words
 from scripts import SPECS, short_flags, with_flag
+from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, get_scheduler
 
 from runtime.model import find_rate
+from sft import lr_factor
 
 EACH = pytest.mark.parametrize("name", SPECS)
 
@@ -63,9 +67,6 @@ CONTRADICTIONS = [
     # tiny's reward model is the default without --reward-fn alone
     ("ppo_rlhf", dict(reward_fn=["a.py:rule"]), "--critic-init reward_model needs --reward-model"),
     ("ppo_rlhf", dict(critic_warmup_rollouts=30), "the policy would never be trained"),
-    ("ppo_rlhf", dict(kl_target=3.0, beta=0.0), "--kl-target adapts --beta, which is 0"),
-    ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=20.0), "--kl-horizon is so short that beta"),
-    ("ppo_rlhf", dict(kl_target=1.0, kl_horizon=128.0, group_size=8), "--kl-horizon is so short"),
     ("distill", dict(divergence="jsd", discount=0.5), "--discount belongs to --divergence sampled"),
     ("dpo", dict(label_smoothing=0.1, loss="orpo"), "--label-smoothing belongs to"),
     ("rm_bradley_terry", dict(train_layers=0, lora_rank=4), "and --lora-rank: give one of the two"),
@@ -131,6 +132,12 @@ def test_schedules_of_the_learning_rate(schedule, tmp_path):
     rows = metrics_of(run("grpo_variants", tmp_path, **flags, max_new_tokens=2))[1:]
     rates = [1e3 * row["policy/learning_rate"] for row in rows]
     assert rates == pytest.approx(SCHEDULES[schedule], rel=1e-5)
+    # The same doubles as transformers', whose steps count from 0, where the rate is 0.
+    for warmup, total in itertools.product((0, 1, 7), (8, 100)):
+        step_0 = AdamW([torch.zeros(1)])
+        theirs = get_scheduler(schedule, step_0, warmup + 1, total + 1).lr_lambdas[0]
+        for step in range(1, total + 1):
+            assert lr_factor(step, warmup, total, schedule) == theirs(step)
 
 
 # The default rate of a tiny model, with adapters or without; of a real one; of its adapters.
@@ -217,7 +224,7 @@ def test_the_default_rate_of_a_loss(loss, real, tmp_path, monkeypatch):
         assert args.learning_rate == rate
 
 
-@pytest.mark.parametrize("start", ["sft", "policy", "scratch", "reward_model"])
+@pytest.mark.parametrize("start", ["sft", "policy", "reward_model"])
 def test_the_default_rate_of_a_critic(start, real, tmp_path, monkeypatch):
     """By the size of its own backbone, which is the policy if it is only a head on it."""
     source = "tiny/reviews/policy"

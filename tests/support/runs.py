@@ -106,13 +106,13 @@ def metrics_of(run_dir: Path) -> list[dict]:
 
 
 def read_log(path: Path) -> list[dict]:
-    """The rows of a .jsonl file, without what a clock says."""
-    clocks = ("seconds", "per_second")
-    return [{key: v for key, v in row.items() if not key.endswith(clocks)} for row in read(path)]
+    """The rows of a .jsonl file, without what is measured of the machine."""
+    measured = ("seconds", "per_second", "memory_gb")
+    return [{key: v for key, v in row.items() if not key.endswith(measured)} for row in read(path)]
 
 
 def contents(run_dir: Path) -> dict[str, Any]:
-    """All that a finished run leaves, but for what a clock says, by file."""
+    """All that a finished run leaves, but for what is measured of the machine, by file."""
     files = {}
     for path in sorted(path for path in run_dir.rglob("*") if path.is_file()):
         if path.suffix == ".jsonl":

@@ -63,9 +63,7 @@ SPECS = {
     "ppo_rlhf": ScriptSpec(
         module=ppo_rlhf,
         models=("policy", "critic"),
-        # Its beta is adapted: a part of the state.
-        short_flags=SHORT_ROLLOUTS
-        | dict(max_new_tokens=16, kl_target=0.5, kl_horizon=20.0, target_kl=0.003),
+        short_flags=SHORT_ROLLOUTS | dict(max_new_tokens=16),
         advantages="whiten",
     ),
     "grpo": ScriptSpec(
