@@ -141,7 +141,7 @@ def encode_answer(
     check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
     check_ids(tokenizer, (prompt + completion)[read.num_messages :], new_answered, ids[: end + 1])
     prompt_ids = read.ids + ids[:start]
-    stop = answered.find(tokenizer.decode(ids[end]), len(asked)) if goes_on else -1
-    if stop >= 0:
+    stop = answered.find(tokenizer.decode(ids[end]), len(commonprefix([asked, answered])))
+    if is_chat and stop >= 0:
         read = Read(answered[:stop], read.ids + ids[:end], len(prompt) + 1)
     return prompt_ids, ids[start : end + 1], read

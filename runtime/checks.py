@@ -2,7 +2,7 @@
 an `if` for each. Skip it on a first reading: on good data a script trains the same without it.
 
 A ValueError ends the run; an `UnusableRow` is dropped and counted; a warning is printed once. A new
-kind is an `if` here, and a row of the tables in tests/run/test_reports.py.
+kind is an `if` here, and a row of the tables in tests/common/test_checks.py.
 """
 
 import ast

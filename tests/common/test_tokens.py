@@ -1,6 +1,5 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
-import json
 from collections import Counter
 from os.path import commonprefix
 from types import SimpleNamespace
@@ -10,12 +9,11 @@ import torch
 from datasets import Dataset
 from encoded import encode_pair, message
 from tokenizers.processors import TemplateProcessing
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
+from transformers import AutoTokenizer, GenerationConfig
+from vocabularies import llama_2, of_bytes
 
 from common.tokens import encode, encode_completions, find_stop_ids, pad_rows
-from runtime.chats import UnusableRow, template_words
+from runtime.chats import UnusableRow
 from runtime.model import load_tokenizer
 from runtime.rows import checksum, encode_rows
 from runtime.saving import rollout_row
@@ -99,78 +97,6 @@ def test_text_parts_are_joined(tokenizer):
     assert encode(tokenizer, in_parts) == ids
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_not_answered(tokenizer):
-    turns = [message("user", "  1+2\n"), message("assistant", "#3")]
-    with pytest.raises(UnusableRow, match="ends with an assistant's turn"):
-        encode(tokenizer, turns, add_generation_prompt=True)
-    assert tokenizer.decode(encode(tokenizer, turns)) == "1+2=#3<eos>"  # a template may trim
-    assert tokenizer.decode(encode(tokenizer, turns[:1], add_generation_prompt=True)) == "1+2="
-
-
-NO_ROLE = "every chat message needs a role and a content, found"
-LEFT_OUT = "the chat template of tiny/arithmetic/policy knows no role 'human'"
-IMAGE = {"type": "image", "url": "x.png"}
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ([message("user", [IMAGE, *text_parts("1+2")])], "only parts of type `text`.*'image'"),
-        ([{"content": "1+2"}], NO_ROLE),
-        ([message(None, "1+2")], NO_ROLE),
-        (["1+2"], NO_ROLE),
-        ([message("human", "5+6"), message("assistant", "3")], LEFT_OUT),
-        ("<bos>1+2=", "two BOS"),
-        (12, "expected a string or a list of chat messages, found 12"),  # of a csv
-        (message("user", "1+2"), r"expected a string or a list .*, found \{'role': 'user'"),
-    ],
-)
-def test_a_text_that_cannot_be_read(text, error, tokenizer):
-    with pytest.raises(ValueError, match=error):
-        encode(tokenizer, text)
-
-
-def test_a_completion_in_a_role_that_the_template_does_not_know(tokenizer):
-    """Though it writes what any role says."""
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[:0] + m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="knows no role 'gpt'"):
-        encode_pair(tokenizer, QUESTION, [message("gpt", "3")], [2])
-    tokenizer.chat_template += "{# gpt #}"
-    template_words.cache_clear()
-    encode(tokenizer, [*QUESTION, message("gpt", "3")])
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-def test_a_special_token_that_a_message_spells_out(turn, tokenizer):
-    """It would end the turn, or open another's. In a string it may be a rendered template's."""
-    turns = [message("user", "5+6"), message("assistant", "11")]
-    turns[turn]["content"] += "<eos>1"
-    with pytest.raises(UnusableRow, match="a special token in the text of a message"):
-        encode_pair(tokenizer, turns[:1], turns[1:], [2])
-    assert tokenizer.decode(encode(tokenizer, "5<eos>6")) == "<bos>5<eos>6"
-
-
-def test_a_prompt_that_goes_without_the_chat_template_is_warned_of(tokenizer):
-    with pytest.warns(UserWarning, match="--chat: without it string prompts get no chat template"):
-        encode_pair(tokenizer, "5+6=", "11", [2])
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_rendered_prompt_and_a_text_are_not_warned_of(tokenizer):
-    encode_pair(tokenizer, "5+6=<pad>", "11", [2])
-    encode(tokenizer, "5+6=11")
-    tokenizer.chat_template = None
-    encode_pair(tokenizer, "5+6=", "11", [2])
-
-
-def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path)
-    config = dict(model_type="llama", quantization_config=dict(quant_method="fp8"))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"--model, .*: {tmp_path} is quantised"):
-        load_tokenizer(str(tmp_path))
-
-
 # --- strings --------------------------------------------------------------------------------------
 @pytest.fixture
 def appending():
@@ -227,23 +153,6 @@ def test_what_only_one_answer_is_opened_with_belongs_to_both_completions(tokeniz
     assert [tokenizer.decode(ids) for ids in both] == [",1<eos>", "11<eos>"]
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_template_may_leave_out_an_assistants_thoughts_and_nothing_else(tokenizer):
-    last = "m['content'].split('</think>')[-1]"
-    tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", f"{last} }}}}<eos>")
-    turns = [message("user", "1+2"), message("assistant", "<think>1,3#</think>3")]
-    with pytest.warns(UserWarning, match="--dataset: .* leaves out the thought of a completion"):
-        ids = encode(tokenizer, turns)
-    assert tokenizer.decode(ids) == "1+2=3<eos>"
-    # An earlier one may go, or one be kept.
-    encode(tokenizer, [*turns, message("user", "4+4")], add_generation_prompt=True)
-    tokenizer.chat_template = CHAT
-    encode(tokenizer, turns)
-    tokenizer.chat_template = CHAT.replace("m['content'] }}<eos>", "m['content'][-1:] }}<eos>")
-    with pytest.raises(UnusableRow, match="whose completion the chat template leaves out"):
-        encode(tokenizer, [message("user", "1+2"), message("assistant", "1,3#3")])
-
-
 def test_values_for_the_chat_template(tmp_path, tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt and think %},{% endif %}"
     tokenizer.save_pretrained(tmp_path)
@@ -271,61 +180,11 @@ def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, t
         assert stop_ids == expected and completion == [*ids, stop_ids[0]]
 
 
-def test_what_a_tool_says_may_be_written_otherwise(tokenizer):
-    """Templates write it as JSON, with its quotes escaped."""
-    tool = "{% if m['role'] == 'tool' %}{{ m['content'] | tojson }}{% endif %}{% endfor %}"
-    tokenizer.chat_template = CHAT.replace("{% endfor %}", tool)
-    turns = [message("user", "1+2"), message("tool", '"3"'), message("assistant", "#3")]
-    assert encode(tokenizer, turns)[-1] == tokenizer.eos_token_id
-
-
 # --- rows that cannot be used ---------------------------------------------------------------------
 QUESTION = [message("user", "5+6")]
 OPENING = CHAT.replace("m['content'] }}<", "m['content'].split('>')[-1] }}<")
 OPENING += "{% if add_generation_prompt %},+{% endif %}"
-NOTHING = ["", " \n", []]
 EMPTY = "with an empty prompt or completion (in a csv also NA and null)"
-UNUSABLE = [("5+6=", empty) for empty in [*NOTHING, None]]
-UNUSABLE += [
-    (empty, answer) for empty in NOTHING for answer in ("11", [message("assistant", "11")])
-]
-for nothing in [*NOTHING, text_parts("", " "), None]:
-    UNUSABLE.append(([message("user", nothing)], [message("assistant", "11")]))
-    UNUSABLE.append((QUESTION, [message("assistant", nothing)]))
-
-
-@pytest.mark.parametrize(("prompt", "completion"), UNUSABLE)
-def test_an_empty_prompt_or_completion_makes_a_row_unusable(prompt, completion, tokenizer):
-    with pytest.raises(UnusableRow, match="with an empty prompt or completion"):
-        encode_pair(tokenizer, prompt, completion, [2])
-
-
-@pytest.mark.parametrize(
-    ("template", "completion", "error"),
-    [
-        (CHAT, [message("assistant", "#"), message("assistant", "11")], "several messages"),
-        (CHAT, [message("user", "11")], "is not an assistant's turn"),
-        (CHAT, [dict(message("assistant", None), tool_calls=[1])], "a tool call instead of a text"),
-        # What is left would be EOS alone: training would teach to answer nothing.
-        (
-            "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}",
-            [message("assistant", "11")],
-            "whose completion the chat template leaves out",
-        ),
-        (  # which writes the user's turn otherwise once it is answered
-            CHAT.replace("}}={%", "}}{{ '=' if loop.last else '+=' }}{%"),
-            [message("assistant", "11")],
-            "prompt's last token changes",
-        ),
-        # The place where the two depart would lie within the answer, or there is none.
-        (OPENING, [message("assistant", ",,1")], "whose answer begins as the chat template's open"),
-        (OPENING, [message("assistant", "1,#</think>")], "whose answer begins as"),
-    ],
-)
-def test_a_completion_that_makes_a_row_unusable(template, completion, error, tokenizer):
-    tokenizer.chat_template = template
-    with pytest.raises(UnusableRow, match=error):
-        encode_pair(tokenizer, QUESTION, completion, [2])
 
 
 def load(tokenizer, rows, most=None):
@@ -436,11 +295,7 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
 # --- back to texts --------------------------------------------------------------------------------
 def test_the_texts_of_tokens_join_to_the_text():
     """Tokens are bytes of UTF-8, of which several make a character."""
-    vocabulary = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    of_bytes = Tokenizer(BPE(vocabulary, []))
-    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    of_bytes.decoder = decoders.ByteLevel()
-    tokenizer = TokenizersBackend(tokenizer_object=of_bytes)
+    tokenizer = of_bytes()
     text = " Été: \U0001f642\U0001f642 日本\n"
     ids = tokenizer(text).input_ids
     (row,) = rollout_row(tokenizer, [([], ids)], {})["completions"]
@@ -454,3 +309,21 @@ def test_rows_of_rollouts_have_numbers_of_their_own_tokens(tokenizer):
     (row,) = rollout_row(tokenizer, sequences, columns)["completions"]
     expected = dict(prompt="<bos>1+2=", tokens=["#", "3"], reward=0.123, log_ratio=[0.5, -0.25])
     assert row == expected
+
+
+def test_text_for_the_log_never_ends_a_run():
+    tokenizer = llama_2()
+    smile = tokenizer("\U0001f642").input_ids[1:]
+    for ids in ([*smile, 259], [*smile, smile[0], 259], [*smile, *smile[:2], 259, 260]):
+        (row,) = rollout_row(tokenizer, [([257], ids)], {})["completions"]
+        assert len(row["tokens"]) == len(ids) and row["tokens"][-1] in "012"
+
+
+def test_bytes_that_are_no_character_are_read_once():
+    """Of a tokenizer of bytes; a stream of text would read all of them again at each of them."""
+    tokenizer = of_bytes()
+    smile = tokenizer("\U0001f642").input_ids
+    assert len(smile) == 4
+    for ids in (smile[:1] * 48, smile[:1] * 5 + smile, smile[:1] * 32 + smile, smile[:2] + smile):
+        (row,) = rollout_row(tokenizer, [(smile, ids)], {})["completions"]
+        assert len(row["tokens"]) == len(ids) and "".join(row["tokens"]) == tokenizer.decode(ids)

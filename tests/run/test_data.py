@@ -11,23 +11,17 @@ from encoded import message
 from models import save_model
 from runs import write_splits
 from scripts import ONE_PER_LOADER, REVIEWS, SPECS, WITH_ROLLOUTS, short_flags, with_flag
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import AutoTokenizer, BertConfig, LlamaConfig
-from transformers import TokenizersBackend
 
 import dpo
 import grpo
 import ppo_rlhf
 import rm_bradley_terry
 import sft
-from common.tokens import encode
 from runtime.chats import UnusableRow
 from runtime.rows import encode_rows, load_rows
 
-EACH = pytest.mark.parametrize("name", SPECS)
-EACH_LOADER = pytest.mark.parametrize("name", ONE_PER_LOADER)
 POLICY = "tiny/arithmetic/policy"
 CPU = torch.device("cpu")
 
@@ -83,22 +77,6 @@ def test_weights_that_are_missing_are_not_made_up_nor_others_left_out(tokenizer,
         ppo_rlhf.load_critic(args, None, tokenizer, 10, CPU)
 
 
-@pytest.mark.parametrize("name", with_flag("reward_model"))
-def test_a_reward_model_with_another_tokenizer(name, tmp_path):
-    flags = dict(model=POLICY, dataset="tiny/arithmetic/prompts")
-    flags["reward_model"] = "tiny/reviews/reward_model"
-    fails(name, tmp_path, ValueError, "reward_model is not that of --model", **flags)
-
-
-@pytest.mark.parametrize("name", [*with_flag("reference"), *with_flag("teacher")])
-def test_a_reference_or_teacher_with_another_tokenizer(name, tmp_path):
-    """The one of the other task than the script's own."""
-    is_reviews = "reviews" in SPECS[name].module.Args.model
-    other = "tiny/arithmetic/policy" if is_reviews else "tiny/reviews/policy"
-    flags = short_flags(name, reference=other, teacher=other)
-    fails(name, tmp_path, ValueError, f"tokenizer of {other} is not that of --model", **flags)
-
-
 def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
     tokenizer.add_tokens([f"word{i}" for i in range(50)])
     folder = save(tmp_path / "model", tokenizer)
@@ -107,28 +85,6 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
     args = rm_bradley_terry.Args(model=folder)
     with pytest.raises(ValueError, match="the tokenizer has more tokens than the embedding"):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
-
-
-@pytest.mark.parametrize("name", with_flag("reward_model"))
-@pytest.mark.parametrize("num_labels", [2, "BERT"])
-def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
-    config = AutoConfig.from_pretrained("tiny/reviews/policy", num_labels=2)
-    if num_labels == "BERT":
-        config = BertConfig(vocab_size=200, num_hidden_layers=1, num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config)
-    folder = save_model(tmp_path / "model", model, "tiny/reviews/policy")
-    flags = REVIEWS | dict(reward_model=folder)
-    fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
-
-
-@EACH
-def test_more_tokens_than_positions(name, tmp_path):
-    each = [dict(max_length=129), dict(max_new_tokens=126)]
-    if SPECS[name].kind == "rollouts":
-        each = [dict(max_prompt_length=64, max_new_tokens=65)]
-    for flags in each:
-        if short_flags(name, **flags):
-            fails(name, tmp_path, ValueError, "has fewer positions than", **flags)
 
 
 def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch):
@@ -148,23 +104,55 @@ def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
 
 
+# --- whole runs -----------------------------------------------------------------------------------
+def failing_runs():
+    """Script, rows of its data set if they are others, flags, and what is said."""
+    flags = dict(model=POLICY, dataset="tiny/arithmetic/prompts")
+    flags["reward_model"] = "tiny/reviews/reward_model"
+    for name in with_flag("reward_model"):
+        yield name, None, flags, "reward_model is not that of --model"
+    for name in [*with_flag("reference"), *with_flag("teacher")]:  # those of the other task
+        is_reviews = "reviews" in SPECS[name].module.Args.model
+        other = "tiny/arithmetic/policy" if is_reviews else "tiny/reviews/policy"
+        flags = short_flags(name, reference=other, teacher=other)
+        yield name, None, flags, f"tokenizer of {other} is not that of --model"
+    for name in SPECS:
+        each = [dict(max_length=129), dict(max_new_tokens=126)]
+        if name in WITH_ROLLOUTS:
+            each = [dict(max_prompt_length=64, max_new_tokens=65)]
+        for flags in each:
+            if short_flags(name, **flags):
+                yield name, None, flags, "has fewer positions than"
+    for name in ONE_PER_LOADER:
+        rows = [{"question": "1+2=", "reply": "#3"}]
+        said = r"no column .* in --dataset: it has \['question', 'reply'\]"
+        yield name, rows, {}, said
+    # Another column, or the beginning of two conversations, is not taken instead of a typed one.
+    scripts = dict(prompt="kto", completion="kto", label="kto", chosen="dpo", answer="grpo")
+    for column, name in (scripts | dict(margin="rm_bradley_terry")).items():
+        yield name, [row_of("1+2=", "#3")], {f"{column}_column": "typo"}, "no column .*typo"
+
+
+@pytest.mark.parametrize(("name", "rows", "flags", "said"), failing_runs())
+def test_a_run_that_fails_at_its_start(name, rows, flags, said, tmp_path):
+    if rows:
+        flags = flags | {"dataset": write_splits(tmp_path / "data", rows)}
+    fails(name, tmp_path, ValueError, said, **flags)
+
+
+@pytest.mark.parametrize("name", with_flag("reward_model"))
+@pytest.mark.parametrize("num_labels", [2, "BERT"])
+def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
+    config = AutoConfig.from_pretrained("tiny/reviews/policy", num_labels=2)
+    if num_labels == "BERT":
+        config = BertConfig(vocab_size=200, num_hidden_layers=1, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    folder = save_model(tmp_path / "model", model, "tiny/reviews/policy")
+    flags = REVIEWS | dict(reward_model=folder)
+    fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
+
+
 # --- rows ---------------------------------------------------------------------------------------
-@EACH_LOADER
-def test_a_column_that_is_not_there(name, tmp_path):
-    data = write_splits(tmp_path / "data", [{"question": "1+2=", "reply": "#3"}])
-    message = r"no column .* in --dataset: it has \['question', 'reply'\]"
-    fails(name, tmp_path, ValueError, message, dataset=data)
-
-
-@pytest.mark.parametrize("column", ["prompt", "completion", "label", "chosen", "margin", "answer"])
-def test_a_column_that_was_typed_must_be_there(column, tmp_path):
-    """Another one, or the beginning of two conversations, is not taken instead."""
-    name = {"chosen": "dpo", "margin": "rm_bradley_terry", "answer": "grpo"}.get(column, "kto")
-    data = write_splits(tmp_path / "data", [row_of("1+2=", "#3")])
-    flags = {"dataset": data, f"{column}_column": "typo"}
-    fails(name, tmp_path, ValueError, "no column .*typo", **flags)
-
-
 # Rows of completions: tests/algorithms/test_rows.py.
 @pytest.mark.parametrize("name", [name for name in ONE_PER_LOADER if name in WITH_ROLLOUTS])
 def test_prompts_that_do_not_fit_are_dropped_and_counted(name, tokenizer, tmp_path, capsys):
@@ -349,7 +337,6 @@ def conversation(*turns, **columns):
         ("sft", [conversation(*TURNS, question="1")], dict(prompt_column="question"), NO_COLUMN),
         ("sft", [dict(text="1+2=#3", question="1")], dict(prompt_column="question"), NO_COLUMN),
         ("sft", [dict(text="1+2=#3")], dict(chat=True), "--chat: a column `text` is learned as it"),
-        ("sft", [row_of(json.dumps(TURNS), "#3")], {}, "a text that says a chat"),
         ("grpo", [row_of(f" {json.dumps(TURNS[:1])}", "#3")], {}, "a text that says a chat"),
         (
             "grpo",
@@ -358,7 +345,6 @@ def conversation(*turns, **columns):
             "New column name answer already",
         ),
         ("grpo", [row_of("What is 2 + 2?", "#4")], {}, UNKNOWN),
-        ("sft", [row_of("1+2=", "is 3")], {}, UNKNOWN),
     ],
 )
 def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
@@ -393,11 +379,3 @@ def test_rows_that_look_like_an_agents_log_are_rows(tmp_path):
     data = write_splits(tmp_path, [row])
     assert load_rows(data, None, "train", set())[0] == row
     assert load_rows(f"{data}/train.jsonl", None, "train", set())[0] == row
-
-
-def test_a_prompt_without_tokens_is_dropped():
-    """The tokenizer has neither a BOS nor a token for what it does not know."""
-    tokenizer = TokenizersBackend(tokenizer_object=Tokenizer(BPE({"1": 0}, [])))
-    assert encode(tokenizer, "1", add_generation_prompt=True) == [0]
-    with pytest.raises(UnusableRow, match="with a text that has no tokens"):
-        encode(tokenizer, "é", add_generation_prompt=True)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from datetime import datetime
 from statistics import mean
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from spies import spy_on
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import grpo
+import runtime.processes
 
 
 @pytest.fixture
@@ -178,3 +180,11 @@ def test_a_model_that_its_user_may_only_read(tmp_path):
     flags = SPECS["grpo"].short_flags | dict(model=folder, output_dir=tmp_path, total_rollouts=1)
     command = [sys.executable, "grpo.py", *words(flags)]
     subprocess.run(command if os.getuid() else as_user + command, check=True)
+
+
+def test_other_ranks_print_in_every_locale(monkeypatch):
+    monkeypatch.setattr(runtime.processes, "RANK", 1)
+    monkeypatch.setattr("sys.stdout", sys.stdout)
+    with warnings.catch_warnings():
+        runtime.processes.join_processes()
+    assert sys.stdout.errors == "backslashreplace"  # of a character that latin-1 lacks
