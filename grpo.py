@@ -264,8 +264,8 @@ def main(args: Args) -> Path:
         batch_size=args.generation_batch_size,
     )
     training = {"policy": (policy, optimizer)}
-    models = (args.model, args.reference, args.reward_model)
-    state = {"step": 0, "data": checksum(train_prompts, *models)}
+    data = checksum(train_prompts, args.model, args.reference, args.reward_model)
+    state = {"step": 0, "data": data}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
     run_dir = open_run(args)

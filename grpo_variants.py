@@ -373,8 +373,8 @@ def main(args: Args) -> Path:
     )
     warmup_steps = int(args.warmup_ratio * args.total_rollouts)
     training = {"policy": (policy, optimizer)}
-    models = (args.model, args.reference, args.reward_model)
-    state = {"step": 0, "prompts_read": 0, "data": checksum(train_prompts, *models)}
+    data = checksum(train_prompts, args.model, args.reference, args.reward_model)
+    state = {"step": 0, "prompts_read": 0, "data": data}
     if not args.resume:  # before there is a folder: a run that fails here leaves none
         metrics, samples = evaluate(args, sample, eval_fns, tokenizer, eval_prompts)
     run_dir = open_run(args)

@@ -141,7 +141,9 @@ def encode_answer(
     check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
     check_ids(tokenizer, (prompt + completion)[read.num_messages :], new_answered, ids[: end + 1])
     prompt_ids = read.ids + ids[:start]
-    stop = answered.find(tokenizer.decode(ids[end]), len(commonprefix([asked, answered])))
+    stop = new_answered.find(
+        tokenizer.decode(ids[end]), len(commonprefix([new_asked, new_answered]))
+    )
     if is_chat and stop >= 0:
-        read = Read(answered[:stop], read.ids + ids[:end], len(prompt) + 1)
+        read = Read(read.text + new_answered[:stop], read.ids + ids[:end], len(prompt) + 1)
     return prompt_ids, ids[start : end + 1], read

@@ -191,10 +191,12 @@ def load(tokenizer, rows, most=None):
     """The items of some texts: the row and its ids."""
 
     def encode_row(row):
-        return dict(row), encode(tokenizer, row.pop("text"))
+        whole = dict(row)
+        ids = encode(tokenizer, row.pop("text"))
+        return (whole, ids), ids
 
     rows = Dataset.from_list(rows, split="train")
-    return encode_rows(rows, encode_row, lambda item: item[1], tokenizer, 9, most=most)
+    return encode_rows(rows, encode_row, tokenizer, 9, most=most)
 
 
 def texts(*values):
@@ -267,16 +269,17 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
 
     def encode_row(row):
         prompt, completion = pairs[row["number"]]
-        return row["number"], *encode_completions(tokenizer, prompt, [completion, "4"], [2])
+        prompt_ids, both = encode_completions(tokenizer, prompt, [completion, "4"], [2])
+        return (row["number"], prompt_ids, both), prompt_ids
 
     def encoded_by(rank, most=None):
         monkeypatch.setattr("runtime.rows.RANK", rank)
-        return encode_rows(rows, encode_row, lambda item: item[1], tokenizer, 99, most=most)
+        return encode_rows(rows, encode_row, tokenizer, 99, most=most)
 
     expected, reasons = [], []
     for row in rows:
         try:
-            expected.append(encode_row(row))
+            expected.append(encode_row(row)[0])
         except UnusableRow as reason:
             reasons.append(str(reason))
     assert len(expected) > 8 and len({*reasons}) == 4
@@ -287,7 +290,7 @@ def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
     monkeypatch.setattr("runtime.rows.all_gather", lambda items: gathered.append(items) or items)
     parts = [encoded_by(rank) for rank in range(ranks)]
     assert [item for part in parts for item in part] == whole == expected
-    assert len(gathered) == 3 * ranks  # items, longest, reasons
+    assert len(gathered) == 4 * ranks  # items, longest, reasons, first text
     few = [item for rank in range(ranks) for item in encoded_by(rank, most=4)]
     assert few[:4] == expected[:4]
 

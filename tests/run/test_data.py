@@ -363,7 +363,7 @@ def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
 def test_columns_for_reward_functions_are_named(suffix, text, types, tokenizer, tmp_path, capsys):
     (tmp_path / f"train.{suffix}").write_text(text)
     rows = load_rows(str(tmp_path), None, "train", {"answer"})
-    encode_rows(rows, lambda row: [4], list, tokenizer, 9, rest="reward functions")
+    encode_rows(rows, lambda row: (row, [4]), tokenizer, 9, rest="reward functions")
     assert f"for reward functions: {types}"[:-2] in capsys.readouterr().out
 
 
