@@ -1,6 +1,7 @@
 """runtime/checks.py says what is wrong with people's inputs, and decides nothing."""
 
 import ast
+import re
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,7 @@ from runs import start
 from scripts import SPECS
 
 ROOT = Path(__file__).parents[2]
-GUARDS = {
-    n.name for n in ast.parse((ROOT / "runtime/checks.py").read_text()).body if "name" in n._fields
-}
+GUARDS = {*re.findall(r"^def (check\w+)", (ROOT / "runtime/checks.py").read_text(), re.MULTILINE)}
 
 
 class WithoutChecks(ast.NodeTransformer):
