@@ -431,7 +431,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():

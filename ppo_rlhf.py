@@ -56,7 +56,8 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeFloat
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -71,7 +72,7 @@ from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.processes import sums_over_ranks
@@ -107,7 +108,7 @@ class Args:
     reward_model: str | None = None
     reward_fn: list[str] = field(default_factory=list)  # path/to/file.py:function, one or more
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
-    reward_weights: list[float] = field(default_factory=list)
+    reward_weights: list[FiniteFloat] = field(default_factory=list)
     # reward function of eval/reward; default: gold on the default --dataset, else those of training
     eval_reward_fn: str | None = None
     missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from a cut-off completion's reward
@@ -286,6 +287,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns(args.reward_fn, train_prompts)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
@@ -336,12 +338,14 @@ def main(args: Args) -> Path:
     else:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
+    reward_weights = torch.tensor(args.reward_weights, dtype=torch.float64)  # (K,)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out, from the policy as it is now. Random numbers depend on the seed and the step
         # alone, so resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
+        set_step(step)  # for functions that ask for it
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample(
@@ -352,9 +356,10 @@ def main(args: Args) -> Path:
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
 
         # 2. Score: each reward, and their weighted sum; a cut-off completion is penalised.
+        scoring_start = time.perf_counter()
         terms = {f"rewards/{name}": fn(prompts, sequences) for name, fn in reward_fns.items()}
-        rewards = torch.tensor(args.reward_weights) @ torch.stack(list(terms.values()))  # (B,)
-        scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
+        rewards = reward_weights @ torch.stack(list(terms.values()))  # (B,)
+        scores = (rewards - args.missing_eos_penalty * ~ended).float().to(device)  # (B,)
         if (scores == scores[0]).all():
             warnings.warn("the rewards of a rollout teach nothing: all are equal", stacklevel=1)
         rollout_end = time.perf_counter()
@@ -454,6 +459,7 @@ def main(args: Args) -> Path:
         metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()
         metrics["policy/learning_rate"] = policy_lr
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/reward_seconds"] = rollout_end - scoring_start  # of scoring alone
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         columns = terms | {"reward": rewards, "advantage": advantages, "truncated": ~ended}
         if ref_model is not None:
@@ -506,7 +512,7 @@ def evaluate(
     sequences, _ = sample(prompt_ids, temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
-    rewards = (torch.tensor(weights) @ all_rewards).tolist()
+    rewards = (torch.tensor(weights, dtype=torch.float64) @ all_rewards).tolist()
     length_mean = np.mean([len(ids) for _, ids in sequences])
     metrics = {"eval/reward": np.mean(rewards), "eval/length_mean": length_mean}
     samples = []
@@ -603,7 +609,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
@@ -630,7 +636,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
-    return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
+    return all_reduce_sum(scores).cpu().double() - getattr(model.config, "score_mean", 0.0)
 
 
 # --- model and data ----------------------------------------------------------------------------

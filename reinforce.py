@@ -53,7 +53,7 @@ from common.logprobs import Sequences, completion_logprobs, micro_batches, sampl
 from common.tokens import as_chat, encode, find_stop_ids, load_tokenizer
 from runtime.adapters import add_adapters
 from runtime.checks import check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.rows import checksum, encode_rows, load_rows
@@ -147,6 +147,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns([args.reward_fn], train_prompts)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=1e-3, real=1e-6)
@@ -180,6 +181,7 @@ def main(args: Args) -> Path:
         # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by the policy as it
         # is now. Random numbers depend on seed and step alone: resume is exact.
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
+        set_step(step)  # for functions that ask for it
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)
@@ -269,7 +271,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,27 @@ def check_rows(
         raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
     if answer_column != "answer" and "answer" in rows.column_names:
         raise ValueError(f"--answer-column {answer_column}: there is a column `answer` too")
+
+
+def check_imports(file: Path) -> None:
+    """A file of functions, before it is loaded with modules of its folder: Python would go on with
+    another module of the name that it has or finds first.
+    """
+    folder, files, names = file.parent, [file], set()
+    for path in files:  # and those that it imports
+        for node in ast.walk(ast.parse(path.read_bytes(), path)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.split(".")[0])
+        mine = [folder / f"{name}.py" for name in names]
+        files += [path for path in mine if path.exists() and path not in files]
+    for name in names:
+        beside = [*folder.glob(f"{name}.py"), *folder.glob(f"{name}/*.py")]
+        found = find_spec(name) if beside else None
+        where = found and (found.origin or next(iter(found.submodule_search_locations)))
+        if where and not Path(os.path.realpath(where)).is_relative_to(folder):
+            raise ValueError(f"{file}: {name} is {beside[0]}, and also {where}: rename one")
 
 
 # --- rows ----------------------------------------------------------------------------------------
