@@ -48,6 +48,9 @@ def check_source(source: str) -> None:
         raise ValueError(f"{error}\n{flags}: {found}") from error
     if has_adapters:  # transformers would go on with the model below them
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
+    for file in Path(source).glob("*.safetensors"):
+        if file.open("rb").read(7) == b"version":
+            raise ValueError(f"{flags}: {file} is a pointer of Git LFS: git lfs pull")
     quantisation = config.get("quantization_config")
     if quantisation and not quantisation.get("load_in_4bit"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
@@ -152,6 +155,8 @@ def checked_files(dataset: str, files: list[Path]) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ or error
         reason = (broken_line(files[0]) if files else None) or f"{type(cause).__name__}: {cause}"
+        if "Unknown split" in reason:
+            reason += " Choose with --train-split 'train[:95%]' --eval-split 'train[95%:]'"
         raise ValueError(f"--dataset {dataset}: {reason}") from error
 
 

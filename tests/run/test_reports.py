@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 import runtime.processes
 import sft
 from common.tokens import encode, load_tokenizer
-from runtime.checks import check_model, check_tokenizer, check_training, checked_files
+from runtime.checks import check_model, check_source, check_tokenizer, check_training, checked_files
 from runtime.rows import load_rows
 from runtime.saving import rollout_row
 from grpo_tools import encode_reply, text_ids
@@ -71,6 +71,13 @@ def test_pictures_are_not_read(tmp_path):
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")
     with pytest.warns(UserWarning, match=r"pictures and sound are not read: \['images'\]"):
         assert load_rows(str(tmp_path), None, "train", {"prompt"})[0] == {"prompt": "1+2="}
+
+
+def test_a_pointer_instead_of_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=f"{tmp_path}/model.safetensors is a pointer of Git LFS"):
+        check_source(str(tmp_path))
 
 
 # --- chat templates -------------------------------------------------------------------------------
