@@ -48,7 +48,8 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeFloat
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -62,7 +63,7 @@ from common.logprobs import rollout_logprobs
 from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_sampling_kl, check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
@@ -85,7 +86,7 @@ class Args:
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/arithmetic/prompts"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
@@ -99,7 +100,7 @@ class Args:
     reward_fn: list[str] = field(default_factory=list)
     reward_model: str | None = None  # sequence classifier with one label and --model's tokenizer
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
-    reward_weights: list[float] = field(default_factory=list)
+    reward_weights: list[FiniteFloat] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
     # --- GRPO ---
     total_rollouts: PositiveInt = 60  # batches of completions, each followed by its optimiser steps
@@ -233,6 +234,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns(args.reward_fn, train_prompts)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
@@ -274,12 +276,14 @@ def main(args: Args) -> Path:
     else:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
+    reward_weights = torch.tensor(args.reward_weights, dtype=torch.float64)  # (K,)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by pi_old, which is
         # the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
+        set_step(step)  # for functions that ask for it
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B, groups adjacent
         prompt_ids = [prompt.ids for prompt in prompts]
@@ -287,8 +291,9 @@ def main(args: Args) -> Path:
         lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
         ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        scoring_start = time.perf_counter()
         rewards_by_name = {f"rewards/{k}": fn(prompts, sequences) for k, fn in reward_fns.items()}
-        rewards = torch.tensor(args.reward_weights) @ torch.stack([*rewards_by_name.values()])
+        rewards = reward_weights @ torch.stack([*rewards_by_name.values()])
         rollout_end = time.perf_counter()
 
         # 2. Advantages: rewards (B,) against the group's mean, the same for each token of y.
@@ -352,6 +357,7 @@ def main(args: Args) -> Path:
         metrics |= {name: values.mean().item() for name, values in rewards_by_name.items()}
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/reward_seconds"] = rollout_end - scoring_start  # of scoring alone
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         num_tokens = sum(len(x) + len(y) for x, y in sequences)
         metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
@@ -409,7 +415,7 @@ def evaluate(
     sequences, _ = sample([x.ids for x in prompts], temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
-    rewards = (torch.tensor(weights) @ all_rewards).tolist()
+    rewards = (torch.tensor(weights, dtype=torch.float64) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
     if all(reward in (0, 1) for reward in rewards):  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
@@ -440,7 +446,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
@@ -467,7 +473,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
-    return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
+    return all_reduce_sum(scores).cpu().double() - getattr(model.config, "score_mean", 0.0)
 
 
 # --- model and data ----------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -52,7 +53,7 @@ from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.chats import message_text, special_tokens
 from runtime.checks import check_message, check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, from_rank_0, join_processes, leave_processes, peak_memory_gb
@@ -74,7 +75,7 @@ class Args:
     # --- model and data ---
     model: str = "tiny/calculator/policy"  # folder or hub name of the policy and its tokenizer
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/calculator/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/calculator/prompts"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
@@ -119,6 +120,9 @@ class Args:
             self.call_end = self.call_end or "="
         if not self.environment or not self.reward_fn:
             raise ValueError("--environment and --reward-fn: this --model needs its own")
+
+
+CONVERSATION_IDS = count()  # of the process, for environments that keep a state of each
 
 
 class Prompt(NamedTuple):
@@ -219,6 +223,7 @@ def main(args: Args) -> Path:
         turn_ends = stop_ids + call_end_ids
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns([args.reward_fn], train_prompts)
     # A turn is sampled for as long as the shortest completion has room; what is over is cut off.
     positions = args.max_prompt_length + 2 * args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
@@ -254,6 +259,7 @@ def main(args: Args) -> Path:
         # the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
+        set_step(step)  # for functions that ask for it
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs, mask, called, ended = sample(prompts, rng)
@@ -361,6 +367,10 @@ def sample_turns(
     The policy samples a turn, up to an id in `turn_ends`; the environment replies; the policy goes
     on after the reply. A reply that leaves no token or no turn to go on is not appended.
     """
+    prompts = [  # a column for the environment: positions change from turn to turn
+        prompt._replace(columns=prompt.columns | {"conversation_id": next(CONVERSATION_IDS)})
+        for prompt in prompts
+    ]
     completions = [[] for _ in prompts]
     logprobs = torch.zeros(len(prompts), args.max_new_tokens, device=policy.device)
     is_sampled = torch.zeros(logprobs.shape).bool()
@@ -528,7 +538,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():

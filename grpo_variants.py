@@ -50,7 +50,8 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeFloat
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -65,7 +66,7 @@ from common.logprobs import rollout_logprobs, sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
@@ -88,7 +89,7 @@ class Args:
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/arithmetic/prompts"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
@@ -102,7 +103,7 @@ class Args:
     reward_fn: list[str] = field(default_factory=list)
     reward_model: str | None = None  # sequence classifier with one label and --model's tokenizer
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
-    reward_weights: list[float] = field(default_factory=list)
+    reward_weights: list[FiniteFloat] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
     missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from a cut-off completion's reward
     # length penalty N: rises from 0 to 1 over the last N of --max-new-tokens (DAPO); 0: off
@@ -228,7 +229,7 @@ def gdpo_advantages(rewards: Tensor, reward_weights: Tensor, group_size: int) ->
     Rewards are (K, B), weights (K,). No reward dominates the others by its scale (GDPO).
     """
     advantages = torch.stack([group_advantages(reward, group_size) for reward in rewards])  # (K, B)
-    weighted_sum = reward_weights @ advantages
+    weighted_sum = reward_weights.float() @ advantages
     return (weighted_sum - weighted_sum.mean()) / (weighted_sum.std() + 1e-4)
 
 
@@ -341,6 +342,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns(args.reward_fn, train_prompts)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
@@ -383,7 +385,7 @@ def main(args: Args) -> Path:
     else:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["prompts_read"])
-    reward_weights = torch.tensor(args.reward_weights)  # (K,)
+    reward_weights = torch.tensor(args.reward_weights, dtype=torch.float64)  # (K,)
     kl_in_reward = args.beta > 0 and args.kl_placement == "reward"
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
@@ -391,7 +393,8 @@ def main(args: Args) -> Path:
         # the policy now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
-        sequences, sampler_logprobs, all_rewards, num_prompts = roll_out(
+        set_step(step)  # for functions that ask for it
+        sequences, sampler_logprobs, all_rewards, num_prompts, reward_seconds = roll_out(
             args, sample, reward_fns, next_prompts, rng
         )
         state["prompts_read"] += num_prompts
@@ -499,6 +502,7 @@ def main(args: Args) -> Path:
         metrics["prompts/sampled"] = num_prompts
         metrics["policy/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/reward_seconds"] = reward_seconds  # of scoring alone
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         num_tokens = sum(len(x) + len(y) for x, y in sequences)
         metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
@@ -541,21 +545,24 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> 
 
 def roll_out(
     args: Args, sample: Callable, reward_fns: dict, prompts: Iterator, rng: Generator
-) -> tuple[Sequences, Tensor, Tensor, int]:
+) -> tuple[Sequences, Tensor, Tensor, int, float]:
     """G completions for each of --prompts-per-rollout prompts, with the log-probs (B, T) with which
-    they were sampled, rewards (K, B), and the number of prompts taken.
+    they were sampled, rewards (K, B), the number of prompts taken, and the seconds of scoring.
 
     Completions with equal rewards teach nothing. In all rounds but the last, the next prompts take
     the places of such groups (dynamic sampling, DAPO).
     """
-    completions, num_prompts = [], 0  # of each: its sequence, log-probs (T,) and rewards (K,)
+    completions = []  # of each: its sequence, log-probs (T,) and rewards (K,)
+    num_prompts, reward_seconds = 0, 0.0
     for sampling_round in range(1, args.max_sampling_rounds + 1):
         is_last = sampling_round == args.max_sampling_rounds
         missing = args.prompts_per_rollout - len(completions) // args.group_size
         taken = [prompt for prompt in islice(prompts, missing) for _ in range(args.group_size)]
         prompt_ids = [prompt.ids for prompt in taken]
         sequences, logprobs = sample(prompt_ids, temperature=args.temperature, rng=rng)
+        scoring_start = time.perf_counter()
         rewards = torch.stack([fn(taken, sequences) for fn in reward_fns.values()])
+        reward_seconds += time.perf_counter() - scoring_start
         num_prompts += missing
         teach = groups_that_teach(args, rewards)
         for i in range(len(sequences)):
@@ -566,7 +573,7 @@ def roll_out(
     sequences, logprobs, rewards = zip(*completions, strict=True)
     longest = max(len(ids) for _, ids in sequences)
     logprobs = pad_sequence(logprobs, batch_first=True)[:, :longest]
-    return [*sequences], logprobs, torch.stack(rewards, dim=1), num_prompts
+    return [*sequences], logprobs, torch.stack(rewards, dim=1), num_prompts, reward_seconds
 
 
 def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
@@ -575,7 +582,8 @@ def groups_that_teach(args: Args, rewards: Tensor) -> Tensor:
     """
     if args.multi_objective_aggregation == "normalize_then_sum":
         rewards = torch.stack([group_advantages(reward, args.group_size) for reward in rewards])
-    groups = (torch.tensor(args.reward_weights) @ rewards).view(-1, args.group_size)
+    reward_weights = torch.tensor(args.reward_weights, dtype=torch.float64)
+    groups = (reward_weights @ rewards.double()).view(-1, args.group_size)
     return (groups != groups[:, :1]).any(dim=1)
 
 
@@ -613,7 +621,7 @@ def evaluate(
     sequences, _ = sample([x.ids for x in prompts], temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
-    rewards = (torch.tensor(weights) @ all_rewards).tolist()
+    rewards = (torch.tensor(weights, dtype=torch.float64) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
     if all(reward in (0, 1) for reward in rewards):  # right or wrong
         metrics["eval/accuracy"] = np.mean(rewards)
@@ -648,7 +656,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
@@ -675,7 +683,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
-    return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
+    return all_reduce_sum(scores).cpu().double() - getattr(model.config, "score_mean", 0.0)
 
 
 # --- model and data ----------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Args:
     model: str = "tiny/reviews/policy"  # folder or hub name of policy and tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/reviews/labels"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/reviews/labels"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
@@ -399,7 +399,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():

@@ -59,7 +59,8 @@ import numpy as np
 import torch
 import tyro
 import wandb
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeFloat
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -73,7 +74,7 @@ from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import adapters_off, add_adapters
 from runtime.checks import check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
@@ -96,7 +97,7 @@ class Args:
     model: str = "tiny/reviews/policy"  # folder or hub name of policy and tokenizer
     reference: str | None = None  # folder or hub name of pi_ref; default: --model
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/reviews/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/reviews/prompts"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
@@ -110,7 +111,7 @@ class Args:
     reward_model: str | None = None
     reward_fn: list[str] = field(default_factory=list)  # path/to/file.py:function, one or more
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
-    reward_weights: list[float] = field(default_factory=list)
+    reward_weights: list[FiniteFloat] = field(default_factory=list)
     # reward function of eval/reward; default: gold on the default --dataset, else those of training
     eval_reward_fn: str | None = None
     missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from a cut-off completion's reward
@@ -277,6 +278,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns(args.reward_fn, train_prompts)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-6)
@@ -329,12 +331,14 @@ def main(args: Args) -> Path:
     else:
         log(args, run_dir, 0, metrics, samples)
     next_prompts = shuffled(train_prompts, args.seed, skip=state["step"] * args.prompts_per_rollout)
+    reward_weights = torch.tensor(args.reward_weights, dtype=torch.float64)  # (K,)
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser steps on it
         # 1. Roll out and score: B sequences (x, y) of token ids, by pi_old, which is the policy
         # now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
+        set_step(step)  # for functions that ask for it
         taken = islice(next_prompts, args.prompts_per_rollout)
         prompts = [prompt for prompt in taken for _ in range(args.group_size)]  # B
         prompt_ids = [prompt.ids for prompt in prompts]
@@ -342,9 +346,10 @@ def main(args: Args) -> Path:
         lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
         ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        scoring_start = time.perf_counter()
         rewards_by_name = {f"rewards/{k}": fn(prompts, sequences) for k, fn in reward_fns.items()}
-        rewards = torch.tensor(args.reward_weights) @ torch.stack([*rewards_by_name.values()])
-        scores = (rewards - args.missing_eos_penalty * ~ended).to(device)  # (B,)
+        rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (K,) @ (K, B)
+        scores = (rewards - args.missing_eos_penalty * ~ended).float().to(device)  # (B,)
         if (scores == scores[0]).all():
             warnings.warn("the rewards of a rollout teach nothing: all are equal", stacklevel=1)
         rollout_end = time.perf_counter()
@@ -428,6 +433,7 @@ def main(args: Args) -> Path:
         metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
         metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
         metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
+        metrics["time/reward_seconds"] = rollout_end - scoring_start  # of scoring alone
         metrics["time/update_seconds"] = time.perf_counter() - rollout_end
         num_tokens = sum(len(x) + len(y) for x, y in sequences)
         metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
@@ -482,7 +488,7 @@ def evaluate(
     sequences, _ = sample([x.ids for x in prompts], temperature=args.eval_temperature, rng=rng)
     weights = [1.0] if args.eval_reward_fn else args.reward_weights
     all_rewards = torch.stack([fn(prompts, sequences) for fn in eval_fns])  # (K, B)
-    rewards = (torch.tensor(weights) @ all_rewards).tolist()
+    rewards = (torch.tensor(weights, dtype=torch.float64) @ all_rewards).tolist()
     metrics = {"eval/reward": np.mean(rewards)}
     metrics["eval/length_mean"] = np.mean([len(ids) for _, ids in sequences])
     samples = []
@@ -571,7 +577,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
@@ -598,7 +604,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
-    return all_reduce_sum(scores).cpu() - getattr(model.config, "score_mean", 0.0)
+    return all_reduce_sum(scores).cpu().double() - getattr(model.config, "score_mean", 0.0)
 
 
 # --- model and data ----------------------------------------------------------------------------

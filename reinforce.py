@@ -54,7 +54,7 @@ from common.logprobs import Sequences, completion_logprobs, micro_batches, sampl
 from common.tokens import as_chat, encode, find_stop_ids
 from runtime.adapters import add_adapters
 from runtime.checks import check_training
-from runtime.functions import load_function
+from runtime.functions import check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
@@ -76,7 +76,7 @@ class Args:
     # --- model and data ---
     model: str = "tiny/arithmetic/policy"  # folder or hub name of the policy and its tokenizer
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/arithmetic/prompts"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/arithmetic/prompts"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]
@@ -150,6 +150,7 @@ def main(args: Args) -> Path:
     stop_ids = find_stop_ids(args.model, tokenizer)
     train_prompts = load_prompts(args, args.train_split, tokenizer)
     eval_prompts = load_prompts(args, args.eval_split, tokenizer, args.eval_rows)
+    check_columns([args.reward_fn], train_prompts)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=1e-3, real=1e-6)
@@ -184,6 +185,7 @@ def main(args: Args) -> Path:
         # is now. Random numbers depend on seed and step alone: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
+        set_step(step)  # for functions that ask for it
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)
@@ -276,7 +278,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
-            rewards = np.asarray(function(**copies), dtype=np.float32)  # None becomes NaN
+            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
         except (Exception, SystemExit) as error:  # an exit would end the run without an error
             raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
         if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():

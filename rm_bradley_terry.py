@@ -72,7 +72,7 @@ class Args:
     # --- model and data ---
     model: str = "tiny/reviews/policy"  # folder or hub name; a head of scores is added if missing
     lora_rank: NonNegativeInt = 0  # train only adapters of this rank (LoRA); 0: all weights
-    dataset: str = "tiny/reviews/preferences"  # folder with train.jsonl and test.jsonl, or hub name
+    dataset: str = "tiny/reviews/preferences"  # file, folder (train.jsonl, test.jsonl) or hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     train_split: str = "train"  # rows to train on; slices such as train[:95%] work
     eval_split: str = "test"  # held-out rows; or train[95%:], with --train-split train[:95%]

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -48,6 +49,9 @@ def check_source(source: str) -> None:
         raise ValueError(f"{error}\n{flags}: {found}") from error
     if has_adapters:  # transformers would go on with the model below them
         raise ValueError(f"{flags}: merge the adapters in {source} first, see docs/lora.md")
+    for file in Path(source).glob("*.safetensors"):
+        if file.open("rb").read(7) == b"version":
+            raise ValueError(f"{flags}: {file} is a pointer of Git LFS: git lfs pull")
     quantisation = config.get("quantization_config")
     if quantisation and not quantisation.get("load_in_4bit"):
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
@@ -149,6 +153,8 @@ def checked_files(dataset: str, files: list[Path]) -> Iterator[None]:
         found = f"{type(cause).__name__}: {cause}"
         if files and not files[0].stat().st_size:
             found = "the file is empty"
+        if "Unknown split" in found:
+            found += " Choose with --train-split 'train[:95%]' --eval-split 'train[95%:]'"
         raise ValueError(f"--dataset {dataset}: {found}") from error
 
 
@@ -165,6 +171,27 @@ def check_rows(dataset: str, rows: Dataset, columns: set[str], media: list[str])
         warnings.warn(f"--dataset: pictures and sound are not read: {media}", stacklevel=3)
     if missing := columns - {*rows.column_names}:
         raise ValueError(f"no column {missing} in --dataset: it has {rows.column_names}")
+
+
+def check_imports(file: Path) -> None:
+    """A file of functions, before it is loaded with modules of its folder: Python would go on with
+    another module of the name that it has or finds first.
+    """
+    folder, files, names = file.parent, [file], set()
+    for path in files:  # and those that it imports
+        for node in ast.walk(ast.parse(path.read_bytes(), path)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.split(".")[0])
+        mine = [folder / f"{name}.py" for name in names]
+        files += [path for path in mine if path.exists() and path not in files]
+    for name in names:
+        beside = [*folder.glob(f"{name}.py"), *folder.glob(f"{name}/*.py")]
+        found = find_spec(name) if beside else None
+        where = found and (found.origin or next(iter(found.submodule_search_locations)))
+        if where and not Path(os.path.realpath(where)).is_relative_to(folder):
+            raise ValueError(f"{file}: {name} is {beside[0]}, and also {where}: rename one")
 
 
 # --- rows ----------------------------------------------------------------------------------------

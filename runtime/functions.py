@@ -7,11 +7,15 @@ from collections.abc import Callable
 from contextlib import chdir
 from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 
+from runtime.checks import check_imports
 from runtime.processes import RANK
 
 FILES = {}  # CRC-32 of each file that was loaded, by its name in the flag
+CHECKS = {}  # `check_columns` of the file of each function, None without one, by its flag's value
+STEP = {"step": 0}  # number of the rollout, for functions with such a parameter
 
 
 def load_function(flag: str, spec: str) -> Callable | None:
@@ -26,6 +30,7 @@ def load_function(flag: str, spec: str) -> Callable | None:
     version = (path, os.path.getmtime(path)) if path.endswith(".py") else None
     if version != getattr(sys.modules.get(name), "version", None):
         sys.path.append(os.path.dirname(path))  # for modules in its folder
+        check_imports(Path(path))
         module_spec = spec_from_file_location(name, path)
         sys.modules[name] = module_from_spec(module_spec)
         module_spec.loader.exec_module(sys.modules[name])
@@ -34,10 +39,28 @@ def load_function(flag: str, spec: str) -> Callable | None:
         raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
     FILES[file] = zlib.crc32(Path(path).read_bytes())
     loaded = getattr(sys.modules[name], function)
+    CHECKS[spec] = getattr(sys.modules[name], "check_columns", None)
+    set_step(0)
 
     @wraps(loaded)
     def call(**columns):
+        if "step" in signature(loaded).parameters:
+            columns = STEP | columns  # a column of that name comes first
         with chdir("."):  # a function that goes elsewhere would take the run's folder with it
             return loaded(**columns)
 
     return call
+
+
+def set_step(step: int) -> None:
+    """The number of the rollout that begins; before the first it is 0."""
+    STEP["step"] = step
+
+
+def check_columns(specs: list[str], prompts: list) -> None:
+    """Hand the columns of all training prompts to `check_columns` of the functions' files: a bad
+    row ends the run now, not at the rollout that draws it.
+    """
+    columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+    for check in filter(None, [CHECKS[spec] for spec in specs if RANK == 0]):
+        check(**columns)

@@ -60,7 +60,10 @@ def read_checkpoint(path: Path) -> dict:
     whoever mends one that has crashed wants to go on.
     """
     lock_run(path.parent)
-    state = torch.load(path, weights_only=True, mmap=True)
+    try:  # a mapped file keeps its place on the disk until the run ends, where weights are its own
+        state = torch.load(path, weights_only=True, mmap=torch.cuda.is_available())
+    except (EOFError, RuntimeError, OSError) as error:
+        raise OSError(f"{path} cannot be read, was it cut off? {error}") from error
     for file, checksum in state.get("functions", {}).items():
         if FILES.get(file, checksum) != checksum:
             warnings.warn(f"--resume {path.parent}: {file} has changed since", stacklevel=3)

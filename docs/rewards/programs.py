@@ -11,6 +11,7 @@ prints, patches or exits with can look like a pass. It is no sandbox, least of a
 docs/rewards.md says what it does not protect against. For Linux.
 """
 
+import ast
 import json
 import os
 import re
@@ -19,9 +20,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import typing
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from textwrap import dedent
 
 SECONDS = 5.0  # wall-clock time of a completion, with all its tests
 LIMITS = {  # of module resource
@@ -34,6 +37,7 @@ LIMITS = {  # of module resource
 # Audit events that no function under test has a reason to cause, but for two that imports need.
 REFUSED = {"ctypes", "fcntl", "os", "pty", "resource", "shutil", "signal", "socket", "subprocess"}
 ALLOWED = {"os.listdir", "os.scandir"}
+FENCE = re.compile(r"(`{3,}|~{3,})[^\n`]*\n")  # what opens a block of code, with its language
 
 
 def passes(
@@ -49,9 +53,8 @@ def passes_tests(completion: str, function: str, tests: str) -> float:
     pairs = json.loads(tests)
     if not pairs:
         raise ValueError(f"no tests for {function}: any completion would pass")
-    blocks = re.findall(r"```(?:python|py)?[ ]*\n(.*?)```", completion, re.DOTALL)
     job = {
-        "code": blocks[-1] if blocks else completion,
+        "completion": completion,
         "function": function,
         "arguments": [arguments for arguments, _ in pairs],
         "limits": LIMITS,
@@ -104,6 +107,37 @@ def refuse(event: str, details: tuple) -> None:
         raise PermissionError(f"{event} is refused to a completion")
 
 
+def find_code(completion: str, function: str) -> str:
+    """The last fenced block that defines the function, else the last one; without fences all of it.
+
+    A block ends at the first fence before which it is Python (a docstring may have fences), or with
+    the text.
+    """
+    code, is_defined, start = completion, False, 0
+    while opening := FENCE.search(completion, start):
+        rest = completion[opening.end() :]
+        ends = [fence.start() for fence in re.finditer(opening[1], rest)] + [len(rest)]
+        names, end = next(
+            ((names, end) for end in ends if (names := names_in(dedent(rest[:end]))) is not None),
+            (set(), ends[0]),
+        )
+        if function in names or not is_defined:
+            code, is_defined = dedent(rest[:end]), function in names
+        start = opening.end() + end + len(opening[1])
+    return code
+
+
+def names_in(code: str) -> set[str] | None:
+    """What a program defines or assigns, methods too. None if it is no program."""
+    try:
+        nodes = [*ast.walk(ast.parse(code))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    return names | {node.id for node in stored if isinstance(node, ast.Name)}
+
+
 def child() -> None:
     """Run the job on standard input, and write the results to what was standard output."""
     import resource
@@ -114,9 +148,11 @@ def child() -> None:
     for name, limit in job["limits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     sys.addaudithook(refuse)
-    names = {"__name__": "completion"}
-    exec(job["code"], names)
-    function = names[job["function"]]
+    code, name = find_code(job["completion"], job["function"]), job["function"]
+    names = {word: getattr(typing, word) for word in typing.__all__ if word != name}  # List[int]
+    names["__name__"] = "completion"
+    exec(code, names)
+    function = names[name] if name in names else getattr(names["Solution"](), name)
     results = [function(*arguments) for arguments in job["arguments"]]
     text = json.dumps(results, sort_keys=True)
     out.write(text)

@@ -17,7 +17,8 @@ from vocabularies import metaspace, of_bytes, of_characters, word_pieces
 import sft
 from common.tokens import encode
 from runtime.chats import UnusableRow
-from runtime.checks import check_model, check_tokenizer, check_training, checked_files
+from runtime.checks import check_model, check_source, check_tokenizer, check_training
+from runtime.checks import checked_files
 from runtime.model import load_tokenizer
 from runtime.rows import load_rows
 
@@ -323,3 +324,10 @@ def test_longrope_ends_at_its_original_length(tokenizer):
         check_model(model, nothing, tokenizer, 32)
         with pytest.raises(ValueError, match="fewer positions than the 33 of the --max flags: 32"):
             check_model(model, nothing, tokenizer, 33)
+
+
+def test_a_pointer_instead_of_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=f"{tmp_path}/model.safetensors is a pointer of Git LFS"):
+        check_source(str(tmp_path))

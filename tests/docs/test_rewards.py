@@ -27,6 +27,7 @@ from docs.rewards import (
     judge,
     programs,
     served_judge,
+    short_answer,
     spell_backward,
     trl_style,
 )
@@ -87,6 +88,14 @@ REWARDS = {  # a function, the columns of each of its rows, and the rewards of c
         dict(answer="Nus"),
         {"nus": 1, " NUS\n": 1, "nu": 2 / 3, "sunny": 1 / 3, "nuss": 0.8, "nun": 2 / 3, "": 0},
     ),
+    short_answer.exact: (
+        dict(answer=["The Nile", "Nile River"]),
+        {"nile.": 1, "Nile river": 1, "a NILE": 1, "the Nile River in Egypt": 0, "": 0},
+    ),
+    short_answer.f1: (
+        dict(answer=["The river Nile", "Nile"]),
+        {"Nile": 1, "the Nile.": 1, "River Nile": 1, "the blue Nile river": 0.8, "Egypt": 0},
+    ),
     digit.near_five: (
         {},
         {"5": 1, "9": 5 / 9, "0": 4 / 9, "15": 0, "5.": 0, "": 0, "\u0665": 0},
@@ -101,6 +110,11 @@ def test_rewards_by_hand(function):
     assert function([], [*rewards], **columns) == pytest.approx([*rewards.values()])
 
 
+def test_a_short_answer_may_be_a_number_and_a_repeated_word_counts_once():
+    assert short_answer.exact([], ["1984."], [1984]) == [1]
+    assert short_answer.f1([], ["no no", "", "the"], ["no", "Nile", "a"]) == [2 / 3, 0, 1]
+
+
 def test_rows_of_small_tasks():
     assert countdown.solves([], ["6 / (8 - 3) * 10"], [[10, 3, 8, 6]], [12]) == [1]  # no rounding
     row = countdown.make_row(random.Random(1))
@@ -109,10 +123,21 @@ def test_rows_of_small_tasks():
 
 
 # --- code ---------------------------------------------------------------------------------------
+DOCSTRING = "):\n    '''As in\n    ```\n    add(1, 2)\n    ```\n    '''"
+NEXT = ":\n"
 HONEST = {
     "plain": RIGHT,
     "in a block": f"Of course:\n```python\n{RIGHT}```\nIt adds.",
     "the last of two blocks": f"```\nadd = 1\n```\nOr rather:\n```py\n{RIGHT}```",
+    "another language's name": f"```Python3\n{RIGHT}```",
+    "Windows, a title": f'```python title="add.py"\n{RIGHT}```'.replace("\n", "\r\n"),
+    "no end": f"~~~py\n{RIGHT}",
+    "an example behind": f"```python\n{RIGHT}```\n```python\nprint(add(1, 2))\n```\n```\n3\n```",
+    "a fence within": f"```\n{RIGHT.replace('):', DOCSTRING)}```",
+    "in a list": f"1. It:\n\n   ```python\n   {RIGHT.replace(NEXT, NEXT + '   ')}\n   ```\n2. Done",
+    "LeetCode's types": "def add(a: List[int], b: Optional[int] = None): return a + b",
+    "LeetCode's class": "class Solution:\n  def add(self, a, b):\n    return a + b",
+    "assigned": "```\nadd = lambda a, b: a + b\n```\n```\nx = 1\n```",
     "prints": "print('hello')\ndef add(a, b):\n    print(a, b)\n    return a + b",
     "imports": "import collections, functools, heapq, math, random, re\n" + RIGHT,
 }
@@ -120,6 +145,7 @@ WRONG = {
     "another result": "def add(a, b):\n    return a - b",
     "equal to all": "class All(int):\n    __eq__ = lambda *_: True\ndef add(*_):\n    return All()",
     "one test only": "def add(a, b):\n    return {2: 5}[a]",
+    "the last of two": f"```\n{RIGHT}```\n```\n{RIGHT.replace('+', '-')}```",
     "results on stdout": "print('[5, 0]')\nimport sys\nsys.stdout.flush()",
     "writes everywhere": "import os\nfor n in range(30):\n    try: os.write(n, b'[1, 1]')\n"
     "    except OSError: pass\nos._exit(0)",

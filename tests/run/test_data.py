@@ -186,7 +186,7 @@ def test_a_single_file(tmp_path):
         dataset = str(tmp_path / f"rows.{kind}")
         loaded = load_rows(dataset, None, "train[50%:]", {"prompt"})
         assert loaded["prompt"] == ["2+2=", "3+2="]
-    with pytest.raises(ValueError, match="Unknown split"):
+    with pytest.raises(ValueError, match=r"Unknown split.*--eval-split 'train\[95"):
         load_rows(dataset, None, "test", {"prompt"})
 
 

@@ -125,9 +125,18 @@ def test_a_resume_that_would_be_another_run_is_refused(copied):
     whole = (copied / "checkpoint.pt").read_bytes()
     (copied / "checkpoint.pt").write_bytes(whole[:1000])  # cut off, as on a broken disk
     for _ in range(2):
-        with pytest.raises((RuntimeError, FileNotFoundError)):
+        with pytest.raises(OSError, match=f"{copied}/checkpoint.pt cannot be read"):
             resume("grpo", copied)
         (copied / "checkpoint.pt").unlink(missing_ok=True)
+
+
+def test_a_resumed_run_maps_no_checkpoint(copied, monkeypatch):
+    """The place on the disk of a file that is mapped stays taken after it is replaced."""
+    seen = []
+    monkeypatch.setattr(grpo, "save_model", lambda *_: seen.append(maps.read_text()))
+    maps = Path("/proc/self/maps")
+    resume("grpo", copied)
+    assert torch.cuda.is_available() or f"{copied}/checkpoint.pt" not in seen[0]
 
 
 def test_a_run_is_written_by_one_process(tmp_path, monkeypatch):

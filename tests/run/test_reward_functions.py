@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from scripts import SPECS
+from runs import metrics_of, words
+from scripts import SPECS, short_flags
 
 import grpo
 from runtime.functions import load_function
@@ -55,6 +56,13 @@ def own_path(monkeypatch):
         (r"\frac{20160}2", "10080", 1),
         (r"\frac12", ".5", 1),
         (r"\frac121", ".5", 0),
+        ("\u0664\u0662 \uff14\uff12", "42", 1),  # Arabic and wide digits
+        ("step 5: \u096a\u0968", "5", 0),
+        ("\u0661\u066c\u0662\u0663\u0664\u066b\u0665", "1234.5", 1),
+        (r"12\,500", "12500", 1),
+        ("1\u2009234\u202f567", 1234567, 1),
+        (r"12\,50", "50", 1),
+        ("x\u2082", "2", 0),
     ],
 )
 def test_last_number(completion, answer, reward):
@@ -91,7 +99,7 @@ def test_a_function_gets_prompts_completions_and_columns(call, tokenizer):
         assert [tokenizer.decode(ids) for ids in completion_ids] == TEXTS
         return [1.3, -2]
 
-    assert torch.equal(call(rule), torch.tensor([1.3, -2.0]))
+    assert torch.equal(call(rule), torch.tensor([1.3, -2.0], dtype=torch.float64))
 
 
 def test_it_may_change_what_it_gets_and_a_column_may_have_an_arguments_name(tokenizer):
@@ -155,7 +163,7 @@ async def coroutine():
         [1.0],
         None,
         [1.0, None],
-        [1.0, 1e39],  # inf in float32
+        [1.0, 1e309],
         [[1.0], [2.0]],
         ["good", 1.0],
         [{"score": 1}, 1.0],
@@ -187,6 +195,71 @@ def test_two_functions_in_files_of_one_name(tmp_path, call):
         (tmp_path / folder / "twice.py").write_text(rule)
     specs = [f"{tmp_path}/{folder}/twice.py:{folder}" for folder in ("a", "b")]
     assert [call(spec)[0].item() for spec in specs] == [97, 98]
+
+
+HELPED = """\
+def rule(prompts, completions, **columns):
+    from {name} import score
+    return [score(text) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("helper", ["scoring.py", "scoring/__init__.py", "scoring/inner.py"])
+@pytest.mark.parametrize("between", [False, True])
+def test_two_folders_with_a_helper_of_one_name(helper, between, tmp_path, call):
+    """The first would be used for both. Also imported by another file of the folder."""
+    module = helper.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for folder in ("a", "b"):
+        path = tmp_path / folder / helper
+        path.parent.mkdir(parents=True)
+        path.write_text(f"score = {dict(a=len, b=int)[folder].__name__}\n")
+        name = f"{folder}_{tmp_path.name}" if between else module
+        (tmp_path / folder / f"{folder}_{tmp_path.name}.py").write_text(f"from {module} import *\n")
+        (tmp_path / folder / "reward.py").write_text(HELPED.replace("{name}", name))
+    assert call(f"{tmp_path}/a/reward.py:rule").tolist() == [2, 2]
+    with pytest.raises(ValueError, match=r"b/reward.py: scoring is .*/b/scoring.*/a/scoring"):
+        call(f"{tmp_path}/b/reward.py:rule")
+    for name in [name for name in sys.modules if name.split(".")[0] == "scoring"]:
+        del sys.modules[name]
+
+
+def test_a_helper_with_the_name_of_a_folder_of_this_repository(tmp_path, call):
+    (tmp_path / "common.py").write_text("score = len\n")
+    (tmp_path / "reward.py").write_text(HELPED.replace("{name}", "common"))
+    with pytest.raises(ValueError, match=r"reward.py: common is .*/common.py, and also .*: rename"):
+        call(f"{tmp_path}/reward.py:rule")
+
+
+STEPS = """\
+checked = []
+
+def rule(prompts, completions, step, **columns):
+    return [float(step if checked else -1)] * len(completions)
+
+def check_columns(**columns):
+    assert {len(column) for column in columns.values()} <= {19}
+    checked.append(columns)
+"""
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_variants", "grpo_tools", "reinforce", "ppo_rlhf"])
+def test_step_and_check_columns(name, tmp_path):
+    """`step` is the rollout's number, in evaluations too. All training rows are checked before."""
+    (tmp_path / "rules.py").write_text(STEPS)
+    script, flags = SPECS[name].module, dict(total_rollouts=2, eval_every=1, output_dir=tmp_path)
+    rule = f"{tmp_path}/rules.py:rule"
+    flags |= short_flags(name, reward_fn=rule, eval_reward_fn=rule, critic_init="policy")
+    for _ in range(2):  # in one process: the second run begins at 0 again
+        typed = words(SPECS[name].short_flags | flags)
+        metrics = metrics_of(script.main(script.parse_args(typed)))
+        assert [row["eval/reward"] for row in metrics] == [0, 1, 2]
+        assert [row["reward/mean"] for row in metrics[1:]] == [1, 2]
+
+
+def test_a_column_named_step_comes_first(tmp_path, tokenizer):
+    (tmp_path / "rules.py").write_text(STEPS.replace("float(step if checked else -1)", "step[0]"))
+    rule = grpo.load_reward_fn(f"{tmp_path}/rules.py:rule", tokenizer)
+    assert rule([grpo.Prompt("1+2=", [1], {"step": 7})], [([1], [5])]).tolist() == [7]
 
 
 RULES = """\

@@ -1,8 +1,19 @@
 """An environment that any policy of tiny/calculator calls: whenever it writes a #."""
 
+from collections import Counter
 
-def echo(prompts: list, completions: list[str], **columns: list) -> list[str | None]:
-    """The start of the prompt, of two to four characters, twice; then it is over."""
+calls = Counter()
+
+
+def echo(
+    prompts: list, completions: list[str], conversation_id: list[int], **columns: list
+) -> list[str | None]:
+    """The start of the prompt, of two to four characters, twice; then it is over. Each call counts
+    by the conversation's number, as an environment that keeps a state would.
+    """
+    calls.update(conversation_id)
+    stops = [text.count("#") + text.endswith("<eos>") for text in completions]
+    assert [calls[number] for number in conversation_id] == stops
     return [
         prompt[: 2 + sum(map(ord, prompt)) % 3]
         if text.endswith("#") and text.count("#") < 3
