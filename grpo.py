@@ -177,10 +177,10 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T) with which sum(weights * x) is a mean over completions and their tokens.
+    """Weights (B, T): sum(weights * x) over the n rows of one optimiser step is a mean of x.
 
-    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of one
-    optimiser step: n, not B or G, divides, so that its micro-batches and ranks add up.
+    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
+    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the mean.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -201,8 +201,8 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums over them for the log.
 
-    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats; elsewhere
-    they are 0, and the loss counts only with a weight of 0. Advantages are (b,).
+    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats. After the
+    end of y they are 0, where the ratio is 1: `token_weights` are 0 there. Advantages are (b,).
     """
     advantages = advantages[:, None]
     ratio = (logprobs - old_logprobs).exp()  # rho
@@ -217,7 +217,8 @@ def grpo_loss(
     if ref_logprobs is None:
         return -objective, sums
     kl = k3_kl(logprobs, ref_logprobs)
-    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # logged: k1 of pi_old
+    # Logged, not in the loss: log(pi_old/pi_ref), summed, estimates KL(pi_old || pi_ref) (k1).
+    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()
     return beta * kl - objective, sums
 
 
@@ -250,7 +251,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy
+        ref_model = policy  # without its adapters, see step 3
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
@@ -293,7 +294,7 @@ def main(args: Args) -> Path:
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
         scoring_start = time.perf_counter()
         rewards_by_name = {f"rewards/{k}": fn(prompts, sequences) for k, fn in reward_fns.items()}
-        rewards = reward_weights @ torch.stack([*rewards_by_name.values()])
+        rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (K,) @ (K, B)
         rollout_end = time.perf_counter()
 
         # 2. Advantages: rewards (B,) against the group's mean, the same for each token of y.
@@ -301,15 +302,16 @@ def main(args: Args) -> Path:
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs before the update, under pi_old and pi_ref. They are computed exactly as step
-        # 4 computes them, so that the first ratio is 1; the sampler's are rounded differently. With
-        # a single optimiser step, step 4's own serve as pi_old's. The output of a model at position
-        # t predicts token t + 1, so a completion's tokens are read from one position earlier:
+        # 3. Log-probs before the update, under pi_old and pi_ref, in the same micro-batches as step
+        # 4, so that the first ratio is exactly 1; the sampler's are rounded differently. With a
+        # single optimiser step, step 4's own serve as pi_old's. The output of a model at position t
+        # predicts token t + 1, so a completion's tokens are read from one position earlier:
         #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (B, T)
         split = partial(micro_batches, sequences, size=args.micro_batch_size)
-        minibatches, first_pass = [], []  # index tensors
+        minibatches = []  # indices of the rows of each optimiser step, the same on all ranks
+        first_pass = []  # indices of this rank's micro-batches, in the first pass over all rows
         for _ in range(args.update_epochs):
-            order = torch.randperm(len(sequences), generator=rng)  # it may split groups
+            order = torch.randperm(len(sequences), generator=rng)  # it may cut groups
             minibatches += order.tensor_split(args.num_minibatches)
         for minibatch in minibatches[: args.num_minibatches]:
             first_pass += split(minibatch)
@@ -317,7 +319,7 @@ def main(args: Args) -> Path:
         if len(minibatches) > 1:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):  # under LoRA the reference is the policy without them
+            with adapters_off(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
@@ -346,6 +348,7 @@ def main(args: Args) -> Path:
                 loss = (weights[device_inds] * losses).sum()
                 loss.backward()  # adds to the gradient, which `shard` sums over ranks
                 sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.sum()}
+                # KL(sampler || pi_old), which differ by rounding alone.
                 sums["policy/sampling_kl"] = k3_kl(sampler_logprobs[device_inds], old).sum()
                 all_sums.append(sums)
             grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
@@ -390,7 +393,7 @@ def rollout_metrics(
     sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
     sums = sums_over_ranks(sums)
     num_tokens = lengths.sum().item() * args.update_epochs
-    metrics = {name: total / num_tokens for name, total in sums.items()}  # per token
+    metrics = {name: total / num_tokens for name, total in sums.items()}  # per token, but for two
     check_sampling_kl(metrics["policy/sampling_kl"])
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums["objective/kl"] / (len(rewards) * args.update_epochs)
@@ -443,6 +446,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        # A function may change what it is given.
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
@@ -469,7 +473,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
+        with adapters_off(model):  # in ppo_rlhf.py those of a critic, which may be this model
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -486,7 +490,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)

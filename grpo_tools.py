@@ -159,10 +159,10 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T) with which sum(weights * x) is a mean over completions and their tokens.
+    """Weights (B, T): sum(weights * x) over the n rows of one optimiser step is a mean of x.
 
-    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of one
-    optimiser step: n, not B or G, divides, so that its micro-batches and ranks add up.
+    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
+    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the mean.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -183,8 +183,8 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-{ min(...) - beta KL_it } (equation 3) at each token (b, T), and sums over them for the log.
 
-    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats; elsewhere
-    they are 0, and the loss counts only with a weight of 0. Advantages are (b,).
+    Log-probs (b, T) of the sampled tokens under pi_theta, pi_old and pi_ref are in nats. After the
+    end of y they are 0, where the ratio is 1: `token_weights` are 0 there. Advantages are (b,).
     """
     advantages = advantages[:, None]
     ratio = (logprobs - old_logprobs).exp()  # rho
@@ -199,7 +199,8 @@ def grpo_loss(
     if ref_logprobs is None:
         return -objective, sums
     kl = k3_kl(logprobs, ref_logprobs)
-    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()  # logged: k1 of pi_old
+    # Logged, not in the loss: log(pi_old/pi_ref), summed, estimates KL(pi_old || pi_ref) (k1).
+    sums["objective/kl"] = (old_logprobs - ref_logprobs).sum()
     return beta * kl - objective, sums
 
 
@@ -535,6 +536,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        # A function may change what it is given.
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
@@ -556,7 +558,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)

@@ -252,10 +252,10 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T) with which sum(weights * x) is a mean over completions and their tokens.
+    """Weights (B, T): sum(weights * x) over the n rows of one optimiser step is a mean of x.
 
-    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of one
-    optimiser step: n, not B or G, divides, so that its micro-batches and ranks add up.
+    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
+    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the mean.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -358,7 +358,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy
+        ref_model = policy  # without its adapters, see step 3
     if args.reward_model:
         reward_model = shard(load_reward_model(args, tokenizer, positions), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
@@ -653,6 +653,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        # A function may change what it is given.
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
@@ -679,7 +680,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
+        with adapters_off(model):  # in ppo_rlhf.py those of a critic, which may be this model
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -696,7 +697,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)

@@ -396,6 +396,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        # A function may change what it is given.
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:

@@ -574,6 +574,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        # A function may change what it is given.
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
@@ -600,7 +601,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with adapters_off(model):  # in ppo_rlhf.py it may be the critic too
+        with adapters_off(model):  # in ppo_rlhf.py those of a critic, which may be this model
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -617,7 +618,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)

@@ -188,7 +188,8 @@ def main(args: Args) -> Path:
         set_step(step)  # for functions that ask for it
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
-        sequences, sampler_logprobs = sample([prompt.ids for prompt in prompts], rng=rng)
+        prompt_ids = [prompt.ids for prompt in prompts]
+        sequences, sampler_logprobs = sample(prompt_ids, rng=rng)  # log-probs (B, T)
         lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
         ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
         mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
@@ -197,7 +198,7 @@ def main(args: Args) -> Path:
         # 2. Advantages: rewards minus the baseline, the same for each token of y.
         advantages = baseline_advantages(rewards, args.group_size, args.baseline).to(device)
         if not advantages.any():
-            warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
+            warnings.warn("a rollout has no advantages: its rewards are equal", stacklevel=1)
 
         # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. A model's
         # output at position t predicts token t + 1, so y is read from one position earlier:
@@ -205,7 +206,8 @@ def main(args: Args) -> Path:
         if args.anneal_lr:
             remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        policy_logprobs = torch.zeros_like(sampler_logprobs)  # 0 in rows of other ranks
+        # To be compared with the sampler's in step 4; 0 in rows of other ranks.
+        policy_logprobs = torch.zeros_like(sampler_logprobs)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
             device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
@@ -230,7 +232,7 @@ def main(args: Args) -> Path:
         rollouts, samples = [], []
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = {"reward": rewards, "advantage": advantages, "truncated": ~ended}
-            rollouts = [rollout_row(tokenizer, sequences[:4], columns)]
+            rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step == args.total_rollouts
         if is_last or step % args.eval_every == 0:
             evals, samples = evaluate(args, sample, reward_fn, tokenizer, eval_prompts)
@@ -275,6 +277,7 @@ def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: S
         columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
         columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
         columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+        # A function may change what it is given.
         copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
         name = f"{getattr(function, '__name__', function)} of {function.__module__}"
         try:
@@ -296,7 +299,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
     flag, rest = "--max-prompt-length", "reward functions"
     return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)

@@ -46,7 +46,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids
+from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids, render
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
 from runtime.checks import check_training
@@ -272,16 +272,15 @@ def load_demonstrations(
                 ids = [*ids, stop_ids[0]]
             return [Demonstration(array("i", ids), array("b", [0] + [1] * (len(ids) - 1)))], ids
         texts, reasons, read = [], [], NOTHING
-        turns = to_turns(args, row)
-        for number, (prompt, completion) in enumerate(turns):
+        for prompt, completion in to_turns(args, row):
+            if len(read.ids) > args.max_length and render(tokenizer, prompt).startswith(read.text):
+                reasons.append("longer than --max-length")  # as is what was read before this turn
+                continue
             try:
                 prompt_ids, ids, read = encode_answer(tokenizer, prompt, completion, stop_ids, read)
             except UnusableRow as reason:
                 reasons.append(str(reason))
                 continue
-            if texts and len(prompt_ids) > args.max_length:  # as are all later ones
-                reasons += ["longer than --max-length"] * (len(turns) - number)
-                break
             if texts and len(prompt_ids) + len(ids) > args.max_length:
                 reasons.append("longer than --max-length")
                 continue
