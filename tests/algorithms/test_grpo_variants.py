@@ -246,7 +246,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion():
         return [(ids, [7]) for ids in prompt_ids], None
 
     def evaluate(**flags):
-        rules = [lambda *_: torch.tensor(outcomes).flatten().float()]
+        rules = [lambda *_: torch.tensor(outcomes).flatten().double()]
         tokenizer = AutoTokenizer.from_pretrained(POLICY)
         args = Args(eval_samples=5, **flags)
         return grpo_variants.evaluate(args, sample, rules, tokenizer, prompts)
@@ -384,7 +384,7 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
             refs.append(plain_logprobs(reference, *sequence, args.temperature)[0])
     k1 = torch.stack([(a - b).sum() for a, b in zip(old, refs, strict=True)])
     right, brevity = (rewards for _, rewards in judged[4:6])
-    reward_weights = torch.tensor(args.reward_weights)
+    reward_weights = torch.tensor(args.reward_weights, dtype=torch.float64)
     rewards = reward_weights @ torch.stack([right, brevity])
     shaped = rewards - beta_in_reward * k1 - args.missing_eos_penalty * cut_off
     if args.overlong_buffer:

@@ -67,8 +67,8 @@ def scores_of(model, rows):
 
 
 def rewards_of(model, rows):
-    """The same by grpo.py and ppo_rlhf.py, two at a time."""
-    return model_rewards(model, 2, [], [(row[:1], row[1:]) for row in rows])
+    """The same by grpo.py and ppo_rlhf.py, two at a time; float32 numbers, summed in float64."""
+    return model_rewards(model, 2, [], [(row[:1], row[1:]) for row in rows]).float()
 
 
 SCORES = pytest.mark.parametrize("scores_by", [scores_of, rewards_of])
