@@ -57,9 +57,14 @@ def check_source(source: str) -> None:
         raise ValueError(f"{flags}: {source} is quantised; give weights in 16 or 32 bits")
 
 
-def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, values: dict) -> None:
-    """The values of --chat-template-kwargs, once the tokenizer is loaded."""
+def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """The value of --chat-template-kwargs, once the tokenizer is loaded."""
     source, flag = tokenizer.name_or_path, "--chat-template-kwargs"
+    try:
+        values = {**json.loads(text)}
+    except (ValueError, TypeError) as error:
+        example = """a JSON object expected, such as '{"enable_thinking": false}'"""
+        raise ValueError(f"{flag} {text}: {example}: {error}") from error
     if unknown := values.keys() - template_words(str(tokenizer.chat_template)):
         raise ValueError(f"{flag}: {source}'s chat template reads no {unknown}")
     strings = [value.lower() for value in values.values() if isinstance(value, str)]

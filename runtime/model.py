@@ -26,8 +26,8 @@ def load_tokenizer(source: str, chat_template_kwargs: str = "{}") -> PreTrainedT
     """The tokenizer of a folder or hub name. Its chat template gets the values of a JSON object."""
     check_source(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
+    check_template_kwargs(tokenizer, chat_template_kwargs)
     values = json.loads(chat_template_kwargs)
-    check_template_kwargs(tokenizer, values)
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return tokenizer
 

@@ -162,6 +162,9 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
     for values, text in expected.items():
         loaded = load_tokenizer(str(tmp_path), values)
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
+    for text in ("{'thin': False}", "{thin: false}", "[]", "false", ""):
+        with pytest.raises(ValueError, match=r"--chat-template-kwargs .*: a JSON object expected"):
+            load_tokenizer(str(tmp_path), text)
     with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
         load_tokenizer(str(tmp_path), '{"thin": true}')
     for value in ('"false"', '"True"'):
