@@ -240,7 +240,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy
+        ref_model = policy  # without its adapters, see step 3
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -286,7 +286,7 @@ def main(args: Args) -> Path:
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with adapters_off(policy):  # under LoRA the reference is the policy without them
+            with adapters_off(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 

@@ -421,7 +421,7 @@ def main(args: Args) -> Path:
         if needs_old_pass:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):  # under LoRA the reference is the policy without them
+            with adapters_off(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.

@@ -21,14 +21,15 @@ equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
 pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
 over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. With
 --kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, with a constant
-rho_t (no gradient), and r_t no KL. Deviations from the paper:
+rho_t (no gradient), and r_t no KL. Deviations from InstructGPT:
 
 1. No gradients from pretraining data; no average of the policy's weights.
 2. Two passes over a rollout, not one; rates that fall to 0, not a warm-up and a constant rate;
    AdamW's beta2 of 0.999, not 0.95.
-3. Advantages are whitened over the rollout. The code that InstructGPT grew from (Ziegler et al.
-   2019, arXiv 1909.08593) whitens them in each minibatch, and scales its rewards before GAE.
-4. The value loss is clipped, as in that code. A cut-off completion counts as ended.
+3. Advantages are whitened over the rollout. The code of Ziegler et al. (2019, arXiv 1909.08593)
+   whitens them in each minibatch, and scales its rewards before GAE.
+4. The value loss is clipped, as in that code, and so are gradients. A cut-off completion, too, has
+   V = 0 after its last token.
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
@@ -124,10 +125,12 @@ class Args:
     update_epochs: PositiveInt = 2  # passes over a rollout's completions
     num_minibatches: PositiveInt = 2  # optimiser steps per pass
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount factor per token
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda; 0: only the critic
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda; 0: one-step TD, 1: Monte Carlo
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
-    vf_coef: NonNegativeFloat = 0.5  # factor of the value loss, before the gradient is clipped
+    vf_coef: NonNegativeFloat = (
+        0.5  # factor of the value loss; with a critic apart, it only matters to clipping
+    )
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     critic_warmup_rollouts: NonNegativeInt = 0  # first rollouts, which train only the critic
@@ -292,7 +295,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy
+        ref_model = policy  # without its adapters, see step 2
     critic = load_critic(args, policy, tokenizer, positions, device)
     args.critic_learning_rate = find_rate(
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
@@ -307,7 +310,6 @@ def main(args: Args) -> Path:
     if args.activation_checkpointing:
         for model in {policy, critic.backbone}:
             checkpoint_activations(model)
-    trained = (policy, critic.trained)
     adamw = partial(AdamW, weight_decay=0.0, fused=True)
     policy_optimizer = adamw(policy.parameters(), lr=args.learning_rate)
     critic_optimizer = adamw(critic.trained.parameters(), lr=args.critic_learning_rate)
@@ -351,14 +353,15 @@ def main(args: Args) -> Path:
         rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (K,) @ (K, B)
         scores = (rewards - args.missing_eos_penalty * ~ended).float().to(device)  # (B,)
         if (scores == scores[0]).all():
-            warnings.warn("the rewards of a rollout teach nothing: all are equal", stacklevel=1)
+            warnings.warn("a rollout's rewards are all equal: only the KL differs", stacklevel=1)
         rollout_end = time.perf_counter()
 
-        # 2. Log-probs under pi_old and pi_ref, and values, before the update. They are computed
-        # exactly as step 4 computes them, so that the first ratio is 1; the sampler's are rounded
-        # differently. The log-prob and the value of token t + 1 are read at position t.
+        # 2. Log-probs under pi_old and pi_ref, and values, before the update, in the same micro-
+        # batches as step 4, so that the first ratio is exactly 1; the sampler's are rounded
+        # differently. Column t is read from the state before token t of the completion.
         split = partial(micro_batches, sequences, size=args.micro_batch_size)
-        minibatches, first_pass = [], []  # index tensors
+        minibatches = []  # indices of the rows of each optimiser step, the same on all ranks
+        first_pass = []  # indices of this rank's micro-batches, in the first pass over all rows
         for _ in range(args.update_epochs):
             order = torch.randperm(len(sequences), generator=rng)
             minibatches += order.tensor_split(args.num_minibatches)
@@ -367,7 +370,7 @@ def main(args: Args) -> Path:
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
         ref_logprobs = old_logprobs  # without a reference the KL counts as 0
         if ref_model is not None:
-            with adapters_off(policy):  # under LoRA the reference is the policy without them
+            with adapters_off(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
         old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
@@ -380,8 +383,8 @@ def main(args: Args) -> Path:
             advantages = whiten(advantages, mask)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches. While
-        # the critic warms up (VC-PPO, arXiv 2503.01491), the policy takes steps of rate 0, which
-        # leave its weights as they are, but not its AdamW's moments: those are cleared after it.
+        # the critic warms up (after VC-PPO, arXiv 2503.01491, which takes lambda 1), the policy
+        # takes steps of rate 0, which leave its weights, but not its AdamW's moments, as they are.
         remaining = (args.total_rollouts + 1 - step) / args.total_rollouts if args.anneal_lr else 1
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * remaining
         policy_optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
@@ -418,7 +421,9 @@ def main(args: Args) -> Path:
                 sums |= value_sums | {"objective/loss": pg_loss + v_loss}
                 sums |= {"policy/entropy": entropy.sum(), "tokens": mask[device_inds].sum()}
                 all_sums.append({name: total.detach() for name, total in sums.items()})
-            grad_norms.append([clip_grad_norm(model, args.max_grad_norm) for model in trained])
+            grad_norms.append(
+                [clip_grad_norm(model, args.max_grad_norm) for model, _ in training.values()]
+            )
             for optimizer in (policy_optimizer, critic_optimizer):
                 optimizer.step()
                 optimizer.zero_grad()

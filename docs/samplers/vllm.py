@@ -24,6 +24,7 @@ def generate(model, prompts, *, max_new_tokens, temperature, stop_ids, rng, batc
     body |= dict(top_p=1, top_k=0, min_p=0, repetition_penalty=1)  # the whole distribution
     body |= dict(stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, return_token_ids=True)
     requests, sampled = [], []
+    prompts = [list(prompt) for prompt in prompts]
     for prompt, equal in groupby(prompts):
         seed = torch.randint(2**62, [], generator=rng).item()  # the server adds 0, 1, ... to it
         requests.append(body | dict(prompt=prompt, n=len([*equal]), seed=seed))

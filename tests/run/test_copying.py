@@ -33,7 +33,7 @@ def test_a_script_in_a_package_beside_a_package_common_of_the_project(tmp_path):
         shutil.copytree(ROOT / folder, package / folder)
     shutil.copy(ROOT / "grpo.py", package)
     (command,) = re.findall(
-        r"^    (sed -i .*)", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE
+        r"^    (sed -Ei .*)", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE
     )
     command = command.replace("your_package", "rlhf")
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
