@@ -46,10 +46,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
-from common.tokens import NOTHING, as_chat, encode, encode_answer, find_stop_ids, render
+from common.tokens import NO_PREFIX, as_chat, encode, encode_answer, find_stop_ids, render
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
-from runtime.checks import check_training
+from runtime.checks import check_message, check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, from_rank_0, join_processes
@@ -271,13 +271,16 @@ def load_demonstrations(
             if len(ids) == 1 or ids[-1] not in stop_ids:
                 ids = [*ids, stop_ids[0]]
             return [Demonstration(array("i", ids), array("b", [0] + [1] * (len(ids) - 1)))], ids
-        texts, reasons, read = [], [], NOTHING
+        texts, reasons, prefix = [], [], NO_PREFIX
         for prompt, completion in to_turns(args, row):
-            if len(read.ids) > args.max_length and render(tokenizer, prompt).startswith(read.text):
-                reasons.append("longer than --max-length")  # as is what was read before this turn
+            is_long = len(prefix.ids) > args.max_length
+            if is_long and render(tokenizer, prompt).startswith(prefix.text):
+                reasons.append("longer than --max-length")  # as its beginning already is
                 continue
             try:
-                prompt_ids, ids, read = encode_answer(tokenizer, prompt, completion, stop_ids, read)
+                prompt_ids, ids, prefix = encode_answer(
+                    tokenizer, prompt, completion, stop_ids, prefix
+                )
             except UnusableRow as reason:
                 reasons.append(str(reason))
                 continue
@@ -312,6 +315,8 @@ def to_turns(args: Args, row: dict) -> list[tuple]:
         turns = row.pop("messages") or []
         if not isinstance(turns, list):
             raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
+        for turn in turns:
+            check_message(turn)
         # OpenAI's `weight`: a turn of weight 0 is read, not learned.
         is_learned = [t.get("role") == "assistant" and t.get("weight") != 0 for t in turns]
         places = [i for i in range(1, len(turns)) if is_learned[i]]

@@ -24,8 +24,9 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         config_ids = GenerationConfig.from_pretrained(source).eos_token_id
         stop_ids += config_ids if isinstance(config_ids, list) else [config_ids]
     if tokenizer.chat_template:
-        turns = as_chat("?") + as_chat("ANSWER", "assistant")
-        _, _, end = tokenizer.apply_chat_template(turns, tokenize=False).partition("ANSWER")
+        answer = "this is an answer"
+        turns = as_chat("?") + as_chat(answer, "assistant")
+        _, _, end = tokenizer.apply_chat_template(turns, tokenize=False).partition(answer)
         ids = tokenizer(end, add_special_tokens=False).input_ids
         added = tokenizer.added_tokens_decoder
         stop_ids += [i for i in ids if i in added and added[i].special][:1]
@@ -92,58 +93,61 @@ def encode_completions(
         completions = [as_chat(completion, "assistant") for completion in completions]
     sequences = []
     for completion in completions:
-        prompt_ids, ids, _ = encode_answer(tokenizer, prompt, completion, stop_ids)
-        sequences.append((prompt_ids, ids))
+        before, ids, _ = encode_answer(tokenizer, prompt, completion, stop_ids)
+        sequences.append((before, ids))
     # All completions share one prompt, which ends where the first of them begins.
-    start = min(len(prompt_ids) for prompt_ids, _ in sequences)
+    start = min(len(before) for before, _ in sequences)
+    prompt_ids, _ = sequences[0]
     return prompt_ids[:start], [before[start:] + ids for before, ids in sequences]
 
 
-class Read(NamedTuple):
-    """What has been tokenised of a conversation: up to a stop token, where tokens begin anew."""
+class Prefix(NamedTuple):
+    """The beginning of a conversation, up to a stop token, behind which tokens begin anew."""
 
     text: str
     ids: list[int]
     num_messages: int
 
 
-NOTHING = Read("", [], 0)
+NO_PREFIX = Prefix("", [], 0)
 
 
 def encode_answer(
-    tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int], read: Read = NOTHING
-) -> tuple[list[int], list[int], Read]:
+    tokenizer: Any, prompt: Any, completion: Any, stop_ids: list[int], prefix: Prefix = NO_PREFIX
+) -> tuple[list[int], list[int], Prefix]:
     """Token ids of a prompt and of its completion, which ends with its first stop id. They are
-    tokenised as one text, and cut where the ids end from which a completion is sampled. `read` is
-    what an earlier turn of the conversation has returned, which is not tokenised again.
+    tokenised as one text, and cut where the ids end from which a completion is sampled. Returns
+    also the `prefix` for a later turn of the conversation, which is not tokenised again there.
     """
     is_chat = isinstance(prompt, list)
-    check_turn(tokenizer, prompt, completion, first=read.num_messages)
+    check_turn(tokenizer, prompt, completion, first=prefix.num_messages)
     asked = render(tokenizer, prompt, add_generation_prompt=True)
     answered = render(tokenizer, prompt + completion)
-    if not answered.startswith(read.text):  # the template has changed earlier turns
-        read = NOTHING
-    new_asked, new_answered = asked[len(read.text) :], answered[len(read.text) :]
-    check_written(tokenizer, (prompt + completion)[read.num_messages :], new_answered)
+    if not (asked.startswith(prefix.text) and answered.startswith(prefix.text)):
+        prefix = NO_PREFIX  # the template has changed earlier turns
+    new_asked, new_answered = asked[len(prefix.text) :], answered[len(prefix.text) :]
+    new_messages = (prompt + completion)[prefix.num_messages :]
+    check_written(tokenizer, new_messages, new_answered)
     sampled_ids = to_ids(tokenizer, new_asked, is_chat)
     ids = to_ids(tokenizer, new_answered, is_chat)
-    start, goes_on = len(sampled_ids), is_chat and answered.startswith(asked)
-    if ids[:start] != sampled_ids and goes_on:
+    start = len(sampled_ids)
+    if ids[:start] != sampled_ids and is_chat and answered.startswith(asked):
         # One token has the prompt's end and the answer's beginning, such as a new line and an
         # indentation. A sampler reads the prompt alone, so the answer is tokenised by itself.
         whole_ids = ids
         ids = sampled_ids + to_ids(tokenizer, answered.removeprefix(asked), is_chat)
         check_apart(tokenizer, whole_ids, ids)
-    elif ids[:start] != sampled_ids:  # the template opens a thought in one of the two
+    elif ids[:start] != sampled_ids:  # a chat's template opens a thought in one of the two
         start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
     ids = [*ids, stop_ids[0]]
     end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
     check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
-    check_ids(tokenizer, (prompt + completion)[read.num_messages :], new_answered, ids[: end + 1])
-    prompt_ids = read.ids + ids[:start]
-    stop = new_answered.find(
-        tokenizer.decode(ids[end]), len(commonprefix([new_asked, new_answered]))
-    )
+    check_ids(tokenizer, new_messages, new_answered, ids[: end + 1])
+    prompt_ids = prefix.ids + ids[:start]
+    # Where the stop token stands in the text, if the template writes one.
+    answer_start = len(commonprefix([new_asked, new_answered]))
+    stop = new_answered.find(tokenizer.decode(ids[end]), answer_start)
     if is_chat and stop >= 0:
-        read = Read(read.text + new_answered[:stop], read.ids + ids[:end], len(prompt) + 1)
-    return prompt_ids, ids[start : end + 1], read
+        text = prefix.text + new_answered[:stop]
+        prefix = Prefix(text, prefix.ids + ids[:end], len(prompt) + 1)
+    return prompt_ids, ids[start : end + 1], prefix

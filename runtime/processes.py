@@ -1,4 +1,6 @@
-"""The processes that torchrun has started: who this one is, and sums and lists over all."""
+"""The processes that torchrun has started: who this one is, and sums and lists over all. Weights
+are sharded in model.py.
+"""
 
 import os
 import sys

@@ -33,7 +33,7 @@ def load_rows(
     renamed to `answer`.
     """
     path, name = Path(dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "parquet")]
+    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "tsv", "parquet")]
     files = [path for path in paths if path.is_file()]
     if path.is_file():  # `datasets` puts a single file into the split `train`
         files, name = [path], "train"
@@ -41,8 +41,8 @@ def load_rows(
     if path.is_file() or (files and config is None and "+" not in split):
         # Without its name `datasets` would take all files with NAME in them.
         source, options = str(files[0].parent), {"data_files": {name: escape(str(files[0]))}}
-        for kind in READER_OPTIONS:
-            options |= READER_OPTIONS[kind] if kind in files[0].name else {}  # also .jsonl.gz
+        suffix = Path(files[0].name.removesuffix(".gz")).suffix.replace("jsonl", "json")
+        options |= READER_OPTIONS.get(suffix, {})
     with checked_files(dataset, files):
         rows = load_dataset(source, split=split, **options)
         rows.data.validate(full=True)  # until here any bytes are a text
@@ -68,7 +68,8 @@ def encode_rows(
     ValueError if all are, or if a row fails otherwise. Prints the counts, the columns that are left
     for `rest`, or for nobody, and the first text. Each rank encodes a part of the rows.
     """
-    split, items, first_ids, dropped, longest, left = str(rows.split), [], [], Counter(), 0, []
+    split, dropped, longest = str(rows.split), Counter(), 0  # the longest also of those dropped
+    items, first_ids, left = [], [], []
     apply_chat_template = tokenizer.apply_chat_template
     first, end = (len(rows) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
     mine = tqdm(rows.select(range(first, end)), split, disable=RANK > 0 or len(rows) < 5000)
@@ -89,6 +90,7 @@ def encode_rows(
         except UnusableRow as reason:
             dropped[str(reason)] += 1
         except Exception as error:
+            tokenizer.apply_chat_template = apply_chat_template
             where = f"--dataset: row {number} of {split}"
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     tokenizer.apply_chat_template = apply_chat_template
