@@ -12,8 +12,9 @@ def echo(
     by the conversation's number, as an environment that keeps a state would.
     """
     calls.update(conversation_id)
-    stops = [text.count("#") + text.endswith("<eos>") for text in completions]
-    assert [calls[number] for number in conversation_id] == stops
+    for number, text in zip(conversation_id, completions, strict=True):
+        # --call-end is # or ;
+        assert calls[number] - text.endswith("<eos>") in (text.count("#"), text.count(";"))
     return [
         prompt[: 2 + sum(map(ord, prompt)) % 3]
         if text.endswith("#") and text.count("#") < 3
