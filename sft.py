@@ -49,7 +49,7 @@ from common.logprobs import Sequences, completion_logprobs, micro_batches, rollo
 from common.tokens import NO_PREFIX, as_chat, encode, encode_answer, find_stop_ids, render
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
-from runtime.checks import check_message, check_training
+from runtime.checks import check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, from_rank_0, join_processes
@@ -315,8 +315,6 @@ def to_turns(args: Args, row: dict) -> list[tuple]:
         turns = row.pop("messages") or []
         if not isinstance(turns, list):
             raise ValueError(f"`messages` is not a list of chat messages: {turns!r:.200}")
-        for turn in turns:
-            check_message(turn)
         # OpenAI's `weight`: a turn of weight 0 is read, not learned.
         is_learned = [t.get("role") == "assistant" and t.get("weight") != 0 for t in turns]
         places = [i for i in range(1, len(turns)) if is_learned[i]]
