@@ -132,7 +132,7 @@ def test_the_commands_are_those_of_the_scripts(browser, setting):
             group = args.group_size if algorithm["samples"] == "group" else 1
             sampled = args.prompts_per_rollout * group
             assert 0 <= sampled - work["rollout"] < group
-            assert ("reference" in algorithm["frozen"]) == (args.beta > 0)
+            assert ("reference" in algorithm["frozen"]) == (getattr(args, "beta", 0) > 0)
         else:
             assert args.max_length == work["prompt"] + work["completion"]
             assert args.batch_size >= work["micro_batch"] * work["gpus"]
