@@ -24,7 +24,6 @@ from docs.samplers import known
 VARIANTS = variants()
 POLICY, TEACHERS = "tiny/arithmetic/policy", ["tiny/arithmetic/teacher", "tiny/arithmetic/base"]
 FLAGS = {"echo": dict(beta=0.0, reward_fn=f"{__file__}:same")}  # all other gradients are 0
-BY_HAND = {"adaptive_beta", "target_kl", "hint", "teachers"}  # below
 
 
 def same(completions, **columns):
@@ -42,14 +41,14 @@ def of(name):
 
 
 def test_a_diff_is_short_and_the_pages_have_no_others():
-    assert sum(page.read_text().count("```diff") for page in PAGES) == len(VARIANTS) == 7
+    assert sum(page.read_text().count("```diff") for page in PAGES) == len(VARIANTS) == 6
     for _, _, diff in VARIANTS.values():
         assert sum(line.startswith("+") for line in diff.splitlines()) <= 25
 
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(name, name) for name in VARIANTS if name not in BY_HAND],
+    [(name, name) for name in ("off_policy_mask", "echo")],
     indirect=["variant"],
 )
 def test_two_steps_take_their_gradient_from_the_changed_function(
@@ -66,7 +65,7 @@ def test_two_steps_take_their_gradient_from_the_changed_function(
         return found * (len(calls) == 1)
 
     monkeypatch.setattr(variant, function, zero_from_the_second_call_on)
-    two_steps = algorithms.ONE_STEP | dict(total_rollouts=2, epochs=0.5, micro_batch_size=16)
+    two_steps = algorithms.ONE_STEP | dict(total_rollouts=2, micro_batch_size=16)
     flags = short_flags(script, **two_steps) | FLAGS.get(name, {})
     run_dir = variant.main(variant.Args(output_dir=str(tmp_path), **flags))
     norms = [row["policy/grad_norm"] for row in metrics_of(run_dir)[1:]]
@@ -117,16 +116,6 @@ def test_padding_does_not_count_in_the_mean_of_a_completion(variant):
     mask = torch.tensor([[True, False]])
     losses, _ = variant.variant_loss(*arguments, -torch.ones(1), mask, **CLIPS)
     assert (losses == 0).all()
-
-
-@of("dft")
-def test_dft(variant):
-    logprobs, _, _ = some_tokens()
-    loss = variant.dft_loss(logprobs, 50)
-    loss.backward()
-    probs = [math.exp(x) for x in logprobs.flatten().tolist()]
-    assert loss.item() == pytest.approx(-sum(p * math.log(p) for p in probs) / 50)
-    assert logprobs.grad.flatten().tolist() == pytest.approx([-p / 50 for p in probs])
 
 
 @of("adaptive_beta")

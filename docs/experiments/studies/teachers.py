@@ -41,10 +41,8 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     """By label the accuracy on both halves."""
     with tempfile.TemporaryDirectory() as folder:
         several = load_script(write_variant("teachers", Path(folder)).name, Path(folder))
-        splits = {
-            split: read_jsonl(Path(distill.Args.dataset, f"{split}.jsonl"))
-            for split in ("train", "test")
-        }
+        files = {s: Path(distill.Args.dataset, f"{s}.jsonl") for s in ("train", "test")}
+        splits = {split: read_jsonl(file) for split, file in files.items()}
 
         def written(rows_by_split: dict[str, list]) -> str:
             data = tempfile.mkdtemp(dir=folder)
@@ -68,22 +66,19 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
             mixture[split] = [pair[half_of(pair[0])] for pair in zip(*found, strict=True)]
         on_all = [written(with_teacher)] * 2  # whichever the teacher
 
-        def both(**flags: Any) -> str:
-            return trained(several, on_all[0], teacher=teachers, **flags)
-
         def one_after_the_other(data: list[str], **flags: Any) -> str:
             flags |= dict(total_rollouts=ROLLOUTS // 2)
             first = trained(distill, data[EVEN], teacher=teachers[EVEN], **flags)
             return trained(distill, data[ODD], model=first, teacher=teachers[ODD], **flags)
 
-        alone, reverse = dict(teacher=teachers[EVEN]), dict(divergence="reverse")
+        both, alone, reverse = teachers, teachers[EVEN], dict(divergence="reverse")
         models = {
             "the teacher of even sums": teachers[EVEN],
             "the teacher of odd sums": teachers[ODD],
-            "both, by the column `teacher`": both(),
-            "both, `--divergence reverse`": both(**reverse),
-            "the even teacher alone, on all sums": trained(distill, on_all[0], **alone),
-            "the even teacher alone, on even sums": trained(distill, on_half[EVEN], **alone),
+            "both, by the column `teacher`": trained(several, on_all[0], teacher=both),
+            "both, `--divergence reverse`": trained(several, on_all[0], teacher=both, **reverse),
+            "the even teacher alone, on all sums": trained(distill, on_all[0], teacher=alone),
+            "the even teacher alone, on even sums": trained(distill, on_half[EVEN], teacher=alone),
             "one after the other, on all sums": one_after_the_other(on_all),
             "the same, `--divergence reverse`": one_after_the_other(on_all, **reverse),
             "one after the other, each on its half": one_after_the_other(on_half),
