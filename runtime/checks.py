@@ -37,6 +37,15 @@ MAX_SAMPLING_KL = 0.003  # nats per token; rounding to bfloat16 alone gives abou
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
 
 
+# --- flags ---------------------------------------------------------------------------------------
+def check_flags(argv: list[str], resume: str | None) -> None:
+    """The words of a command line, of which tyro takes the last of two alike."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flags.count(flag) > 1 or (resume and flag != "--resume"):
+            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
+
+
 # --- models --------------------------------------------------------------------------------------
 def check_source(source: str) -> None:
     """Before a model is read from a folder or the hub."""
@@ -92,6 +101,9 @@ def check_model(
         missing, left_out = {*missing} - {"score.weight"}, ()
     if missing or left_out:  # the missing would be random
         raise ValueError(f"{source}: its weights are not those of {type(model).__name__}: {info}")
+    num_labels = getattr(getattr(model, "score", None), "out_features", 0)
+    if type(model).__name__.endswith("ForSequenceClassification") and num_labels != 1:
+        raise ValueError(f"{source}: no `score` head with one label, as --reward-model needs")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ValueError(f"{source}: the tokenizer has more tokens than the embedding")
     limit, reason = getattr(config, "max_position_embeddings", None) or positions, ""

@@ -149,7 +149,7 @@ def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
     model = AutoModelForSequenceClassification.from_config(config)
     folder = save_model(tmp_path / "model", model, "tiny/reviews/policy")
     flags = REVIEWS | dict(reward_model=folder)
-    fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
+    fails(name, tmp_path, ValueError, f"{folder}: no `score` head", **flags)
 
 
 # --- rows ---------------------------------------------------------------------------------------
