@@ -518,7 +518,7 @@ def load_critic(
     if args.critic_init == "reward_model":
         critic = load_model(kind, args.reward_model, tokenizer, positions)
         head = critic.score
-        if args.lora_rank > 0:  # without adapters and with its own head it is the reward model
+        if args.lora_rank > 0:  # adapters, a second head; without them it is the reward model
             add_adapters(critic, args.lora_rank, args.seed)
             head = critic.value_head = deepcopy(critic.score).requires_grad_(True)
     else:
