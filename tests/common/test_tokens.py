@@ -8,8 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from encoded import encode_pair, message
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from vocabularies import llama_2, of_bytes
 
 from common.tokens import encode, encode_completions, find_stop_ids, pad_rows
@@ -97,26 +96,6 @@ def test_text_parts_are_joined(tokenizer):
     assert encode(tokenizer, in_parts) == ids
 
 
-# --- strings --------------------------------------------------------------------------------------
-@pytest.fixture
-def appending():
-    """A tokenizer that appends EOS to each text, as Llama's does with add_eos_token."""
-    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
-    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
-    both = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ids)
-    tokenizer.backend_tokenizer.post_processor = both
-    assert tokenizer("1+2=").input_ids[-1] == tokenizer.eos_token_id
-    return tokenizer
-
-
-def test_an_appended_eos_is_taken_off(appending, tokenizer):
-    assert encode(appending, "1+2=") == encode(tokenizer, "1+2=")
-    prompt, completion = encode_pair(appending, "1+2=", "#3", [2])
-    assert tokenizer.decode(prompt + completion) == "<bos>1+2=#3<eos>"
-    # One that the text itself ends with stays.
-    assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
-
-
 # What a prompt ends in for sampling, and what stands before a rendered answer; `,` opens a thought,
 # `+` closes it.
 OPENINGS = {
@@ -162,9 +141,6 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
     for values, text in expected.items():
         loaded = load_tokenizer(str(tmp_path), values)
         assert loaded.decode(encode(loaded, turns, add_generation_prompt=True)) == text
-    for text in ("{'thin': False}", "{thin: false}", "[]", "false", ""):
-        with pytest.raises(ValueError, match=r"--chat-template-kwargs .*: a JSON object expected"):
-            load_tokenizer(str(tmp_path), text)
     with pytest.raises(ValueError, match=r"--chat-template-kwargs: .* reads no \{'thin'\}"):
         load_tokenizer(str(tmp_path), '{"thin": true}')
     for value in ('"false"', '"True"'):
@@ -244,15 +220,6 @@ def test_a_checksum_sees_what_has_changed(tokenizer, tmp_path):
     assert checksum(load(tokenizer, rows), str(tmp_path)) == sums[-1]
 
 
-def test_a_checksum_sees_another_template(tokenizer):
-    rows = [{"text": [message("user", "1+2")]}]
-    sums = []
-    for template in (CHAT, CHAT.replace("}}=", "}}=,")):
-        tokenizer.chat_template = template
-        sums.append(checksum(load(tokenizer, rows)))
-    assert sums[0] != sums[1]
-
-
 def test_values_of_a_row_do_not_enter_the_next_split(tokenizer):
     tokenizer.chat_template = "{{ n }}" + CHAT
     row = {"text": [message("user", "1+2")]}
@@ -317,19 +284,9 @@ def test_rows_of_rollouts_have_numbers_of_their_own_tokens(tokenizer):
     assert row == expected
 
 
-def test_text_for_the_log_never_ends_a_run():
+def test_bytes_that_are_no_character_are_a_text_too():
     tokenizer = llama_2()
     smile = tokenizer("\U0001f642").input_ids[1:]
-    for ids in ([*smile, 259], [*smile, smile[0], 259], [*smile, *smile[:2], 259, 260]):
+    for ids in ([*smile, 259], [*smile, *smile[:2], 259, 260], [*32 * smile[:1], *smile, 259]):
         (row,) = rollout_row(tokenizer, [([257], ids)], {})["completions"]
         assert len(row["tokens"]) == len(ids) and row["tokens"][-1] in "012"
-
-
-def test_bytes_that_are_no_character_are_read_once():
-    """Of a tokenizer of bytes; a stream of text would read all of them again at each of them."""
-    tokenizer = of_bytes()
-    smile = tokenizer("\U0001f642").input_ids
-    assert len(smile) == 4
-    for ids in (smile[:1] * 48, smile[:1] * 5 + smile, smile[:1] * 32 + smile, smile[:2] + smile):
-        (row,) = rollout_row(tokenizer, [(smile, ids)], {})["completions"]
-        assert len(row["tokens"]) == len(ids) and "".join(row["tokens"]) == tokenizer.decode(ids)
