@@ -235,7 +235,7 @@ def check_ids(tokenizer: Any, text: str | list[dict], written: str, ids: list[in
     # tokens, which may take it with them.
     texts = [text] if isinstance(text, str) else [message_text(message) for message in text]
     pieces = [piece.strip() for text in texts for piece in special_tokens(tokenizer).split(text)]
-    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    back = tokenizer.decode(ids)
     pieces = [piece for piece in pieces if piece not in back and piece in written]
     if not pieces:
         return

@@ -1,6 +1,5 @@
 """Padding, stop ids, and the way from texts and chats to tokens."""
 
-from collections import Counter
 from os.path import commonprefix
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from transformers import GenerationConfig
 from vocabularies import llama_2, of_bytes
 
 from common.tokens import encode, encode_completions, find_stop_ids, pad_rows
-from runtime.chats import UnusableRow
 from runtime.model import load_tokenizer
 from runtime.rows import checksum, encode_rows
 from runtime.saving import rollout_row
@@ -29,10 +27,6 @@ def tokenizer(tokenizer):
     tokenizer.chat_template = CHAT
     tokenizer.add_tokens(["<think>", "</think>", '"', "\\", " "])  # what these texts have
     return tokenizer
-
-
-def text_parts(*texts):
-    return [{"type": "text", "text": text} for text in texts]
 
 
 # --- padding and stop ids -------------------------------------------------------------------------
@@ -92,7 +86,8 @@ def test_a_templates_end_of_an_assistants_turn_is_a_stop_id(template, expected, 
 def test_text_parts_are_joined(tokenizer):
     ids = encode(tokenizer, [message("user", "1+2"), message("assistant", "3")])
     assert tokenizer.decode(ids) == "1+2=3<eos>"
-    in_parts = [message("user", text_parts("1", "+2")), message("assistant", text_parts("3"))]
+    parts = [{"type": "text", "text": text} for text in ("1", "+2")]
+    in_parts = [message("user", parts), message("assistant", "3")]
     assert encode(tokenizer, in_parts) == ids
 
 
@@ -148,21 +143,8 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
             load_tokenizer(str(tmp_path), f'{{"think": {value}}}')
 
 
-def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, tokenizer):
-    assert encode_pair(tokenizer, "5+6=", "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
-    for eos, expected in (("<eos>", [2, 9]), (None, [9, 2])):  # 2 by the template
-        tokenizer.eos_token = eos
-        GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
-        stop_ids = find_stop_ids(str(tmp_path), tokenizer)
-        _, completion = encode_pair(tokenizer, "1+2=", "#3", stop_ids)
-        ids = tokenizer("#3", add_special_tokens=False).input_ids
-        assert stop_ids == expected and completion == [*ids, stop_ids[0]]
-
-
 # --- rows that cannot be used ---------------------------------------------------------------------
 QUESTION = [message("user", "5+6")]
-OPENING = CHAT.replace("m['content'] }}<", "m['content'].split('>')[-1] }}<")
-OPENING += "{% if add_generation_prompt %},+{% endif %}"
 EMPTY = "with an empty prompt or completion (in a csv also NA and null)"
 
 
@@ -228,41 +210,25 @@ def test_values_of_a_row_do_not_enter_the_next_split(tokenizer):
     assert tokenizer.decode(ids) == "1+2="
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_give_what_each_row_gives(ranks, tokenizer, monkeypatch, capsys):
+def test_ranks_give_what_one_process_gives(tokenizer, monkeypatch):
     """Also with rows between them that are dropped."""
-    tokenizer.chat_template = OPENING
-    user, replies = [message("user", "5+6")], ["11", "1,#</think>", "", "1<eos>", "12"]
-    pairs = [(prompt, reply) for prompt in ("5+6=", user, "", user * 2) for reply in replies]
-    pairs += [("5+6", "=11"), ("5+6=", "1<eos>1"), ("1+2=", "3")]
-    rows = Dataset.from_list([dict(number=i) for i in range(len(pairs))], split="train")
-
-    def encode_row(row):
-        prompt, completion = pairs[row["number"]]
-        prompt_ids, both = encode_completions(tokenizer, prompt, [completion, "4"], [2])
-        return (row["number"], prompt_ids, both), prompt_ids
-
-    def encoded_by(rank, most=None):
-        monkeypatch.setattr("runtime.rows.RANK", rank)
-        return encode_rows(rows, encode_row, tokenizer, 99, most=most)
-
-    expected, reasons = [], []
-    for row in rows:
-        try:
-            expected.append(encode_row(row)[0])
-        except UnusableRow as reason:
-            reasons.append(str(reason))
-    assert len(expected) > 8 and len({*reasons}) == 4
-    whole = encoded_by(0)
-    assert f"dropped {dict(Counter(reasons))}" in capsys.readouterr().out
-    monkeypatch.setattr("runtime.rows.WORLD_SIZE", ranks)
+    rows = texts("1+2=", "", "3+4=", "1+2+3+4+5=", "5+6=", None, "1+2=", "7+8=")
+    whole = load(tokenizer, rows)
+    assert len(whole) == 5
     gathered = []
+    monkeypatch.setattr("runtime.rows.WORLD_SIZE", 3)
     monkeypatch.setattr("runtime.rows.all_gather", lambda items: gathered.append(items) or items)
-    parts = [encoded_by(rank) for rank in range(ranks)]
-    assert [item for part in parts for item in part] == whole == expected
-    assert len(gathered) == 4 * ranks  # items, longest, reasons, first text
-    few = [item for rank in range(ranks) for item in encoded_by(rank, most=4)]
-    assert few[:4] == expected[:4]
+
+    def load_all(most=None):
+        parts = []
+        for rank in range(3):
+            monkeypatch.setattr("runtime.rows.RANK", rank)
+            parts += load(tokenizer, rows, most)
+        return parts
+
+    assert load_all() == whole
+    assert len(gathered) == 4 * 3  # items, longest, reasons, first text
+    assert load_all(most=1)[:1] == whole[:1]
 
 
 # --- back to texts --------------------------------------------------------------------------------
