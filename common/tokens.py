@@ -60,15 +60,10 @@ def render(tokenizer: Any, text: str | list[dict], add_generation_prompt: bool =
 
 
 def to_ids(tokenizer: Any, written: str, is_chat: bool) -> list[int]:
-    """Token ids of what a chat template has written, which has special tokens of its own; or of a
-    string, with the tokenizer's BOS and without an EOS that it appends.
+    """Token ids of a string, with the tokenizer's BOS; or of what a chat template has written,
+    which has special tokens of its own.
     """
-    if is_chat:
-        return tokenizer(written, add_special_tokens=False).input_ids
-    ids = tokenizer(written).input_ids
-    if ids[-1:] == [tokenizer.eos_token_id] and not written.endswith(tokenizer.eos_token):
-        ids = ids[:-1]  # a prompt that ends with EOS would be over
-    return ids
+    return tokenizer(written, add_special_tokens=not is_chat).input_ids
 
 
 def encode(
@@ -141,7 +136,7 @@ def encode_answer(
         start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
     ids = [*ids, stop_ids[0]]
     end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
-    check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
+    check_answer(tokenizer, completion, sampled_ids, ids, start, end)
     check_ids(tokenizer, new_messages, new_answered, ids[: end + 1])
     prompt_ids = prefix.ids + ids[:start]
     # Where the stop token stands in the text, if the template writes one.
