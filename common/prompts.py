@@ -75,6 +75,9 @@ def shared_attention(
     """
     if shared is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    for name in ("softcap", "s_aux", "position_bias"):  # s_aux: attention sinks
+        if options.get(name) is not None:
+            raise ValueError(f"its attention has a {name}")
     by_token = [states[0].transpose(0, 1) for states in (query, key, value)]  # (N, heads, d)
     q, k, v = (take(states, shared.branches).transpose(1, 2) for states in by_token)
     if sliding_window not in shared.masks:

@@ -60,10 +60,15 @@ def render(tokenizer: Any, text: str | list[dict], add_generation_prompt: bool =
 
 
 def to_ids(tokenizer: Any, written: str, is_chat: bool) -> list[int]:
-    """Token ids of a string, with the tokenizer's BOS; or of what a chat template has written,
-    which has special tokens of its own.
+    """Token ids of what a chat template has written, which has special tokens of its own; or of a
+    string, with the tokenizer's BOS and without an EOS that it appends.
     """
-    return tokenizer(written, add_special_tokens=not is_chat).input_ids
+    if is_chat:
+        return tokenizer(written, add_special_tokens=False).input_ids
+    ids = tokenizer(written).input_ids
+    if ids[-1:] == [tokenizer.eos_token_id] and not written.endswith(tokenizer.eos_token):
+        ids = ids[:-1]  # a prompt that ends with EOS would be over
+    return ids
 
 
 def encode(

@@ -149,6 +149,8 @@ def checked_files(dataset: str, files: list[Path]) -> Iterator[None]:
 
 def check_rows(rows: Any, columns: set[str], media: list[str]) -> None:
     """The rows of a split, once they are read."""
+    if "__index_level_0__" in rows.column_names:  # all columns have moved by one
+        raise ValueError("--dataset: a row has more fields than there are columns")
     mixed = [name for name, kind in rows.features.items() if "'content': Json" in str(kind)]
     if mixed:  # there `datasets` reads a string "5" as the number 5
         raise ValueError(f"--dataset: in {mixed} the content of some messages is no string")
@@ -162,17 +164,18 @@ def check_imports(file: Path) -> None:
     """A file of functions, before it is loaded: Python would go on with another module of the name
     of one in its folder, which it has or finds first.
     """
-    names = set()
+    folder, names = file.parent, set()
     for node in ast.walk(ast.parse(file.read_bytes(), file)):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    for path in file.parent.glob("*.py"):
-        found = find_spec(path.stem) if path.stem in names else None
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    for name in names:
+        beside = [*folder.glob(f"{name}.py"), *folder.glob(f"{name}/*.py")]
+        found = find_spec(name) if beside else None
         where = found and (found.origin or next(iter(found.submodule_search_locations)))
-        if where and not Path(os.path.realpath(where)).is_relative_to(file.parent):
-            raise ValueError(f"{file}: {path.stem} is {path}, and also {where}: rename one")
+        if where and not Path(os.path.realpath(where)).is_relative_to(folder):
+            raise ValueError(f"{file}: {name} is {beside[0]}, and also {where}: rename one")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -271,6 +274,9 @@ def check_written(tokenizer: Any, messages: str | list[dict], written: str) -> N
     lost = []
     for message in map(template_message, messages):
         role, text = message["role"], message["content"]
+        is_common = role in ("developer", "tool", "function", "ipython") and role in written
+        if role not in {"system", "user", "assistant"} | words and not is_common:
+            raise ValueError(f"the chat template of {name} knows no role {role!r}")
         is_written = text.strip() in written or json.dumps(text, ensure_ascii=False) in written
         if role != "assistant" and not is_written:
             raise ValueError(f"the chat template of {name} leaves out what {role!r} says")

@@ -50,6 +50,7 @@ OTHERWISE = CHAT.replace("}}={%", "}}{{ '=' if loop.last else '+=' }}{%")  # onc
 NOTHING = "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}"
 LAST = CHAT.replace("m.content }}<", "m.content[-1:] }}<")
 THOUGHTLESS = CHAT.replace("m.content }}<", "m.content.split('</think>')[-1] }}<")
+ANY_ROLE = "{% for m in messages %}{{ m.role[:0] + m.content }}{% endfor %}"
 NAMED = "{# renamed, trained #}{% for m in messages %}{{ m.content | trim }}{% endfor %}"
 CALLS = CHAT.replace("m.content }}<", "m.tool_calls[0].function.arguments | tojson }}<")
 TOOL = CHAT.replace("{% endfor", "{{ m.content | tojson if m.role == 'tool' }}{% endfor")
@@ -89,10 +90,19 @@ CASES = [
     (CHAT, [message(None, "1+2")], "3", ValueError, ROLE),
     (CHAT, [message("user", [IMAGE, *PARTS])], "3", ValueError, "only parts of type `text`.*'imag"),
     (None, "<bos>1+2=", "3", ValueError, "two BOS"),
-    (CALLS, [*ASKED, message("tool", "4")], calling({"1": 2}), ValueError, "out what 'tool' says"),
+    (
+        CHAT,
+        [message("human", "5+6")],
+        "3",
+        ValueError,
+        "chat template of .*policy knows no role 'h",
+    ),
+    (ANY_ROLE, [message("gpt", "3"), *ASKED], "11", ValueError, "knows no role 'gpt'"),
+    (ANY_ROLE + "{# gpt #}", [*ASKED, message("gpt", "3"), *ASKED], "11", None, None),
+    (CALLS, [*ASKED, message("tool", "4")], calling({"1": 2}), ValueError, "knows no role 'tool'"),
     (TOOL, [*ASKED, message("tool", '"3"')], answer("#3"), None, None),  # with quotes escaped
     (CHAT, [message("system", "9"), *ASKED], "11", ValueError, "leaves out what 'system' says"),
-    (NAMED, [message("human", "9"), *ASKED], "11", None, None),  # whatever its role is called
+    (NAMED, [message("system", "9"), *ASKED], "11", None, None),
     (CHAT, ASKED, [message("tool", "4"), *answer("3")], UnusableRow, "several messages"),
     (CHAT, ASKED, [message("user", "11")], UnusableRow, "is not an assistant's turn"),
     # A special token would end a turn, or open another's.
@@ -208,6 +218,13 @@ def test_a_field_without_a_column_is_not_left_out(name, row, tmp_path):
     (tmp_path / name).write_text(f"prompt,completion\n{row}\n4,5\n")
     with pytest.raises(DatasetGenerationError):
         load_rows(str(tmp_path / name), None, "train", set())
+
+
+def test_a_field_too_many_in_each_row_moves_no_column(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.csv").write_text("prompt,answer\nx,2,3\ny,5,6\n")
+    with pytest.raises((ValueError, DatasetGenerationError)):
+        load_rows(str(tmp_path), None, "train", set())
 
 
 def test_a_comma_at_the_end_of_each_line_moves_no_column(tmp_path):

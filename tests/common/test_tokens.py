@@ -7,7 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 from encoded import encode_pair, message
-from transformers import GenerationConfig
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, GenerationConfig
 from vocabularies import llama_2, of_bytes
 
 from common.tokens import encode, encode_completions, find_stop_ids, pad_rows
@@ -91,6 +92,26 @@ def test_text_parts_are_joined(tokenizer):
     assert encode(tokenizer, in_parts) == ids
 
 
+# --- strings --------------------------------------------------------------------------------------
+@pytest.fixture
+def appending():
+    """A tokenizer that appends EOS to each text, as Llama's does with add_eos_token."""
+    tokenizer = AutoTokenizer.from_pretrained("tiny/arithmetic/policy")
+    ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    both = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = both
+    assert tokenizer("1+2=").input_ids[-1] == tokenizer.eos_token_id
+    return tokenizer
+
+
+def test_an_appended_eos_is_taken_off(appending, tokenizer):
+    assert encode(appending, "1+2=") == encode(tokenizer, "1+2=")
+    prompt, completion = encode_pair(appending, "1+2=", "#3", [2])
+    assert tokenizer.decode(prompt + completion) == "<bos>1+2=#3<eos>"
+    # One that the text itself ends with stays.
+    assert encode(appending, "1+2=<eos>") == [*encode(tokenizer, "1+2="), 2, 2]
+
+
 # What a prompt ends in for sampling, and what stands before a rendered answer; `,` opens a thought,
 # `+` closes it.
 OPENINGS = {
@@ -141,6 +162,17 @@ def test_values_for_the_chat_template(tmp_path, tokenizer):
     for value in ('"false"', '"True"'):
         with pytest.raises(ValueError, match="--chat-template-kwargs: true and false without quo"):
             load_tokenizer(str(tmp_path), f'{{"think": {value}}}')
+
+
+def test_a_completion_ends_with_the_eos_or_else_with_another_stop_id(tmp_path, tokenizer):
+    assert encode_pair(tokenizer, "5+6=", "11<eos> <pad>", [2])[1][-1] == 2  # nothing is lost
+    for eos, expected in (("<eos>", [2, 9]), (None, [9, 2])):  # 2 by the template
+        tokenizer.eos_token = eos
+        GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
+        stop_ids = find_stop_ids(str(tmp_path), tokenizer)
+        _, completion = encode_pair(tokenizer, "1+2=", "#3", stop_ids)
+        ids = tokenizer("#3", add_special_tokens=False).input_ids
+        assert stop_ids == expected and completion == [*ids, stop_ids[0]]
 
 
 # --- rows that cannot be used ---------------------------------------------------------------------

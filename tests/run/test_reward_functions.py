@@ -204,16 +204,20 @@ def rule(prompts, completions, **columns):
 """
 
 
-def test_two_folders_with_a_helper_of_one_name(tmp_path, call):
+@pytest.mark.parametrize("helper", ["scoring.py", "scoring/__init__.py", "scoring/inner.py"])
+def test_two_folders_with_a_helper_of_one_name(helper, tmp_path, call):
     """The first would be used for both."""
+    module = helper.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     for folder, score in (("a", "len"), ("b", "int")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "scoring.py").write_text(f"score = {score}\n")
-        (tmp_path / folder / "reward.py").write_text(HELPED.replace("{name}", "scoring"))
+        path = tmp_path / folder / helper
+        path.parent.mkdir(parents=True)
+        path.write_text(f"score = {score}\n")
+        (tmp_path / folder / "reward.py").write_text(HELPED.replace("{name}", module))
     assert call(f"{tmp_path}/a/reward.py:rule").tolist() == [2, 2]
     with pytest.raises(ValueError, match=r"b/reward.py: scoring is .*/b/scoring.*/a/scoring"):
         call(f"{tmp_path}/b/reward.py:rule")
-    del sys.modules["scoring"]
+    for name in [name for name in sys.modules if name.split(".")[0] == "scoring"]:
+        del sys.modules[name]
 
 
 def test_a_helper_with_the_name_of_a_folder_of_this_repository(tmp_path, call):
