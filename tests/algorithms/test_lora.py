@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 import grpo
 import ppo_rlhf
 from common.logprobs import completion_logprobs
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import as_at_start, add_adapters
 from runtime.model import shard
 from runtime.saving import save_weights
 
@@ -93,7 +93,7 @@ def test_the_reference_is_the_policy_without_its_adapters(architecture):
     model, _, _ = with_random_adapters(architecture)
     inds = torch.arange(2)
     expected = completion_logprobs(tiny_model(architecture), SEQUENCES, inds)
-    with adapters_off(model):
+    with as_at_start(model):
         assert torch.equal(completion_logprobs(model, SEQUENCES, inds), expected)
     assert (completion_logprobs(model, SEQUENCES, inds) - expected).abs().max() > 0.01
 
