@@ -55,8 +55,8 @@ def add_adapters(model: Any, rank: int, seed: int, any_rank: bool = False) -> No
 
 
 def freeze(model: Any, merged: bool = False) -> Any:
-    """The model, not trained. An adapter of an earlier run stays apart from its base, unless it is
-    to be `merged`, as in a policy that trains all weights.
+    """The model, not trained: apart from an earlier run's adapter, unless `merged`, as in a policy
+    that trains all weights.
     """
     if not merged:
         over_base(model)
@@ -70,20 +70,19 @@ def base_of(source: str) -> str | None:
 
 
 def over_base(model: Any) -> Any:
-    """Take a run's merged weights apart: adapted matrices become those of its base, with the frozen
+    """Take a run's merged weights apart: adapted layers become those of its base, with the frozen
     adapter `start` beside them; else a GPU would round off to bfloat16 a part of what was learned.
     Returns the adapter's LoraConfig; None if there is none, or the weights are others.
     """
-    source, base_name = model.name_or_path, base_of(model.name_or_path)
+    source, base_name, problem = model.name_or_path, base_of(model.name_or_path), None
     if base_name is None:
         return None
     from peft import LoraConfig, inject_adapter_in_model
 
-    problem, verbosity = None, logging.get_verbosity()
-    logging.set_verbosity_error()  # about heads: they are the model's
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # about a base's head of scores: there is none
     try:
-        where = None if RANK == 0 else "meta"  # see `load_model`
-        base = type(model).from_pretrained(base_name, device_map=where)
+        base = type(model).from_pretrained(base_name, device_map=None if RANK == 0 else "meta")
         config = LoraConfig.from_pretrained(f"{source}/adapter")
         config.modules_to_save = None  # a head
         inject_adapter_in_model(config, base, "start")
@@ -99,13 +98,13 @@ def over_base(model: Any) -> Any:
                 for layer in adapted:  # the run's GPU has rounded it, see `set_types`
                     matrix(layer).data = matrix(layer).data.bfloat16()
                 if not are_merged(layers, model):
-                    raise ValueError(f"its weights are not those of its adapter over {base_name}")
+                    raise ValueError("the weights of the run are others")
     except Exception as error:  # many a library's, if the base cannot be found
         problem = f"{type(error).__name__}: {error}"
     logging.set_verbosity(verbosity)
     if problem := from_rank_0(problem):
         loss = "its merged weights are taken, and a GPU rounds off a part of what it learned"
-        warnings.warn(f"{source}: {problem}: {loss}", stacklevel=3)
+        warnings.warn(f"{source}: no adapter over {base_name}: {loss}: {problem}", stacklevel=3)
         return None
     for name, layer in layers.items():
         model.set_submodule(name, layer)
@@ -117,8 +116,7 @@ def over_base(model: Any) -> Any:
 
 def are_merged(layers: dict[str, Any], model: Any) -> bool:
     """Whether W + 2 B A of the first and last layer is the model's weight, to a relative 1e-4."""
-    names = [*layers]
-    for name in (names[0], names[-1]):
+    for name in ([*layers][0], [*layers][-1]):  # noqa: RUF015
         layer, module = layers[name], model.get_submodule(name.replace(".base_layer", ""))
         weight, merged = matrix(layer), getattr(module, getattr(layer, "parameter_name", "weight"))
         if hasattr(weight, "quant_state"):
