@@ -57,7 +57,7 @@ from common.logprobs import OutputHead, Sequences, completion_logprobs, completi
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.checks import check_flags, check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
 from runtime.model import load_model, load_tokenizer, shard
@@ -133,7 +133,7 @@ def token_rewards(
     log pi. The teacher reads the same completions, after prompts x of its own.
     """
     policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    with adapters_off(policy):  # without another teacher, it is the policy as it was at the start
+    with as_at_start(policy):  # without another teacher, it is the policy as it was at the start
         teacher_logprobs = rollout_logprobs(teacher, teacher_sequences, batches, temperature=1.0)
     return teacher_logprobs - policy_logprobs, policy_logprobs
 
@@ -187,12 +187,12 @@ def main(args: Args) -> Path:
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    teacher = policy  # with --teacher-prompt-column and LoRA: without its adapters
+    teacher = policy  # with --teacher-prompt-column and LoRA: as it was at the start
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
         sizes = [model.get_input_embeddings().num_embeddings for model in (policy, teacher)]
         policy.resize_token_embeddings(min(sizes))  # ids that one alone has are padding, not tokens
-        shard(teacher.requires_grad_(False), device)
+        shard(freeze(teacher, merged=not args.teacher), device)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-5)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
@@ -240,7 +240,7 @@ def main(args: Args) -> Path:
                     logprobs, advantages[device_inds], num_completions=len(sequences)
                 )
             else:
-                with adapters_off(policy):
+                with as_at_start(policy):
                     states, head = states_and_head(teacher, teacher_sequences, inds)
                 kind, beta = args.divergence, args.jsd_beta
                 loss = divergence_loss(policy, sequences, inds, states, head, kind, beta)

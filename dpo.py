@@ -64,7 +64,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.tokens import as_chat, encode_completions, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.chats import UnusableRow
 from runtime.checks import check_flags, check_training
 from runtime.functions import call_reward, load_function
@@ -228,9 +228,9 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
+        shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # without its adapters, see `adapters_off`
+        ref_model = policy  # `as_at_start`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -270,7 +270,7 @@ def main(args: Args) -> Path:
         for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
             # The reference first: after the policy's pass, its memory would come on top of that of
             # the policy's activations.
-            with torch.no_grad(), adapters_off(policy):
+            with torch.no_grad(), as_at_start(policy):
                 ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if ref_model else None
             logprobs = pair_logprobs(policy, sequences, pair_inds)  # (b, 2)
             device_inds = pair_inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
@@ -396,7 +396,7 @@ def evaluate(
     sums = defaultdict(float)
     for pair_inds in micro_batches_of_pairs(sequences, args.micro_batch_size):
         logprobs = pair_logprobs(policy, sequences, pair_inds)  # (b, 2)
-        with adapters_off(policy):
+        with as_at_start(policy):
             ref_logprobs = pair_logprobs(ref_model, sequences, pair_inds) if ref_model else None
         device_inds = pair_inds.to(policy.device, non_blocking=True)
         _, pair_metrics = pair_losses(args, logprobs, ref_logprobs, lengths[device_inds])
@@ -433,7 +433,7 @@ def kl_metrics(
     size = 2 * args.micro_batch_size  # as many sequences as in a micro-batch of pairs
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), size)]
     logprobs = rollout_logprobs(policy, sequences, batches, args.temperature)  # (N, T)
-    with adapters_off(policy):
+    with as_at_start(policy):
         ref_logprobs = rollout_logprobs(ref_model, sequences, batches, args.temperature)
     k1 = (logprobs - ref_logprobs).double().sum().item() / len(sequences)
     lengths = torch.tensor([len(y) for _, y in sequences])  # (N,)

@@ -49,7 +49,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start
 from runtime.chats import message_text, special_tokens
 from runtime.checks import check_flags, check_message, check_training
 from runtime.functions import call_reward, check_columns, load_function, set_step
@@ -238,7 +238,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy  # without its adapters, see step 3
+        ref_model = policy  # as at the start, see step 3
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -284,7 +284,7 @@ def main(args: Args) -> Path:
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with as_at_start(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 

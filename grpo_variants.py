@@ -62,7 +62,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, last_states, micro_batches
 from common.logprobs import rollout_logprobs, sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.checks import check_flags, check_training
 from runtime.functions import call_reward, check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
@@ -353,13 +353,13 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
+        shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # without its adapters, see step 3
+        ref_model = policy  # as at the start, see step 3
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
-        shard(reward_model.requires_grad_(False), device)
+        shard(freeze(reward_model), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     eval_fns = eval_fns or list(reward_fns.values())
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
@@ -419,7 +419,7 @@ def main(args: Args) -> Path:
         if needs_old_pass:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with as_at_start(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
@@ -657,7 +657,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with adapters_off(model):  # in ppo_rlhf.py those of a critic, which may be this model
+        with as_at_start(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)

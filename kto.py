@@ -51,7 +51,7 @@ from transformers import AutoModelForCausalLM
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.tokens import as_chat, encode_completions, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.checks import check_flags, check_training
 from runtime.functions import call_reward, load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
@@ -189,9 +189,9 @@ def main(args: Args) -> Path:
     if args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
+        shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # without its adapters, see `adapters_off`
+        ref_model = policy  # `as_at_start`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -237,7 +237,7 @@ def main(args: Args) -> Path:
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
             # The reference first: after the policy's pass, its memory would come on top of that of
             # the policy's activations.
-            with torch.no_grad(), adapters_off(policy):
+            with torch.no_grad(), as_at_start(policy):
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
@@ -318,7 +318,7 @@ def sum_logratios(
     """r(x, y) = log(pi(y|x) / pi_ref(y|x)) (B,), sums over tokens, in nats, without gradient."""
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
     logprobs = rollout_logprobs(policy, sequences, batches, temperature)  # (B, T)
-    with adapters_off(policy):
+    with as_at_start(policy):
         ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature)
     return logprobs.sum(dim=1) - ref_logprobs.sum(dim=1)
 

@@ -72,7 +72,7 @@ from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.checks import check_flags, check_training
 from runtime.functions import call_reward, check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
@@ -285,20 +285,20 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
+        shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # without its adapters, see step 2
+        ref_model = policy  # as at the start, see step 2
     critic = load_critic(args, policy, tokenizer, positions, device)
     args.critic_learning_rate = find_rate(
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
     )
     if args.reward_model:
         if args.lora_rank > 0 and args.critic_init == "reward_model":
-            reward_model = critic.backbone  # `model_rewards` switches its adapters off
+            reward_model = critic.backbone  # `model_rewards` takes it as at the start
         else:
             kind = AutoModelForSequenceClassification
             reward_model = load_model(kind, args.reward_model, tokenizer, positions)
-            shard(reward_model.requires_grad_(False), device)
+            shard(freeze(reward_model), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     eval_fns = eval_fns or list(reward_fns.values())
     if args.activation_checkpointing:
@@ -364,7 +364,7 @@ def main(args: Args) -> Path:
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
         ref_logprobs = old_logprobs  # without a reference the KL counts as 0
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with as_at_start(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
         old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
@@ -518,8 +518,8 @@ def load_critic(
     if args.critic_init == "reward_model":
         critic = load_model(kind, args.reward_model, tokenizer, positions)
         head = critic.score
-        if args.lora_rank > 0:  # adapters, a second head; without them it is the reward model
-            add_adapters(critic, args.lora_rank, args.seed)
+        if args.lora_rank > 0:  # adapters, a second head; at the start it is the reward model
+            add_adapters(critic, args.lora_rank, args.seed, any_rank=True)
             head = critic.value_head = deepcopy(critic.score).requires_grad_(True)
     else:
         critic = load_model(kind, args.model, tokenizer, positions, new_head=True)
@@ -577,7 +577,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with adapters_off(model):  # in ppo_rlhf.py those of a critic, which may be this model
+        with as_at_start(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)

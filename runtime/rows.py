@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
+from runtime.adapters import base_of
 from runtime.chats import UnusableRow, template_values
 from runtime.checks import check_rows, check_template_values, checked_files
 from runtime.processes import RANK, WORLD_SIZE, all_gather, from_rank_0
@@ -124,13 +125,15 @@ def shuffled(items: list, seed: int, skip: int) -> Iterator:
 
 
 def checksum(items: list, *sources: str | None) -> int:
-    """CRC-32 of items as they are encoded, and of what is read of models in folders: by it --resume
-    sees that they have changed. Rank 0 computes it for all.
+    """CRC-32 of items as they are encoded, and of what is read of models in folders, their adapters
+    and bases: by it --resume sees that they have changed. Rank 0 computes it for all.
     """
-    value = 0
+    value, folders = 0, []
+    for source in filter(None, sources):
+        folders += [source, f"{source}/adapter", base_of(source)]
     for item in items if RANK == 0 else ():
         value = zlib.crc32(repr(item).encode(), value)
-    for folder in filter(None, sources if RANK == 0 else ()):
+    for folder in filter(None, folders if RANK == 0 else ()):
         for path in sorted(Path(folder).glob("*")):
             if path.suffix in (".safetensors", ".bin", ".json", ".jinja"):
                 with path.open("rb") as file:
