@@ -48,25 +48,23 @@ import wandb
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from common.generation import generate
 from common.logprobs import OutputHead, Sequences, completion_logprobs, completion_states
 from common.logprobs import head_logits, map_logits, micro_batches, output_head, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
-from runtime.checks import check_training
+from runtime.adapters import add_adapters, as_at_start, freeze
+from runtime.checks import check_flags, check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, forward_method
 from runtime.model import load_model, load_tokenizer, shard
 from runtime.processes import RANK, WORLD_SIZE, from_rank_0, join_processes, leave_processes
 from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
-from runtime.saving import write_checkpoint
+from runtime.saving import read_checkpoint, rollout_row, save_model, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -135,7 +133,7 @@ def token_rewards(
     log pi. The teacher reads the same completions, after prompts x of its own.
     """
     policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
-    with adapters_off(policy):  # without another teacher, it is the policy as it was at the start
+    with as_at_start(policy):  # without another teacher, it is the policy as it was at the start
         teacher_logprobs = rollout_logprobs(teacher, teacher_sequences, batches, temperature=1.0)
     return teacher_logprobs - policy_logprobs, policy_logprobs
 
@@ -189,12 +187,12 @@ def main(args: Args) -> Path:
     eval_prompts = load_student_prompts(args, args.eval_split, tokenizer, args.eval_rows)
     positions = args.max_prompt_length + args.max_new_tokens
     policy = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
-    teacher = policy  # with --teacher-prompt-column and LoRA: without its adapters
+    teacher = policy  # with --teacher-prompt-column and LoRA: as it was at the start
     if args.teacher or args.lora_rank == 0:
         teacher = load_model(AutoModelForCausalLM, args.teacher or args.model, tokenizer, positions)
         sizes = [model.get_input_embeddings().num_embeddings for model in (policy, teacher)]
         policy.resize_token_embeddings(min(sizes))  # ids that one alone has are padding, not tokens
-        shard(teacher.requires_grad_(False), device)
+        shard(freeze(teacher, merged=not args.teacher), device)
     args.learning_rate = find_rate(policy, args.learning_rate, args.lora_rank, tiny=5e-4, real=1e-5)
     add_adapters(policy, args.lora_rank, args.seed)
     check_training(args, policy, stop_ids[0])
@@ -242,7 +240,7 @@ def main(args: Args) -> Path:
                     logprobs, advantages[device_inds], num_completions=len(sequences)
                 )
             else:
-                with adapters_off(policy):
+                with as_at_start(policy):
                     states, head = states_and_head(teacher, teacher_sequences, inds)
                 kind, beta = args.divergence, args.jsd_beta
                 loss = divergence_loss(policy, sequences, inds, states, head, kind, beta)
@@ -389,10 +387,7 @@ def load_student_prompts(
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    for flag in flags:
-        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
-            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
+    check_flags(argv, args.resume)
     if not args.resume:
         return args
     saved = json.loads(Path(args.resume, "args.json").read_text())
@@ -413,25 +408,14 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
-    for key, (model, optimizer) in training.items():  # all ranks
-        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
-        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
-    if RANK == 0:
-        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        write_checkpoint(state, run_dir / "checkpoint.pt")
+    """Write checkpoint.pt, with the sizes of the logs at its step."""
+    logs = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+    write_checkpoint(run_dir / "checkpoint.pt", training, state | {"logs": logs})  # all ranks
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = read_checkpoint(run_dir / "checkpoint.pt")
-    if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
-    for key, (model, optimizer) in training.items():
-        weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
+    saved = read_checkpoint(run_dir / "checkpoint.pt", training, state["data"])
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
@@ -453,17 +437,6 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
         shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
         lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
-
-
-def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = config
-    save_weights(model, run_dir)  # all ranks
-    if RANK == 0:
-        tokenizer.save_pretrained(run_dir)
-    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":

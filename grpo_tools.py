@@ -41,26 +41,24 @@ import wandb
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.logprobs import sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start
 from runtime.chats import message_text, special_tokens
-from runtime.checks import check_message, check_training
-from runtime.functions import check_columns, load_function, set_step
+from runtime.checks import check_flags, check_message, check_training
+from runtime.functions import call_reward, check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, from_rank_0, join_processes, leave_processes, peak_memory_gb
 from runtime.processes import sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
-from runtime.saving import write_checkpoint
+from runtime.saving import read_checkpoint, rollout_row, save_model, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -240,7 +238,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy  # without its adapters, see step 3
+        ref_model = policy  # as at the start, see step 3
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -286,7 +284,7 @@ def main(args: Args) -> Path:
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with as_at_start(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 
@@ -524,28 +522,17 @@ def between_turns(tokenizer: Any, reply: dict) -> list[str | int]:
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
+    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
-    rewards = None
-    if RANK == 0:
-        completion_ids = [completion for _, completion in sequences]
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
-        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
-        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        # A function may change what it is given.
-        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-        try:
-            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
-        except (Exception, SystemExit) as error:  # an exit would end the run without an error
-            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
-        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(from_rank_0(rewards))
+    """A function's rewards (B,). It gets all completions at once, so it can compare them."""
+    completion_ids = [completion for _, completion in sequences]
+    columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+    columns["prompts"] = [prompt.text for prompt in prompts]
+    columns["completions"] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+    return call_reward(function, columns)
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -568,10 +555,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    for flag in flags:
-        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
-            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
+    check_flags(argv, args.resume)
     if not args.resume:
         return args
     saved = json.loads(Path(args.resume, "args.json").read_text())
@@ -592,25 +576,14 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
-    for key, (model, optimizer) in training.items():  # all ranks
-        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
-        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
-    if RANK == 0:
-        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        write_checkpoint(state, run_dir / "checkpoint.pt")
+    """Write checkpoint.pt, with the sizes of the logs at its step."""
+    logs = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+    write_checkpoint(run_dir / "checkpoint.pt", training, state | {"logs": logs})  # all ranks
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = read_checkpoint(run_dir / "checkpoint.pt")
-    if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
-    for key, (model, optimizer) in training.items():
-        weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
+    saved = read_checkpoint(run_dir / "checkpoint.pt", training, state["data"])
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
@@ -632,17 +605,6 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
         shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
         lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
-
-
-def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = config
-    save_weights(model, run_dir)  # all ranks
-    if RANK == 0:
-        tokenizer.save_pretrained(run_dir)
-    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from copy import deepcopy
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -45,23 +44,22 @@ import wandb
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.tokens import as_chat, encode_completions, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
-from runtime.checks import check_training
-from runtime.functions import load_function
+from runtime.adapters import add_adapters, as_at_start, freeze
+from runtime.checks import check_flags, check_training
+from runtime.functions import call_reward, load_function
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.processes import peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
+from runtime.saving import read_checkpoint, save_model, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -191,9 +189,9 @@ def main(args: Args) -> Path:
     if args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
+        shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # without its adapters, see `adapters_off`
+        ref_model = policy  # `as_at_start`
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
@@ -239,7 +237,7 @@ def main(args: Args) -> Path:
         for inds in micro_batches(sequences, torch.arange(len(rows)), args.micro_batch_size):
             # The reference first: after the policy's pass, its memory would come on top of that of
             # the policy's activations.
-            with torch.no_grad(), adapters_off(policy):
+            with torch.no_grad(), as_at_start(policy):
                 ref_logprobs = completion_logprobs(ref_model, sequences, inds).sum(dim=1)  # (b,)
             logprobs = completion_logprobs(policy, sequences, inds).sum(dim=1)
             r = logprobs - ref_logprobs
@@ -320,7 +318,7 @@ def sum_logratios(
     """r(x, y) = log(pi(y|x) / pi_ref(y|x)) (B,), sums over tokens, in nats, without gradient."""
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
     logprobs = rollout_logprobs(policy, sequences, batches, temperature)  # (B, T)
-    with adapters_off(policy):
+    with as_at_start(policy):
         ref_logprobs = rollout_logprobs(ref_model, sequences, batches, temperature)
     return logprobs.sum(dim=1) - ref_logprobs.sum(dim=1)
 
@@ -384,28 +382,17 @@ def rate_samples(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
+    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
-    rewards = None
-    if RANK == 0:
-        completion_ids = [completion for _, completion in sequences]
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
-        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
-        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        # A function may change what it is given.
-        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-        try:
-            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
-        except (Exception, SystemExit) as error:  # an exit would end the run without an error
-            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
-        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(from_rank_0(rewards))
+    """A function's rewards (B,). It gets all completions at once, so it can compare them."""
+    completion_ids = [completion for _, completion in sequences]
+    columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+    columns["prompts"] = [prompt.text for prompt in prompts]
+    columns["completions"] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+    return call_reward(function, columns)
 
 
 # --- model and data ----------------------------------------------------------------------------
@@ -435,10 +422,7 @@ def load_labelled(
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    for flag in flags:
-        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
-            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
+    check_flags(argv, args.resume)
     if not args.resume:
         return args
     saved = json.loads(Path(args.resume, "args.json").read_text())
@@ -459,25 +443,14 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
-    for key, (model, optimizer) in training.items():  # all ranks
-        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
-        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
-    if RANK == 0:
-        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        write_checkpoint(state, run_dir / "checkpoint.pt")
+    """Write checkpoint.pt, with the sizes of the logs at its step."""
+    logs = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+    write_checkpoint(run_dir / "checkpoint.pt", training, state | {"logs": logs})  # all ranks
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = read_checkpoint(run_dir / "checkpoint.pt")
-    if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
-    for key, (model, optimizer) in training.items():
-        weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
+    saved = read_checkpoint(run_dir / "checkpoint.pt", training, state["data"])
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
@@ -499,17 +472,6 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
         shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
         lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
-
-
-def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = config
-    save_weights(model, run_dir)  # all ranks
-    if RANK == 0:
-        tokenizer.save_pretrained(run_dir)
-    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":

@@ -64,25 +64,23 @@ from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeFloat
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, completion_states, last_states
 from common.logprobs import micro_batches, rollout_logprobs, sampling_metrics
 from common.tokens import as_chat, encode, find_stop_ids
-from runtime.adapters import adapters_off, add_adapters
-from runtime.checks import check_training
-from runtime.functions import check_columns, load_function, set_step
+from runtime.adapters import add_adapters, as_at_start, freeze
+from runtime.checks import check_flags, check_training
+from runtime.functions import call_reward, check_columns, load_function, set_step
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.processes import peak_memory_gb, sums_over_ranks
 from runtime.rows import checksum, encode_rows, load_rows, shuffled
-from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, rollout_row, save_weights
-from runtime.saving import write_checkpoint
+from runtime.saving import read_checkpoint, rollout_row, save_model, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -128,9 +126,8 @@ class Args:
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda; 0: one-step TD, 1: Monte Carlo
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
-    vf_coef: NonNegativeFloat = (
-        0.5  # factor of the value loss; with a critic apart, it only matters to clipping
-    )
+    # factor of the value loss; with a critic apart, it only matters to clipping
+    vf_coef: NonNegativeFloat = 0.5
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
     critic_warmup_rollouts: NonNegativeInt = 0  # first rollouts, which train only the critic
@@ -260,12 +257,7 @@ def value_loss(
         # Inside the interval the clipped loss may be larger too, but only by rounding.
         is_clipped = (change.abs() > clip_coef) & (clipped_losses > losses)
         losses = torch.maximum(losses, clipped_losses)
-    return losses, {
-        "value/loss": losses.sum(),
-        "value/clip_fraction": is_clipped.sum(),
-        "value/mean": old_values.sum(),
-        "value/return_mean": returns.sum(),
-    }
+    return losses, {"value/loss": losses.sum(), "value/clip_fraction": is_clipped.sum()}
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -293,18 +285,20 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        shard(ref_model.requires_grad_(False), device)
+        shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # without its adapters, see step 2
+        ref_model = policy  # as at the start, see step 2
     critic = load_critic(args, policy, tokenizer, positions, device)
     args.critic_learning_rate = find_rate(
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
     )
     if args.reward_model:
         if args.lora_rank > 0 and args.critic_init == "reward_model":
-            reward_model = critic.backbone  # `model_rewards` switches its adapters off
+            reward_model = critic.backbone  # `model_rewards` takes it as at the start
         else:
-            reward_model = shard(load_reward_model(args, tokenizer, positions), device)
+            kind = AutoModelForSequenceClassification
+            reward_model = load_model(kind, args.reward_model, tokenizer, positions)
+            shard(freeze(reward_model), device)
         reward_fns["reward_model"] = partial(model_rewards, reward_model, args.micro_batch_size)
     eval_fns = eval_fns or list(reward_fns.values())
     if args.activation_checkpointing:
@@ -351,10 +345,10 @@ def main(args: Args) -> Path:
         scoring_start = time.perf_counter()
         rewards_by_name = {f"rewards/{k}": fn(prompts, sequences) for k, fn in reward_fns.items()}
         rewards = reward_weights @ torch.stack([*rewards_by_name.values()])  # (K,) @ (K, B)
+        reward_seconds = time.perf_counter() - scoring_start
         scores = (rewards - args.missing_eos_penalty * ~ended).float().to(device)  # (B,)
         if (scores == scores[0]).all():
             warnings.warn("a rollout's rewards are all equal: only the KL differs", stacklevel=1)
-        rollout_end = time.perf_counter()
 
         # 2. Log-probs under pi_old and pi_ref, and values, before the update, in the same micro-
         # batches as step 4, so that the first ratio is exactly 1; the sampler's are rounded
@@ -370,7 +364,7 @@ def main(args: Args) -> Path:
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
         ref_logprobs = old_logprobs  # without a reference the KL counts as 0
         if ref_model is not None:
-            with adapters_off(policy):  # in case it is the reference
+            with as_at_start(policy):  # in case it is the reference
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
         old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
@@ -437,9 +431,7 @@ def main(args: Args) -> Path:
         metrics["objective/reward"] = token_rewards.sum(dim=1).mean().item()  # per completion
         metrics["value/explained_variance"] = explained_variance(old_values, returns, mask).item()
         metrics["policy/learning_rate"] = policy_optimizer.param_groups[0]["lr"]
-        metrics["time/rollout_seconds"] = rollout_end - start_time  # of sampling and scoring
-        metrics["time/reward_seconds"] = rollout_end - scoring_start  # of scoring alone
-        metrics["time/update_seconds"] = time.perf_counter() - rollout_end
+        metrics["time/reward_seconds"] = reward_seconds
         num_tokens = sum(len(x) + len(y) for x, y in sequences)
         metrics["time/tokens_per_second"] = num_tokens / (time.perf_counter() - start_time)
         metrics["time/peak_memory_gb"] = peak_memory_gb()
@@ -522,16 +514,14 @@ def load_critic(
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)  # as for `sft`
         return Critic(policy, shard(head, device), trained=head)
+    kind = AutoModelForSequenceClassification
     if args.critic_init == "reward_model":
-        critic = load_reward_model(args, tokenizer, positions)
+        critic = load_model(kind, args.reward_model, tokenizer, positions)
         head = critic.score
-        if args.lora_rank == 0:
-            critic.requires_grad_(True)
-        else:  # adapters and a second head; without them it is still the reward model
-            add_adapters(critic, args.lora_rank, args.seed)
+        if args.lora_rank > 0:  # adapters, a second head; at the start it is the reward model
+            add_adapters(critic, args.lora_rank, args.seed, any_rank=True)
             head = critic.value_head = deepcopy(critic.score).requires_grad_(True)
     else:
-        kind = AutoModelForSequenceClassification
         critic = load_model(kind, args.model, tokenizer, positions, new_head=True)
         add_adapters(critic, args.lora_rank, args.seed)
         torch.manual_seed(args.seed)
@@ -567,36 +557,17 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
+    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
-    """A function's rewards (B,). Rank 0 calls it on all completions, so it can compare them."""
-    rewards = None
-    if RANK == 0:
-        completion_ids = [completion for _, completion in sequences]
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
-        columns |= {"prompts": [prompt.text for prompt in prompts], "completions": texts}
-        columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
-        # A function may change what it is given.
-        copies = {key: [deepcopy(value) for value in column] for key, column in columns.items()}
-        name = f"{getattr(function, '__name__', function)} of {function.__module__}"
-        try:
-            rewards = np.asarray(function(**copies), dtype=np.float64)  # None becomes NaN
-        except (Exception, SystemExit) as error:  # an exit would end the run without an error
-            raise RuntimeError(f"reward {name}: {type(error).__name__}: {error}") from error
-        if rewards.shape != (len(prompts),) or not np.isfinite(rewards).all():
-            raise ValueError(f"reward {name}: {len(prompts)} finite numbers expected: {rewards}")
-    return torch.tensor(from_rank_0(rewards))
-
-
-def load_reward_model(args: Args, tokenizer: Any, positions: int) -> Any:
-    """A frozen classifier with one label."""
-    model = load_model(AutoModelForSequenceClassification, args.reward_model, tokenizer, positions)
-    if getattr(getattr(model, "score", None), "out_features", 0) != 1:
-        raise ValueError(f"--reward-model {args.reward_model}: no `score` head with one label")
-    return model.requires_grad_(False)
+    """A function's rewards (B,). It gets all completions at once, so it can compare them."""
+    completion_ids = [completion for _, completion in sequences]
+    columns = {key: [prompt.columns[key] for prompt in prompts] for key in prompts[0].columns}
+    columns["prompts"] = [prompt.text for prompt in prompts]
+    columns["completions"] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    columns["completion_ids"] = completion_ids  # as TRL does; texts lack special tokens
+    return call_reward(function, columns)
 
 
 @torch.no_grad()
@@ -606,7 +577,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with adapters_off(model):  # in ppo_rlhf.py those of a critic, which may be this model
+        with as_at_start(model):  # in ppo_rlhf.py it may be the critic too
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -633,10 +604,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    for flag in flags:
-        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
-            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
+    check_flags(argv, args.resume)
     if not args.resume:
         return args
     saved = json.loads(Path(args.resume, "args.json").read_text())
@@ -657,25 +625,14 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
-    for key, (model, optimizer) in training.items():  # all ranks
-        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
-        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
-    if RANK == 0:
-        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        write_checkpoint(state, run_dir / "checkpoint.pt")
+    """Write checkpoint.pt, with the sizes of the logs at its step."""
+    logs = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+    write_checkpoint(run_dir / "checkpoint.pt", training, state | {"logs": logs})  # all ranks
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = read_checkpoint(run_dir / "checkpoint.pt")
-    if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
-    for key, (model, optimizer) in training.items():
-        weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
+    saved = read_checkpoint(run_dir / "checkpoint.pt", training, state["data"])
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
@@ -697,17 +654,6 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
         shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
         lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
-
-
-def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = config
-    save_weights(model, run_dir)  # all ranks
-    if RANK == 0:
-        tokenizer.save_pretrained(run_dir)
-    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":

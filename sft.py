@@ -39,23 +39,22 @@ import wandb
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Generator, Tensor
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from common.generation import generate
 from common.logprobs import Sequences, completion_logprobs, micro_batches, rollout_logprobs
 from common.tokens import NO_PREFIX, as_chat, encode, encode_answer, find_stop_ids, render
 from runtime.adapters import add_adapters
 from runtime.chats import UnusableRow
-from runtime.checks import check_training
+from runtime.checks import check_flags, check_training
 from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, load_model
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_gather, all_reduce_sum, from_rank_0, join_processes
 from runtime.processes import leave_processes, peak_memory_gb
 from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import CHECKPOINT_OPTIONS, read_checkpoint, save_weights, write_checkpoint
+from runtime.saving import read_checkpoint, save_model, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -339,10 +338,7 @@ def to_turns(args: Args, row: dict) -> list[tuple]:
 def parse_args(argv: list[str]) -> Args:
     """Flags from the command line; a resumed run uses those that it has saved."""
     args = tyro.cli(Args, args=argv, description=__doc__.splitlines()[0])
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    for flag in flags:
-        if flags.count(flag) > 1 or (args.resume and flag != "--resume"):
-            raise ValueError(f"{flag}: each flag once, none beside --resume: a run keeps its own")
+    check_flags(argv, args.resume)
     if not args.resume:
         return args
     saved = json.loads(Path(args.resume, "args.json").read_text())
@@ -363,25 +359,14 @@ def open_run(args: Args) -> Path:
 
 
 def save_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> None:
-    """Write checkpoint.pt, tied weights once. A kill at any moment leaves the last one intact."""
-    for key, (model, optimizer) in training.items():  # all ranks
-        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
-        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
-    if RANK == 0:
-        state["logs"] = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
-        write_checkpoint(state, run_dir / "checkpoint.pt")
+    """Write checkpoint.pt, with the sizes of the logs at its step."""
+    logs = {file.name: file.stat().st_size for file in run_dir.glob("*.jsonl")}
+    write_checkpoint(run_dir / "checkpoint.pt", training, state | {"logs": logs})  # all ranks
 
 
 def load_checkpoint(run_dir: Path, training: dict[str, tuple], state: dict) -> dict:
     """Read the checkpoint into models and optimizers, and cut the logs back to its step."""
-    saved = read_checkpoint(run_dir / "checkpoint.pt")
-    if saved["data"] != state["data"]:
-        raise ValueError(f"--resume {run_dir}: its training rows or its models have changed")
-    for key, (model, optimizer) in training.items():
-        weights, moments = saved.pop(key)
-        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
-            raise ValueError(f"--resume {run_dir}: its weights are not those of its --model")
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
+    saved = read_checkpoint(run_dir / "checkpoint.pt", training, state["data"])
     if RANK == 0:
         for file in run_dir.glob("*.jsonl"):
             if file.stem in ("metrics", "samples", "rollouts"):  # others are the user's
@@ -403,17 +388,6 @@ def log(args: Args, run_dir: Path, step: int, metrics: dict, samples=(), rollout
         shown = ", ".join(f"{name} {x:.3f}" for name, x in evals.items())
         lines = [f"step {step}: held-out {shown}", *map(str, samples[:2])]
         tqdm.write("\n    ".join(lines))
-
-
-def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
-    """Write the model into the run's folder, for `from_pretrained` and --model."""
-    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
-    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
-    model.generation_config = config
-    save_weights(model, run_dir)  # all ranks
-    if RANK == 0:
-        tokenizer.save_pretrained(run_dir)
-    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 if __name__ == "__main__":

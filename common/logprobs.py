@@ -213,13 +213,9 @@ class Bfloat16Product(torch.autograd.Function):
 def output_head(model: Any) -> OutputHead:
     """The output head, tried once; a ValueError if `OutputHead` cannot express it."""
     module, config = model.get_output_embeddings(), model.config.get_text_config()
-    if not isinstance(module, torch.nn.Linear):
-        raise ValueError(f"the output head of {type(model).__name__} is no linear layer")
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    cap = None
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        cap = cap or getattr(config, name, None)  # Gemma, xLSTM
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     cast_weight = module.weight.detach()
     if use_bfloat16(cast_weight.device):
         cast_weight = cast_weight.bfloat16()

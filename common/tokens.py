@@ -141,7 +141,7 @@ def encode_answer(
         start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
     ids = [*ids, stop_ids[0]]
     end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
-    check_answer(tokenizer, prompt, completion, asked, answered, sampled_ids, ids, start, end)
+    check_answer(tokenizer, completion, sampled_ids, ids, start, end)
     check_ids(tokenizer, new_messages, new_answered, ids[: end + 1])
     prompt_ids = prefix.ids + ids[:start]
     # Where the stop token stands in the text, if the template writes one.

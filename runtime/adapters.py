@@ -1,38 +1,136 @@
-"""LoRA: adapters of a model, and the merging of them into its weights."""
+"""LoRA: adapters of a model, those that an earlier run has left, and the merging of them into its
+weights.
+"""
 
+import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate
+from transformers.utils import logging
 
 from runtime.model import stacked_experts
-from runtime.processes import WORLD_SIZE
+from runtime.processes import RANK, WORLD_SIZE, from_rank_0
 
 
-def add_adapters(model: Any, rank: int, seed: int) -> None:
+def add_adapters(model: Any, rank: int, seed: int, any_rank: bool = False) -> None:
     """LoRA (Hu et al., arXiv 2106.09685): W of each linear layer but the output head is frozen and
-    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Rank 0: none.
+    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Rank 0: none. If
+    an earlier run has left an adapter, of this or, with `any_rank`, any rank, training goes on with
+    a copy of it.
     """
     if rank == 0:
         return
     from peft import LoraConfig, inject_adapter_in_model  # here, as it loads bitsandbytes
 
-    model.requires_grad_(False)
-    torch.manual_seed(seed)  # of A
     # Their kernels read this weight themselves, without an adapter.
     is_fused = model.config.model_type in ("falcon_h1", "mamba2", "nemotron_h")
-    config = LoraConfig(
+    config = over_base(model) or LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
         target_parameters=[*stacked_experts(model)],
         exclude_modules=["out_proj"] if is_fused else None,
-        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
+    if config.r != rank and not any_rank:
+        folder = f"{model.name_or_path}/adapter"
+        found = f"{folder} has rank {config.r}: use that, or remove the folder for a new adapter"
+        raise ValueError(f"--lora-rank {rank}: {found}")
+    config.task_type = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
+    model.requires_grad_(False)
+    torch.manual_seed(seed)  # of A
     inject_adapter_in_model(config, model)
+    for layer in adapter_layers(model):
+        for factor in (layer.lora_A, layer.lora_B):
+            if "start" in factor:
+                factor["default"] = deepcopy(factor["start"])
+        layer.set_adapter("default")  # it alone is active, and trained
+
+
+def freeze(model: Any, merged: bool = False) -> Any:
+    """The model, not trained: apart from an earlier run's adapter, unless `merged`, as in a policy
+    that trains all weights.
+    """
+    if not merged:
+        over_base(model)
+    return model.requires_grad_(False)
+
+
+def base_of(source: str) -> str | None:
+    """The model below the adapter that a run has left in its folder, if it has left one."""
+    file = Path(source, "adapter/adapter_config.json")
+    return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
+
+
+def over_base(model: Any) -> Any:
+    """Take a run's merged weights apart: adapted layers become those of its base, with the frozen
+    adapter `start` beside them; else a GPU would round off to bfloat16 a part of what was learned.
+    Returns the adapter's LoraConfig; None if there is none, or the weights are others.
+    """
+    source, base_name, problem = model.name_or_path, base_of(model.name_or_path), None
+    if base_name is None:
+        return None
+    from peft import LoraConfig, inject_adapter_in_model
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # about a base's head of scores: there is none
+    try:
+        base = type(model).from_pretrained(base_name, device_map=None if RANK == 0 else "meta")
+        config = LoraConfig.from_pretrained(f"{source}/adapter")
+        config.modules_to_save = None  # a head
+        inject_adapter_in_model(config, base, "start")
+        adapted = adapter_layers(base)
+        layers = {name: layer for name, layer in base.named_modules() if layer in adapted}
+        if RANK == 0:
+            weights = load_file(f"{source}/adapter/adapter_model.safetensors")
+            for name, weight in base.named_parameters():
+                if "lora_" in name:
+                    saved = weights["base_model.model." + name.replace(".start", "")]
+                    weight.data = saved.to(weight.device, torch.float32)
+            if not are_merged(layers, model):
+                for layer in adapted:  # the run's GPU has rounded it, see `set_types`
+                    matrix(layer).data = matrix(layer).data.bfloat16()
+                if not are_merged(layers, model):
+                    raise ValueError("the weights of the run are others")
+    except Exception as error:  # many a library's, if the base cannot be found
+        problem = f"{type(error).__name__}: {error}"
+    logging.set_verbosity(verbosity)
+    if problem := from_rank_0(problem):
+        loss = "its merged weights are taken, and a GPU rounds off a part of what it learned"
+        warnings.warn(f"{source}: no adapter over {base_name}: {loss}: {problem}", stacklevel=3)
+        return None
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    if getattr(base, "is_loaded_in_4bit", False):
+        model.is_loaded_in_4bit, model.hf_quantizer = True, base.hf_quantizer
+    print(f"{source}: its adapter of rank {config.r} over {base_name}")
+    return config
+
+
+def are_merged(layers: dict[str, Any], model: Any) -> bool:
+    """Whether W + 2 B A of the first and last layer is the model's weight, to a relative 1e-4."""
+    for name in ([*layers][0], [*layers][-1]):  # noqa: RUF015
+        layer, module = layers[name], model.get_submodule(name.replace(".base_layer", ""))
+        weight, merged = matrix(layer), getattr(module, getattr(layer, "parameter_name", "weight"))
+        if hasattr(weight, "quant_state"):
+            from bitsandbytes.functional import dequantize_4bit
+
+            state = copy(weight.quant_state)
+            state.dtype = torch.float32  # as in `save_weights`
+            weight = dequantize_4bit(weight.data, state)
+        else:
+            weight.data = weight.data.float()
+        difference = weight + layer.get_delta_weight("start") - merged.to(weight.device)
+        if not difference.norm() <= 1e-4 * merged.norm():
+            return False
+    return True
 
 
 def adapter_layers(model: Any) -> list:
@@ -44,24 +142,31 @@ def adapter_layers(model: Any) -> list:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
+def matrix(layer: Any) -> torch.nn.Parameter:
+    """W of a layer with adapters."""
+    return layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+
+
 @contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
-    """The model without its adapters, if it has any, for passes without gradient."""
+def as_at_start(model: Any) -> Iterator[None]:
+    """The model as it was before training, for passes without gradient: with the adapter of an
+    earlier run, if there is one, else without its adapters, if it has any.
+    """
     layers = adapter_layers(model)
-    for layer in layers:
-        layer._disable_adapters = True  # peft's public switch freezes A and B too
+    for layer in layers:  # peft's public switches freeze A and B too
+        layer._active_adapter, layer._disable_adapters = "start", "start" not in layer.lora_A
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer._active_adapter, layer._disable_adapters = "default", False
 
 
 def merge_adapter(layer: Any) -> None:
     """W becomes W + 2 B A. peft's own `merge` would round it to 4 bits again, and leaves it to
     chance how B A is sharded.
     """
-    weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+    weight = matrix(layer)
     if WORLD_SIZE > 1:
         for factor in (layer.lora_A["default"], layer.lora_B["default"]):
             factor.weight = torch.nn.Parameter(factor.weight.redistribute(placements=[Replicate()]))

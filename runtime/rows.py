@@ -14,9 +14,10 @@ import torch
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
+from runtime.adapters import base_of
 from runtime.chats import UnusableRow, template_values
 from runtime.checks import check_rows, check_template_values, checked_files
-from runtime.processes import RANK, WORLD_SIZE, all_gather
+from runtime.processes import RANK, WORLD_SIZE, all_gather, from_rank_0
 
 READER_OPTIONS = {
     ".csv": {"index_col": False},  # else a field too many in the first row moves all columns by one
@@ -32,24 +33,25 @@ def load_rows(
     columns. Pictures and sound are left out: nothing here reads them. The column of an answer is
     renamed to `answer`.
     """
-    path, name = Path(dataset).absolute(), split.partition("[")[0]
-    paths = [path / f"{name}.{kind}" for kind in ("jsonl", "json", "csv", "tsv", "parquet")]
-    files = [path for path in paths if path.is_file()]
+    path, split_name = Path(dataset).absolute(), split.partition("[")[0]
+    candidates = [
+        path / f"{split_name}.{kind}" for kind in ("jsonl", "json", "csv", "tsv", "parquet")
+    ]
+    files = [file for file in candidates if file.is_file()]
     if path.is_file():  # `datasets` puts a single file into the split `train`
-        files, name = [path], "train"
+        files, split_name = [path], "train"
     source, options = dataset, {"name": config}  # a hub name, or a folder searched for the split
     if path.is_file() or (files and config is None and "+" not in split):
         # Without its name `datasets` would take all files with NAME in them.
-        source, options = str(files[0].parent), {"data_files": {name: escape(str(files[0]))}}
+        source, options = str(files[0].parent), {"data_files": {split_name: escape(str(files[0]))}}
         suffix = Path(files[0].name.removesuffix(".gz")).suffix.replace("jsonl", "json")
         options |= READER_OPTIONS.get(suffix, {})
     with checked_files(dataset, files):
         rows = load_dataset(source, split=split, **options)
-        rows.data.validate(full=True)  # until here any bytes are a text
-    types = {name: str(feature) for name, feature in rows.features.items()}
-    media = [name for name in types if re.search(r"\b(Image|Audio|Video|Pdf)\(", types[name])]
+    types = {column: str(feature) for column, feature in rows.features.items()}
+    media = [column for column in types if re.search(r"\b(Image|Audio|Video|Pdf)\(", types[column])]
     rows = rows.remove_columns(media)
-    check_rows(dataset, rows, columns, media)
+    check_rows(rows, columns, media)
     return rows if answer_column == "answer" else rows.rename_column(answer_column, "answer")
 
 
@@ -90,7 +92,6 @@ def encode_rows(
         except UnusableRow as reason:
             dropped[str(reason)] += 1
         except Exception as error:
-            tokenizer.apply_chat_template = apply_chat_template
             where = f"--dataset: row {number} of {split}"
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     tokenizer.apply_chat_template = apply_chat_template
@@ -124,16 +125,18 @@ def shuffled(items: list, seed: int, skip: int) -> Iterator:
 
 
 def checksum(items: list, *sources: str | None) -> int:
-    """CRC-32 of items as they are encoded, and of what is read of models in folders: by it --resume
-    sees that they have changed. Rank 0 computes it for all.
+    """CRC-32 of items as they are encoded, and of what is read of models in folders, their adapters
+    and bases: by it --resume sees that they have changed. Rank 0 computes it for all.
     """
-    value = 0
+    value, folders = 0, []
+    for source in filter(None, sources):
+        folders += [source, f"{source}/adapter", base_of(source)]
     for item in items if RANK == 0 else ():
         value = zlib.crc32(repr(item).encode(), value)
-    for folder in filter(None, sources if RANK == 0 else ()):
+    for folder in filter(None, folders if RANK == 0 else ()):
         for path in sorted(Path(folder).glob("*")):
             if path.suffix in (".safetensors", ".bin", ".json", ".jinja"):
                 with path.open("rb") as file:
                     while piece := file.read(2**24):
                         value = zlib.crc32(piece, value)
-    return all_gather([value])[0]
+    return from_rank_0(value)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from runtime.adapters import adapter_layers, merge_adapter
 from runtime.functions import FILES
@@ -41,12 +41,20 @@ def lock_run(run_dir: Path) -> None:
         warnings.warn(f"--resume {run_dir}: {reason}", stacklevel=3)
 
 
-def write_checkpoint(state: dict, path: Path) -> None:
-    """`torch.save` beside the old file, which the new one replaces once it is on the disk."""
+def write_checkpoint(path: Path, training: dict[str, tuple], state: dict) -> None:
+    """`torch.save` of the state and, by name, of each model and optimizer, beside the old file,
+    which the new one replaces once it is on the disk: a kill at any moment leaves one intact.
+    """
+    state = state | {"functions": FILES}
+    for key, (model, optimizer) in training.items():  # all ranks
+        weights, moments = dcp.get_state_dict(model, optimizer, options=CHECKPOINT_OPTIONS)
+        state[key] = {name: weights[name] for name in moments.get("state", [])}, moments
+    if RANK > 0:
+        return
     lock_run(path.parent)
     beside = path.with_suffix(".tmp")
     try:
-        torch.save(state | {"functions": FILES}, beside)
+        torch.save(state, beside)
         with open(beside, "rb+") as file:
             os.fsync(file)
     except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
@@ -55,8 +63,9 @@ def write_checkpoint(state: dict, path: Path) -> None:
     os.replace(beside, path)
 
 
-def read_checkpoint(path: Path) -> dict:
-    """What `write_checkpoint` has written. Warns of changed reward functions and environments:
+def read_checkpoint(path: Path, training: dict[str, tuple], data: int) -> dict:
+    """Load what `write_checkpoint` has written into models and optimizers; returns the state. Its
+    `data`, a checksum, must be the same. Warns of changed reward functions and environments:
     whoever mends one that has crashed wants to go on.
     """
     lock_run(path.parent)
@@ -64,9 +73,16 @@ def read_checkpoint(path: Path) -> dict:
         state = torch.load(path, weights_only=True, mmap=torch.cuda.is_available())
     except (EOFError, RuntimeError, OSError) as error:
         raise OSError(f"{path} cannot be read, was it cut off? {error}") from error
+    if state["data"] != data:
+        raise ValueError(f"--resume {path.parent}: its training rows or its models have changed")
     for file, checksum in state.get("functions", {}).items():
         if FILES.get(file, checksum) != checksum:
             warnings.warn(f"--resume {path.parent}: {file} has changed since", stacklevel=3)
+    for key, (model, optimizer) in training.items():
+        weights, moments = state.pop(key)
+        if dcp.set_model_state_dict(model, weights, options=CHECKPOINT_OPTIONS).unexpected_keys:
+            raise ValueError(f"--resume {path.parent}: its weights are not those of its --model")
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=CHECKPOINT_OPTIONS)
     return state
 
 
@@ -100,6 +116,17 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=weights)
         for file in folder.rglob("*.safetensors"):  # which only their owner could read
             shutil.copymode(folder / "config.json", file)
+
+
+def save_model(run_dir: Path, model: Any, tokenizer: Any, stop_ids: list[int]) -> None:
+    """Write the model into the run's folder, for `from_pretrained` and --model."""
+    # Not the base model's: that may ask for top-k, or be one that transformers refuses to save.
+    config = GenerationConfig(eos_token_id=stop_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = config
+    save_weights(model, run_dir)  # all ranks
+    if RANK == 0:
+        tokenizer.save_pretrained(run_dir)
+    print(f"model: {run_dir} (docs/viewer.html shows the run)", flush=True)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

@@ -151,8 +151,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "ppo_rlhf.py",
-                "        shard(ref_model.requires_grad_(False), device)\n",
-                "        shard(ref_model.requires_grad_(False), device)\n"
+                "        shard(freeze(ref_model, merged=not args.reference), device)\n",
+                "        shard(freeze(ref_model, merged=not args.reference), device)\n"
                 "        ref_model.load_state_dict(policy.state_dict(), assign=True)\n",
             ),
         ),

@@ -71,6 +71,8 @@ def whole_weights(model):
     """On rank 0, by their names in a checkpoint: adapters are merged, a tied head is a copy."""
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp.get_model_state_dict(model, options=options)
+    for name in [name for name in weights if ".start." in name]:  # the adapter before training
+        del weights[name]
     for name in [name for name in weights if ".lora_A." in name]:
         base = name.partition("lora_A.")[0] + "base_layer.weight"
         a, b = weights.pop(name), weights.pop(name.replace("lora_A", "lora_B"))

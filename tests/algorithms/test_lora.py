@@ -1,6 +1,7 @@
 """--lora-rank: the equation, the reference, what is trained, what is saved, in every script."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,21 @@ from plain import plain_logprobs
 from models import family_model, save_model, some_wide, tiny_model
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from runs import assert_resumes, keep_earlier_checkpoints, metrics_of, run_and_resume
-from safetensors.torch import load_file
+from runs import assert_resumes, keep_earlier_checkpoints, metrics_of, run_and_resume, torchrun
+from runs import words
+from safetensors.torch import load_file, save_file
 from scripts import SPECS, short_flags, with_flag
-from spies import Record, spy_by_name
+from spies import Record, spy_by_name, spy_on
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import BitsAndBytesConfig
 
+import dpo
 import grpo
 import ppo_rlhf
 from common.logprobs import completion_logprobs
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.model import shard
+from runtime.rows import checksum
 from runtime.saving import save_weights
 
 CPU = torch.device("cpu")
@@ -72,6 +76,8 @@ def test_adapters_are_w_plus_two_b_a(architecture, tmp_path):
 def test_experts_are_adapted_and_merged_too(family, tmp_path):
     """transformers has those of a layer in one tensor."""
     model = family_model(family)
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
     experts = [name for name, p in model.named_parameters() if p.dim() == 3]
     add_adapters(model, 3, seed=1)
     adapted = [name for name, _ in model.named_parameters() if ".experts." in name]
@@ -83,9 +89,15 @@ def test_experts_are_adapted_and_merged_too(family, tmp_path):
     start, _ = plain_logprobs(family_model(family), *SEQUENCES[0])
     assert (expected - start).abs().max() > 0.01
     save_weights(model, tmp_path)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
-    found, _ = plain_logprobs(merged, *SEQUENCES[0])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for take in (take_merged, freeze, partial(add_adapters, rank=3, seed=1)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        take(model)
+        found, _ = plain_logprobs(model, *SEQUENCES[0])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    again = [
+        name for name, p in model.named_parameters() if ".experts." in name and p.requires_grad
+    ]
+    assert again == [name for name in adapted if "lora_" in name]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -93,7 +105,7 @@ def test_the_reference_is_the_policy_without_its_adapters(architecture):
     model, _, _ = with_random_adapters(architecture)
     inds = torch.arange(2)
     expected = completion_logprobs(tiny_model(architecture), SEQUENCES, inds)
-    with adapters_off(model):
+    with as_at_start(model):
         assert torch.equal(completion_logprobs(model, SEQUENCES, inds), expected)
     assert (completion_logprobs(model, SEQUENCES, inds) - expected).abs().max() > 0.01
 
@@ -207,18 +219,29 @@ def test_the_reference_below_adapters_is_the_model_itself(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "critic_init", some_wide(["reward_model", "sft", "policy"], fast=["reward_model"])
+    "critic_init", some_wide(["reward_model", "sft", "policy", "run"], fast=["run"])
 )
 def test_ppo_scores_with_the_reward_model_as_it_was(critic_init, tmp_path, monkeypatch):
-    """Though its critic may be the same model, with adapters and a head of its own."""
+    """Though its critic may be the same model, with adapters and a head of its own; with those of
+    a run that has trained it, of another rank, too.
+    """
     calls = spy_by_name(ppo_rlhf, monkeypatch, "model_rewards")
     flags = SPECS["ppo_rlhf"].short_flags | dict(lora_rank=4, critic_learning_rate=3e-2)
+    reward_model, rank = ppo_rlhf.Args().reward_model, 4
+    if critic_init == "run":
+        script, rank, critic_init = SPECS["rm_bradley_terry"].module, 2, "reward_model"
+        more = dict(lora_rank=rank, learning_rate=1e-2, output_dir=str(tmp_path / "rm"))
+        reward_model = str(script.main(script.Args(**SPECS["rm_bradley_terry"].short_flags | more)))
+    flags["reward_model"] = reward_model
     flags |= dict(critic_init=critic_init, output_dir=str(tmp_path))
     run_dir = ppo_rlhf.main(ppo_rlhf.Args(**flags))
     critic, _ = torch.load(run_dir / "checkpoint.pt", weights_only=True)["critic"]
     heads = {"reward_model": "value_head.weight", "sft": "score.weight", "policy": "weight"}
     assert {key for key in critic if "lora_" not in key} == {heads[critic_init]}
-    fresh = AutoModelForSequenceClassification.from_pretrained(ppo_rlhf.Args().reward_model).float()
+    assert {len(critic[key]) for key in critic if "lora_A" in key} == {rank} - {
+        rank * (critic_init == "policy")
+    }
+    fresh = AutoModelForSequenceClassification.from_pretrained(reward_model).float()
     last = calls[-1]
     monkeypatch.undo()
     expected = ppo_rlhf.model_rewards(fresh, 2, [], last["sequences"])
@@ -246,18 +269,6 @@ def test_frozen_matrices_in_bfloat16_give_the_same_bits(architecture, monkeypatc
         assert torch.equal(plain, stored)
 
 
-def test_frozen_matrices_in_bfloat16_are_merged_in_float32(tmp_path, monkeypatch):
-    """An update is smaller than what bfloat16 rounds away."""
-    take_gpu_types(monkeypatch)
-    model, before, products = with_random_adapters("llama")
-    shard(model, CPU)
-    save_weights(model, tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    for name, product in products.items():
-        expected = before[name].bfloat16().float() + 2 * product
-        torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-6)
-
-
 def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
     """7B in bfloat16: 15 GB of host memory, not 30. What is trained becomes float32."""
     kind, tokenizer = AutoModelForCausalLM, AutoTokenizer.from_pretrained(POLICY)
@@ -273,6 +284,119 @@ def test_a_checkpoint_is_read_in_its_own_type(tmp_path, monkeypatch):
     shard(frozen.requires_grad_(False), CPU)
     assert projection.dtype == torch.bfloat16 and projection.data_ptr() == place  # never float32
     assert torch.equal(projection.float(), trained.model.layers[0].mlp.up_proj.weight)
+
+
+# --- from stage to stage --------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """The folder of tiny/arithmetic/policy, its weights as the hub has them: in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return save_model(tmp_path_factory.mktemp("exact"), model, POLICY)
+
+
+def stage_flags(name, source, **flags):
+    """Those of a short run of adapters on arithmetic."""
+    flags = dict(model=source, lora_rank=4, learning_rate=1e-4) | flags
+    dataset = dict(sft="sft", dpo="preferences", grpo="prompts")[name]
+    flags |= short_flags(name, dataset=f"tiny/arithmetic/{dataset}", beta=0.1)
+    return SPECS[name].short_flags | flags
+
+
+def stage(name, source, folder, **flags):
+    """The folder of such a run."""
+    script, flags = SPECS[name].module, stage_flags(name, source, output_dir=str(folder), **flags)
+    return str(script.main(script.Args(**flags)))
+
+
+def loaded(source, take):
+    """The policy of a folder as a script has it."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = grpo.load_model(AutoModelForCausalLM, source, tokenizer, 8)
+    take(model)
+    return shard(model, CPU)
+
+
+go_on, take_merged = partial(add_adapters, rank=4, seed=1), partial(freeze, merged=True)
+
+
+def logprobs_of(model):
+    with torch.no_grad():
+        return completion_logprobs(model, SEQUENCES, torch.arange(2))
+
+
+@pytest.mark.parametrize("base", some_wide(["exact", "rounded"], fast=["exact"]))
+def test_three_stages_lose_nothing_where_products_are_in_bfloat16(
+    base, exact, tmp_path, monkeypatch
+):
+    """Of merged weights a part of what was learned is rounded off; from a base that is rounded
+    itself, as a run without adapters, the difference is as small.
+    """
+    take_gpu_types(monkeypatch)
+    if base == "rounded":
+        model = AutoModelForCausalLM.from_pretrained(exact)
+        for weight in model.parameters():
+            weight.data *= 1.003
+        base = save_model(tmp_path / "base", model, POLICY)
+    else:
+        base = exact
+    before, source = logprobs_of(loaded(base, freeze)), base
+    losses, kept, save = spy_on(grpo, monkeypatch, "grpo_loss"), [], grpo.save_model
+
+    def save_too(run_dir, model, *rest):
+        kept.append(logprobs_of(model))
+        save(run_dir, model, *rest)
+
+    for name in ("sft", "dpo", "grpo"):
+        monkeypatch.setattr(SPECS[name].module, "save_model", save_too)
+        source = stage(name, source, tmp_path)
+        for take in (freeze, go_on):
+            found = logprobs_of(loaded(source, take))
+            torch.testing.assert_close(found, kept[-1], atol=1e-6, rtol=0)
+        lost = logprobs_of(loaded(source, take_merged)) - kept[-1]
+        assert lost.norm() > 0.1 * (kept[-1] - before).norm() > 0
+        config = json.loads(Path(source, "adapter/adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == base and config["r"] == 4
+        if name == "dpo":
+            assert metrics_of(Path(source))[0]["eval/kl"] == 0
+    logprobs, old, ref = losses[0][0][:3]  # of the first micro-batch of the first step
+    assert torch.equal(logprobs, old) and torch.equal(old, ref)
+
+
+def test_a_second_stage_resumes_and_is_the_same_on_two_processes(exact, tmp_path):
+    first = stage("sft", exact, tmp_path, learning_rate=1e-2)
+    flags = stage_flags("dpo", first)
+    run_dir = run_and_resume(dpo, tmp_path, **flags)
+    command = ["dpo.py", *words(flags | {"output_dir": tmp_path / "two"})]
+    assert torchrun(2, command, tmp_path / "out") == [0, 0]
+    [two] = (tmp_path / "two").iterdir()
+    assert metrics_of(two)[0]["eval/kl"] == pytest.approx(0, abs=1e-5)
+    found, expected = (load_file(d / "adapter/adapter_model.safetensors") for d in (two, run_dir))
+    start = load_file(Path(first, "adapter/adapter_model.safetensors"))
+    for key in expected:
+        assert 0 < (found[key] - start[key]).abs().max() < 2e-3
+        torch.testing.assert_close(found[key], expected[key], atol=2e-4, rtol=0)
+    for folder in (exact, f"{first}/adapter"):
+        before, file = checksum([], first), next(Path(folder).glob("*config.json"))
+        file.write_text(file.read_text() + " ")
+        assert checksum([], first) != before
+
+
+def test_merged_weights_are_taken_if_the_base_or_the_folder_has_changed(exact, tmp_path):
+    run_dir = stage("sft", exact, tmp_path, learning_rate=1e-2)
+    with pytest.raises(ValueError, match=r"--lora-rank 3: .*/adapter has rank 4: use that, or"):
+        loaded(run_dir, partial(add_adapters, rank=3, seed=1))
+    config, file = Path(run_dir, "adapter/adapter_config.json"), f"{run_dir}/model.safetensors"
+    text, weights = config.read_text(), load_file(file)
+    config.write_text(text.replace(exact, "not/there"))
+    for base, reason in (("not/there", ""), (exact, "the weights of the run are others")):
+        with pytest.warns(UserWarning, match=f"no adapter over {base}: .*GPU rounds.*{reason}"):
+            model = loaded(run_dir, go_on)
+        assert torch.equal(logprobs_of(model), logprobs_of(loaded(run_dir, take_merged)))
+        config.write_text(text)
+        weights["model.layers.0.self_attn.q_proj.weight"] *= 1.001  # the first that is adapted
+        save_file(weights, file, {"format": "pt"})
 
 
 # --- a model in 4 bits ----------------------------------------------------------------------------
@@ -303,6 +427,12 @@ def test_adapters_on_4_bits(name, in_4_bits, tmp_path):
         found, _ = plain_logprobs(saved, *sequence)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (plain_logprobs(saved, *SEQUENCES[0])[0] - start).abs().max() > 0.02
+    again = loaded(str(run_dir), go_on)  # the next stage
+    assert sum(hasattr(p, "quant_state") for p in again.parameters()) == 7 * 2
+    torch.testing.assert_close(logprobs_of(again), logprobs_of(saved), atol=1e-4, rtol=1e-4)
+    save_weights(again, tmp_path / "again")
+    for key, weight in load_file(tmp_path / "again/model.safetensors").items():
+        torch.testing.assert_close(weight, saved.get_parameter(key), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])

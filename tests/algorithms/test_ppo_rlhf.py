@@ -420,8 +420,6 @@ def test_gradients_and_metrics_of_a_rollout_are_those_of_one_completion_at_a_tim
         "objective/loss": np.mean(losses),
         "policy/grad_norm": np.mean(norms["policy"]),
         "value/grad_norm": np.mean(norms["value"]),
-        "value/mean": all_values.mean().item(),
-        "value/return_mean": all_returns.mean().item(),
         "value/explained_variance": explained.item(),
         "reward/mean": np.mean(rewards),
         "reward/std": np.std(rewards),

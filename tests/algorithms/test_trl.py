@@ -12,7 +12,7 @@ import grpo
 import grpo_variants
 import reinforce
 from common.logprobs import completion_logprobs
-from runtime.adapters import adapters_off, add_adapters
+from runtime.adapters import as_at_start, add_adapters
 
 trl = pytest.importorskip("trl", reason="pip install -e '.[bench]'")
 peft = pytest.importorskip("peft")
@@ -87,7 +87,7 @@ def test_dpo(loss, beta, tmp_path):
     sequences = [sequence for pair in pairs for sequence in pair.sequences()]
     lengths = torch.tensor([[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs])
     inds = torch.arange(len(pairs))
-    with torch.no_grad(), adapters_off(policy):
+    with torch.no_grad(), as_at_start(policy):
         ref_logprobs = dpo.pair_logprobs(policy, sequences, inds)
     logprobs = dpo.pair_logprobs(policy, sequences, inds)
     losses, _ = dpo.pair_losses(args, logprobs, ref_logprobs, lengths)

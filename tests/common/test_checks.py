@@ -9,8 +9,9 @@ from string import ascii_letters
 
 import pytest
 from datasets import Dataset, Features, Image, Value
+from datasets.exceptions import DatasetGenerationError
 from encoded import encode_pair, message
-from tokenizers import Regex, normalizers
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vocabularies import metaspace, of_bytes, of_characters, word_pieces
 
@@ -18,7 +19,6 @@ import sft
 from common.tokens import encode
 from runtime.chats import UnusableRow
 from runtime.checks import check_model, check_source, check_tokenizer, check_training
-from runtime.checks import checked_files
 from runtime.model import load_tokenizer
 from runtime.rows import load_rows
 
@@ -82,16 +82,10 @@ THOUGHT = answer("<think>1,3#</think>3")
 CASES = [
     # template, prompt, completion, kind, what is said
     *[(None, "5+6=", empty, UnusableRow, EMPTY) for empty in ("", " \n", [], None)],
-    *[(CHAT, empty, "11", UnusableRow, EMPTY) for empty in ("", " \n", [])],
-    *[(CHAT, empty, answer("11"), UnusableRow, EMPTY) for empty in ("", " \n", [])],
-    *[
-        (CHAT, *turns, UnusableRow, EMPTY)
-        for empty in ("", " \n", [], PARTS, None)
-        for turns in ((ASKED, answer(empty)), ([message("user", empty)], answer("11")))
-    ],
+    *[(CHAT, ASKED, answer(empty), UnusableRow, EMPTY) for empty in (" \n", [], PARTS, None)],
+    *[(CHAT, empty, answer("11"), UnusableRow, EMPTY) for empty in ([], [message("user", "")])],
     (None, 12, "11", ValueError, "expected a string or a list of chat messages, found 12"),
     (None, "5+6=", {"role": "user"}, ValueError, "expected a string or a list .*, found {'role'"),
-    (CHAT, ASKED[0], ALONE, ValueError, "expected a string or a list .*, found {'role'"),
     *[(CHAT, [turn], "3", ValueError, ROLE) for turn in ({"content": "1+2"}, "1+2")],
     (CHAT, [message(None, "1+2")], "3", ValueError, ROLE),
     (CHAT, [message("user", [IMAGE, *PARTS])], "3", ValueError, "only parts of type `text`.*'imag"),
@@ -103,31 +97,28 @@ CASES = [
         ValueError,
         "chat template of .*policy knows no role 'h",
     ),
-    (ANY_ROLE, ASKED, [message("gpt", "3")], ValueError, "knows no role 'gpt'"),
+    (ANY_ROLE, [message("gpt", "3"), *ASKED], "11", ValueError, "knows no role 'gpt'"),
     (ANY_ROLE + "{# gpt #}", [*ASKED, message("gpt", "3"), *ASKED], "11", None, None),
     (CALLS, [*ASKED, message("tool", "4")], calling({"1": 2}), ValueError, "knows no role 'tool'"),
     (TOOL, [*ASKED, message("tool", '"3"')], answer("#3"), None, None),  # with quotes escaped
     (CHAT, [message("system", "9"), *ASKED], "11", ValueError, "leaves out what 'system' says"),
     (NAMED, [message("system", "9"), *ASKED], "11", None, None),
     (CHAT, ASKED, [message("tool", "4"), *answer("3")], UnusableRow, "several messages"),
-    (CHAT, ASKED, [*answer("#"), *answer("3")], UnusableRow, "several messages"),
     (CHAT, ASKED, [message("user", "11")], UnusableRow, "is not an assistant's turn"),
     # A special token would end a turn, or open another's.
     (CHAT, ASKED, answer("11<eos>1"), UnusableRow, SPECIAL),
-    (CHAT, [message("user", "5+6<eos>1")], "11", UnusableRow, SPECIAL),
     (CHAT, [message("user", "5<eos>"), *answer("1"), *ASKED], "11", UnusableRow, SPECIAL),
     (CALLS, ASKED, calling({"1": "<eos>"}), UnusableRow, SPECIAL),
     (CHAT, answer("1+2"), "3", UnusableRow, "prompt ends with an assistant's turn"),
     (CHAT, ASKED, answer(None, tool_calls=[1]), UnusableRow, "a tool call instead of a text"),
     # What is left would be EOS alone: training would teach to answer nothing.
     (NOTHING, ASKED, answer("11"), UnusableRow, LEFT_OUT),
-    (NOTHING, ASKED, answer("5"), UnusableRow, LEFT_OUT),
     (LAST, ASKED, answer("1,3#3"), UnusableRow, LEFT_OUT),
     # A thought may go, and an earlier one without a word.
     (THOUGHTLESS, ASKED, THOUGHT, UserWarning, "leaves out the thought of a completion"),
     (THOUGHTLESS, [*ASKED, *THOUGHT, *ASKED], "11", None, None),
     (CHAT, ASKED, THOUGHT, None, None),
-    (OTHERWISE, ASKED, answer("11"), UnusableRow, "prompt's last token changes"),
+    (OTHERWISE, ASKED, answer("11"), UserWarning, r"sampled after '=', trained after '\+='"),
     # The place where the two depart would lie within the answer, or there is none.
     (OPENING, ASKED, answer(",,1"), UnusableRow, "whose answer begins as the chat template's open"),
     (OPENING, ASKED, answer("1,#</think>"), UnusableRow, "whose answer begins as"),
@@ -139,7 +130,6 @@ CASES = [
     (NAMED, ASKED, answer("  3"), UserWarning, "trims the white space before a text"),
     (NAMED, ASKED, answer("3\n"), None, None),
     (NAMED, ASKED, answer("3", name="5"), UserWarning, "reads no 'name'"),
-    (NAMED, ASKED, answer("3", train=False), UserWarning, "reads no 'train'"),
     (NAMED, ASKED, answer("3", name="", tool_calls=[], train=None), None, None),
     (CALLS, ASKED, calling('{"1": 2}'), UserWarning, "of a call as a quoted text"),
     (CALLS, ASKED, calling({"1": 2}), None, None),
@@ -163,11 +153,8 @@ ACCENTS = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
 UNKNOWN = "with characters that the tokenizer of --model does not know"
 TOKENIZERS = {
     "no token for +": (of_characters(), "1+2=3", UserWarning, r"tokenizer of .* loses \['\+'\]"),
-    "nor for minus": (of_characters(), "x=\u22121-2", UserWarning, r"loses \['\u2212', '-'\]"),
     "nor for umlauts": (of_characters(), "grün", UnusableRow, UNKNOWN),
-    "nor for all of it": (of_characters(), "é", UnusableRow, "with a text that has no tokens"),
     "<unk>": (of_characters(unk_token="<unk>"), "1+2", UserWarning, r"loses \['\+'\]"),
-    "<unk> for a letter": (of_characters(unk_token="<unk>"), "aé", UnusableRow, UNKNOWN),
     "lower-cases": (of_characters(normalizer=normalizers.Lowercase()), "Ab", UnusableRow, UNKNOWN),
     "strips accents": (of_characters(normalizer=ACCENTS), "né", UnusableRow, UNKNOWN),
     "lines to spaces": (
@@ -175,12 +162,6 @@ TOKENIZERS = {
         "a\nb",
         UserWarning,
         r"loses \['\\n'\]",
-    ),
-    "collapses spaces": (
-        of_characters(" ", normalizer=normalizers.Replace(Regex(" +"), " ")),
-        "a  b",
-        UserWarning,
-        r"loses \[' '\]",
     ),
     "NFKC": (of_characters(normalizer=normalizers.NFKC()), "ﬁne=Ａ²", None, None),
     "NFD": (of_characters("\u0301", normalizer=normalizers.NFD()), "n\u00e9", None, None),
@@ -230,34 +211,20 @@ def test_an_answer_that_would_get_a_space_is_dropped():
 
 
 # --- files ----------------------------------------------------------------------------------------
-FILES = {
-    "cut.jsonl": ('{"prompt": "1"}\n{"prompt": "2"', "in row 1"),
-    "python.jsonl": ("{'prompt': '1'}\n", "in row 0"),
-    "commas.jsonl": ('{"prompt": "1"},\n{"prompt": "2"}\n', "document is empty"),
-    "empty.jsonl": ("", "the file is empty"),
-    "header.csv": ("prompt,completion\n", "no data"),
-    "first.csv": ("prompt,completion\n1,2, 3\n4,5\n", "Length of header"),
-    "later.csv": ("prompt,completion\n4,5\n1,2, 3\n", "Expected 2 fields in line 3, saw 3"),
-    "quotes.csv": ('prompt,completion\n1,"a \\"b\\", c"\n', "Length of header"),
-    "latin1.jsonl": ('{"prompt": "1"}\n{"prompt": "é"}\n'.encode("latin1"), "Invalid UTF8"),
-    "latin1.csv": ("prompt\n1\né\n".encode("latin1"), "'utf-8'"),
-    "utf16.jsonl": ('{"prompt": "1"}\n'.encode("utf16"), "in row 0"),
-    "lines.txt": ("a document\n", "lines of text"),
-    # A field too many would move all columns by one.
-    "train.tsv": ("prompt\tanswer\nx\t2\t3\ny\t5\t6\n", "more fields than|Length of header"),
-    "data/train.csv": ("prompt,answer\nx,2,3\ny,5,6\n", "more fields than|Length of header"),
-}
+@pytest.mark.parametrize(
+    ("name", "row"), [("first.csv", "1,2, 3"), ("quotes.csv", '1,"a \\"b\\", c"')]
+)
+def test_a_field_without_a_column_is_not_left_out(name, row, tmp_path):
+    (tmp_path / name).write_text(f"prompt,completion\n{row}\n4,5\n")
+    with pytest.raises(DatasetGenerationError):
+        load_rows(str(tmp_path / name), None, "train", set())
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_no_rows_is_named(name, tmp_path):
-    text, said = FILES[name]
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    dataset = tmp_path if "/" in name else path
-    with pytest.raises(ValueError, match=f"--dataset {dataset}: .*({said})"):
-        load_rows(str(dataset), None, "train", set())
+def test_a_field_too_many_in_each_row_moves_no_column(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.csv").write_text("prompt,answer\nx,2,3\ny,5,6\n")
+    with pytest.raises((ValueError, DatasetGenerationError)):
+        load_rows(str(tmp_path), None, "train", set())
 
 
 def test_a_comma_at_the_end_of_each_line_moves_no_column(tmp_path):
@@ -274,24 +241,12 @@ def test_pictures_are_not_read(tmp_path):
         assert load_rows(str(tmp_path), None, "train", {"prompt"})[0] == {"prompt": "1+2="}
 
 
-def test_a_cache_that_cannot_be_written_is_named():
-    said = r"--dataset x: PermissionError: .* denied: '/cache/rows\.lock'"
-    with pytest.raises(ValueError, match=said), checked_files("x", []):
-        raise PermissionError(13, "Permission denied", "/cache/rows.lock")
-
-
 # --- models ---------------------------------------------------------------------------------------
-def test_a_source_that_is_no_model(tmp_path, tokenizer, monkeypatch):
-    (tmp_path / "model.gguf").write_text("GGUF")
-    monkeypatch.chdir(tmp_path)
-    for source in ("model.gguf", "tiny/arithmetic/base", "nothing"):
-        with pytest.raises(ValueError, match=rf"\n--model, .*: {source} is no hub name, and no fo"):
-            load_tokenizer(source)
-    tokenizer.save_pretrained("fp8")
+def test_quantised_weights(tmp_path):
     config = dict(model_type="llama", quantization_config=dict(quant_method="fp8"))
-    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"--model, .*: fp8 is quantised"):
-        load_tokenizer("fp8")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"--model, .*: {tmp_path} is quantised"):
+        check_source(str(tmp_path))
 
 
 def test_two_tokenizers_of_one_vocabulary(tokenizer, tmp_path):
@@ -324,10 +279,3 @@ def test_longrope_ends_at_its_original_length(tokenizer):
         check_model(model, nothing, tokenizer, 32)
         with pytest.raises(ValueError, match="fewer positions than the 33 of the --max flags: 32"):
             check_model(model, nothing, tokenizer, 33)
-
-
-def test_a_pointer_instead_of_weights(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match=f"{tmp_path}/model.safetensors is a pointer of Git LFS"):
-        check_source(str(tmp_path))

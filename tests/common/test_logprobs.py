@@ -1,6 +1,5 @@
 """Scoring: against a plain log-softmax of the model's own logits, row by row, without padding."""
 
-import copy
 import math
 
 import pytest
@@ -214,42 +213,13 @@ def deal(sequences, rows, size, processes, monkeypatch):
     return of_ranks
 
 
-@pytest.mark.parametrize("processes", [1, 3, 8])
-def test_every_row_is_dealt_out_once_in_as_many_micro_batches(monkeypatch, processes):
-    pairs = make_pairs([(1 + n // 2, n - n // 2) for n in (1, 9, 5, 3, 9, 1, 7, 5, 5, 2)])
-    rows = torch.tensor([3, 8, 0, 4, 6, 7, 9])
-    of_ranks = deal(pairs, rows, 2, processes, monkeypatch)
-    assert {len(batches) for batches in of_ranks} == {math.ceil(7 / (2 * processes))}
-    assert all(len(inds) <= 2 for batches in of_ranks for inds in batches)
-    assert all(all(batches[:-1]) for batches in of_ranks), "only the last may be empty"
-    dealt = [row for batches in of_ranks for inds in batches for row in inds]
-    assert sorted(dealt) == sorted(rows.tolist())
-
-
-@pytest.mark.parametrize(("size", "processes"), [(8, 1), (4, 2), (8, 2), (12, 1)])
-def test_rows_of_one_prompt_are_neighbours(monkeypatch, size, processes):
-    """In a shuffled minibatch of eight groups of four, each micro-batch has whole groups."""
-    sequences = [([i // 4] * 2, [1] * (i + 1)) for i in range(32)]
-    rows = torch.randperm(32, generator=torch.Generator().manual_seed(0))
-    of_ranks = deal(sequences, rows, size, processes, monkeypatch)
-    tokens = [[sum(len(sequences[i][1]) for i in inds) for inds in of_rank] for of_rank in of_ranks]
-    for of_rank, sizes in zip(of_ranks, tokens, strict=True):
-        assert sizes == sorted(sizes, reverse=True), "the longest groups come first"
-        for inds in of_rank:
-            groups = [i // 4 for i in inds]
-            assert all(groups.count(group) == 4 for group in groups)
-            for group in {*groups}:  # in the order of the rows, which is the same on each machine
-                order = [i for i in rows.tolist() if i // 4 == group]
-                assert [i for i in inds if i // 4 == group] == order
-    of_rank = [sum(sizes) for sizes in tokens]
-    assert max(of_rank) - min(of_rank) <= 16 * 4, "ranks take turns: they differ by a step each"
-
-
 @pytest.mark.parametrize(
     ("sequences", "size", "processes", "expected"),
     [
         # A prompt counts once: 10 + 4 tokens before 1 + 20.
         ([([1] * 10, [2])] * 4 + [([1] * 2, [2] * 5)] * 4, 4, 1, [[[4, 5, 6, 7], [0, 1, 2, 3]]]),
+        # Rows of one prompt become neighbours, in their order.
+        ([([1] * 2, [2]), ([3] * 2, [2] * 5)] * 2, 2, 1, [[[1, 3], [0, 2]]]),
         # A lone first token makes no group, as in texts without a prompt: by their lengths.
         ([([1], [2] * n) for n in (3, 9, 5, 1)], 2, 1, [[[1, 2], [0, 3]]]),
         # A rank without rows runs as many passes, and a group is cut: each rank has rows.
@@ -294,10 +264,8 @@ class StretchedLlama(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("weights", "part", "is_known"),
     [
-        (torch.float32, 1.0, False),
         (torch.float32, 0.7e-5, True),  # the tolerance is 1e-5
         (torch.float32, 1.5e-5, False),
-        (torch.float32, 0.7e-2, False),
         (torch.bfloat16, 4e-2, True),  # here 5e-2: a number of 8 bits is off by 4e-3 at most
         (torch.bfloat16, 7e-2, False),
     ],
@@ -316,13 +284,11 @@ def test_tolerance_of_the_heads_trial_under_autocast(weights, part, is_known, mo
 
 
 @pytest.mark.filterwarnings("ignore:slower")
-@pytest.mark.parametrize("kind", ["several layers", "not linear", "not finite"])
+@pytest.mark.parametrize("kind", ["several layers", "not finite"])
 def test_a_head_or_weights_that_cannot_be_used_are_named(kind):
     model = tiny_model("llama", tie_word_embeddings=False)
     if kind == "several layers":
         model = family_model("BertLMHeadModel")
-    if kind == "not linear":
-        model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
     if kind == "not finite":
         model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
     reason = "are not finite" if kind == "not finite" else f"head of {type(model).__name__}"
@@ -375,16 +341,3 @@ def test_what_is_not_learned_is_0_and_has_no_logits(monkeypatch):
     none = [[0] * len(completion) for _, completion in pairs]
     found = completion_logprobs(model, pairs, torch.arange(4), is_learned=none)
     assert (found == 0).all() and found.requires_grad
-
-
-def test_inputs_are_left_as_they_were():
-    model, pairs, rows = model_of("gpt2"), make_pairs(), torch.tensor([2, 0, 3])
-    before = copy.deepcopy((pairs, rows, model.state_dict()))
-    logprobs, entropy = completion_logprobs(model, pairs, rows, 0.6, True, True)
-    (logprobs + entropy).sum().backward()
-    rollout_logprobs(model, pairs, [rows], 0.6)
-    assert pairs == before[0] and torch.equal(rows, before[1])
-    groups = list(micro_batches(pairs, rows, 2))
-    assert groups and torch.equal(rows, before[1])
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, before[2][name])

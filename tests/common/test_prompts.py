@@ -1,7 +1,6 @@
 """A micro-batch that reads shared prompts once, beside each row alone, in float64."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,6 @@ def make_sequences():
     return [*sequences, (short, [9]), (short, random_tokens(generator, 12)), ([5], [6, 1])]
 
 
-def make_group_of_one_length():
-    """Nothing is padded."""
-    generator = torch.Generator().manual_seed(2)
-    return [([1, 2, 3], random_tokens(generator, 7)) for _ in range(3)]
-
-
 @pytest.fixture
 def float64(monkeypatch):
     """What models compute in float32 whatever their type is, such as RMSNorm, is float64 too."""
@@ -63,9 +56,6 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize(
-    "make_sequences", [make_sequences, make_group_of_one_length], ids=["ragged", "one length"]
-)
-@pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
         ("llama", {}),
@@ -77,7 +67,7 @@ def assert_close(found, expected):
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ],
 )
-def test_a_batch_gives_what_each_row_gives_alone(architecture, overrides, make_sequences, request):
+def test_a_batch_gives_what_each_row_gives_alone(architecture, overrides, request):
     """Log-probs and entropies by a plain log-softmax, and their gradients."""
     model, sequences = tiny_model(architecture, **overrides).double(), make_sequences()
     request.getfixturevalue("float64")
@@ -207,17 +197,6 @@ def test_a_window_that_layers_keep_for_themselves_is_refused(monkeypatch):
         assert not shares_prompts(model)
 
 
-@pytest.mark.parametrize("length", [4, 5, 6])
-def test_a_window_begins_at_its_first_token(length):
-    """Of 4 tokens: a fifth token is the first one that does not see the first."""
-    model = tiny_model("mistral", sliding_window=4)
-    ids = list(range(1, length + 1))
-    expected = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, 1:]
-    found, _, _ = completion_states(model, [(ids[:2], [*ids[2:], 9])])
-    assert shares_prompts(model)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
 def test_layers_share_the_mask_of_a_window(monkeypatch):
     """Each layer would keep one of L x L numbers for its backward pass."""
     layers = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
@@ -249,16 +228,6 @@ def test_each_prompt_is_read_once():
     completions = [completion for _, completion in sequences]
     before_the_last = sum(len(completion[:-1]) for completion in completions)
     assert counts == [of_prompts + before_the_last, of_prompts + sum(map(len, completions))]
-
-
-def test_a_batch_is_made_of_ranges():
-    """A GPU waits for it: 0.025 s for 131,072 tokens on the machine of docs/performance.md."""
-    sequences = [([i] * 200, [7] * 312) for i in range(64) for _ in range(4)]
-    assert len(SharedPrompts(sequences, torch.device("cpu")).ids) == 64 * 200 + 256 * 311
-    start = time.process_time()
-    for _ in range(5):
-        SharedPrompts(sequences, torch.device("cpu"))
-    assert time.process_time() - start < 5 * 0.25  # token by token it would take longer
 
 
 def test_saved_models_and_samples_know_nothing_of_it(tmp_path):

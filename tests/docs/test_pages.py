@@ -44,7 +44,7 @@ TORCHRUN = {"--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint",
 LM_EVAL = {"--model_args", "--tasks", "--apply_chat_template"}
 OTHERS = TORCHRUN | LM_EVAL | {"--exclude", "--help"}  # of `hf upload`; of all
 # Metrics whose names a script puts together.
-BUILT = {"reward_model", "mean", "variance", "return_mean", "return_variance"}
+BUILT = {"reward_model"}
 
 
 # Those of the scripts, of the programs for the pages, and of other programs.

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, BertConfig, LlamaConfig
 
 import dpo
 import grpo
-import ppo_rlhf
 import rm_bradley_terry
 import sft
 from runtime.chats import UnusableRow
@@ -72,9 +71,6 @@ def test_weights_that_are_missing_are_not_made_up_nor_others_left_out(tokenizer,
     args = rm_bradley_terry.Args(model=folder)  # it may add a head, and nothing else
     with pytest.raises(ValueError, match=r"not those of Llama.*'model.norm.weight'"):
         rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
-    args = ppo_rlhf.Args(model=folder, critic_init="sft")
-    with pytest.raises(ValueError, match=r"not those of Llama.*'model.norm.weight'"):
-        ppo_rlhf.load_critic(args, None, tokenizer, 10, CPU)
 
 
 def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
@@ -82,9 +78,6 @@ def test_a_tokenizer_larger_than_the_embedding(tokenizer, tmp_path):
     folder = save(tmp_path / "model", tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has more tokens than the embedding"):
         grpo.load_model(AutoModelForCausalLM, folder, tokenizer, 10)
-    args = rm_bradley_terry.Args(model=folder)
-    with pytest.raises(ValueError, match="the tokenizer has more tokens than the embedding"):
-        rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
 
 
 def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch):
@@ -99,9 +92,6 @@ def test_the_positions_of_a_text_in_a_model_of_images_too(tokenizer, monkeypatch
     grpo.load_model(AutoModelForCausalLM, POLICY, tokenizer, 8)
     with pytest.raises(ValueError, match="has fewer positions than the 9 of the --max flags"):
         grpo.load_model(AutoModelForCausalLM, POLICY, tokenizer, 9)
-    args = rm_bradley_terry.Args(model=POLICY, max_length=9)
-    with pytest.raises(ValueError, match="has fewer positions than the 9 of the --max flags"):
-        rm_bradley_terry.load_classifier(args, tokenizer, [2], CPU)
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -149,7 +139,7 @@ def test_a_reward_model_of_another_kind(name, num_labels, tmp_path):
     model = AutoModelForSequenceClassification.from_config(config)
     folder = save_model(tmp_path / "model", model, "tiny/reviews/policy")
     flags = REVIEWS | dict(reward_model=folder)
-    fails(name, tmp_path, ValueError, f"--reward-model {folder}: no `score` head", **flags)
+    fails(name, tmp_path, ValueError, f"{folder}: no `score` head", **flags)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -186,8 +176,6 @@ def test_a_single_file(tmp_path):
         dataset = str(tmp_path / f"rows.{kind}")
         loaded = load_rows(dataset, None, "train[50%:]", {"prompt"})
         assert loaded["prompt"] == ["2+2=", "3+2="]
-    with pytest.raises(ValueError, match=r"Unknown split.*--eval-split 'train\[95"):
-        load_rows(dataset, None, "test", {"prompt"})
 
 
 BESIDE = ("train_unfiltered.jsonl", "train.old.jsonl", "train.jsonl.bak", "eval.jsonl")
@@ -269,7 +257,6 @@ def test_pairs_without_a_side_or_a_prompt_are_dropped(row, tokenizer, tmp_path):
         ([TURNS[0], message("assistant", "#3", weight=0)], "only ['user', 'assistant']"),
         ([], "with no assistant's reply to learn, only []"),
         (None, "with no assistant's reply to learn, only []"),
-        (TURNS[:1], "only ['user']"),
         ([message("assistant", "hi")], "only ['assistant']"),
         ([TURNS[0], message("gpt", "#3")], "only ['user', 'gpt']"),
         ("[]", ValueError),
@@ -288,13 +275,10 @@ def test_which_turns_are_learned(turns, expected):
         assert pairs_of(dict(messages=turns), train_on_prompt=True) == pairs[-1:]
 
 
-def test_an_error_names_the_row_and_a_margin_that_is_used_is_printed(tokenizer, tmp_path, capsys):
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+def test_a_margin_that_is_used_is_printed(tokenizer, tmp_path, capsys):
     rows = [row_of("1+2=", "#3", margin=0.5)]
     load("rm_bradley_terry", rows, tmp_path, tokenizer)
     assert "train: margins m from the column `margin`\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--dataset: row 0 of train: TemplateError: roles must"):
-        load("grpo", rows, tmp_path, tokenizer, chat=True)
 
 
 @pytest.mark.parametrize("name", WITH_ROLLOUTS)
@@ -318,7 +302,6 @@ DIALOGUE = "\n\nHuman: 1+2\n\nAssistant: "
 PAIR = dict(chosen=f"{DIALOGUE}3", rejected=f"{DIALOGUE}4")
 NO_COLUMN = "no column completion in --dataset"
 NO_STRING = "in .'messages'. the content of"
-UNKNOWN = "that the tokenizer of --model does not know"
 
 
 def conversation(*turns, **columns):
@@ -330,21 +313,18 @@ def conversation(*turns, **columns):
     [
         # `datasets` decodes such a string: `"3"` would lose its quotes, and `3` be a number.
         ("sft", [conversation(message("user", PART), message("assistant", '"3"'))], {}, NO_STRING),
-        ("sft", [conversation(*TURNS), conversation(message("user", 3))], {}, NO_STRING),
         ("dpo", [PAIR], dict(chat=True), "--chat: "),
         ("dpo", [dict(prompt=None, chosen="3", rejected="4")], dict(chat=True), "no row is left"),
         # A column that was typed comes before both.
         ("sft", [conversation(*TURNS, question="1")], dict(prompt_column="question"), NO_COLUMN),
         ("sft", [dict(text="1+2=#3", question="1")], dict(prompt_column="question"), NO_COLUMN),
         ("sft", [dict(text="1+2=#3")], dict(chat=True), "--chat: a column `text` is learned as it"),
-        ("grpo", [row_of(f" {json.dumps(TURNS[:1])}", "#3")], {}, "a text that says a chat"),
         (
             "grpo",
             [row_of("1+2=", "#3", x=4)],
             dict(answer_column="x"),
             "New column name answer already",
         ),
-        ("grpo", [row_of("What is 2 + 2?", "#4")], {}, UNKNOWN),
     ],
 )
 def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
@@ -352,19 +332,13 @@ def test_rows_that_are_refused(name, rows, flags, error, tokenizer, tmp_path):
         load(name, rows, tmp_path, tokenizer, **flags)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "text", "types"),
-    [
-        ("jsonl", '{"answer": "2024-01-02", "x": "1"}', {"answer": "timestamp[s]", "x": "string"}),
-        ("jsonl", '{"answer": 3}\n{"answer": "3"}\n{"answer": "a"}', {"answer": "extension<arr"}),
-        ("csv", "answer,x\n01234,TRUE\n,FALSE\n", {"answer": "double", "x": "bool"}),
-    ],
-)
-def test_columns_for_reward_functions_are_named(suffix, text, types, tokenizer, tmp_path, capsys):
-    (tmp_path / f"train.{suffix}").write_text(text)
+def test_columns_for_reward_functions_are_named(tokenizer, tmp_path, capsys):
+    """With what `datasets` takes them for."""
+    (tmp_path / "train.csv").write_text("answer,x\n01234,TRUE\n,FALSE\n")
     rows = load_rows(str(tmp_path), None, "train", {"answer"})
     encode_rows(rows, lambda row: (row, [4]), tokenizer, 9, rest="reward functions")
-    assert f"for reward functions: {types}"[:-2] in capsys.readouterr().out
+    types = {"answer": "double", "x": "bool"}
+    assert f"for reward functions: {types}" in capsys.readouterr().out
 
 
 def test_of_two_files_of_a_split_none_is_taken(tmp_path):

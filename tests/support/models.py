@@ -123,13 +123,6 @@ _APART = {
     "FalconMamba": {},
     "Mamba": {},
     "MiniMax": {},
-    "xLSTM": dict(
-        hidden_size=128,
-        num_heads=2,
-        num_blocks=2,
-        chunk_size=16,
-        autocast_kernel_dtype="float32",
-    ),
 }
 FREE = [*_ATTENTION, *_RECURRENT]
 # Whose cache `generate` makes static on a GPU: no sliding windows, no states.
@@ -139,13 +132,13 @@ APART = [*_APART]
 # One of each kind of positions, cache and head; the other families are `slow`.
 ARCHETYPES = (
     "Llama Qwen2 GPT2 OPT Bloom Falcon Mistral Gemma2 Cohere Mixtral DeepseekV3 Mllama Qwen3Next "
-    "GraniteMoeHybrid Mamba2 Mamba Bart xLSTM"
+    "GraniteMoeHybrid Mamba2 Mamba Bart"
 ).split()
 # Models that cannot be sampled from: they keep their state to themselves, or have no cache, or mix
 # up the rows of a batch.
-REFUSED = ["OpenAIGPTLMHeadModel", "RecurrentGemma", "Rwkv"]  # but their log-probs are right
+REFUSED = ["OpenAIGPTLMHeadModel", "Rwkv"]  # but their log-probs are right
 _SETTINGS = _ATTENTION | _RECURRENT | _APART
-_SETTINGS |= {"BertLMHeadModel": {"is_decoder": True}, "RecurrentGemma": {"num_hidden_layers": 3}}
+_SETTINGS["BertLMHeadModel"] = {"is_decoder": True}
 
 
 def _small_config(config_class, settings):
