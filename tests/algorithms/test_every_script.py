@@ -90,7 +90,9 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, anneal_lr, tmp_path, m
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(AdamW, "step", spy)
+    decay = 0.1 if SPECS[name].kind == "rows" else 0
     flags = dict(epochs=1.0, warmup_ratio=0.5, max_grad_norm=0.3)
+    flags |= short_flags(name, weight_decay=0.1)
     factors, largest = [1 / 3, 2 / 3, 1, 1 / 2], 0.3  # int(0.5 x 4) steps of warm-up
     if SPECS[name].kind == "rollouts":
         flags |= dict(total_rollouts=4, max_new_tokens=6)
@@ -113,7 +115,7 @@ def test_the_rate_and_the_largest_norm_of_each_step(name, anneal_lr, tmp_path, m
     if "warmup_ratio" in flags:
         (metric,) = (metric for metric in rows[0] if metric.endswith("/learning_rate"))
         assert [row[metric] for row in rows] == rates[::number]
-    assert settings == {(0, 0.9, 0.95 if name == "sft" else 0.999)}  # as for language models
+    assert settings == {(decay, 0.9, 0.95 if name == "sft" else 0.999)}  # as for language models
     assert {max_norm for *_, max_norm in steps} == {largest} and len(steps) == 4 * number
 
 
