@@ -1,5 +1,4 @@
-"""The tables of docs/reinforce.md, ratio_and_clip.md and ppo_rlhf.md by enumeration,
-and the scripts' functions behind them."""
+"""The tables of docs/reinforce.md and ppo_rlhf.md by enumeration, and a function behind them."""
 
 import math
 
@@ -9,11 +8,9 @@ from by_hand import close, rows_of
 
 import grpo
 
-GRADIENT, CLIP = "docs/reinforce.md", "docs/ratio_and_clip.md"
-PPO = "docs/ppo_rlhf.md"
+GRADIENT, PPO = "docs/reinforce.md", "docs/ppo_rlhf.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
-EPS = 0.2
 
 
 def score(o):
@@ -65,21 +62,3 @@ def test_the_lambda_table():
         average = 0.25 * by_end[0] + 0.75 * by_end[1]
         square = 0.25 * (by_end[0] - average) ** 2 + 0.75 * (by_end[1] - average) ** 2
         close(cells[1:], [average, average + 0.15, math.sqrt(square)], 3)
-
-
-def test_the_clip_in_all_four_sign_cases():
-    """By grpo.py's loss."""
-    table = rows_of(CLIP, "| $A$ |")
-    assert [*table] == [("+1", "0.7"), ("+1", "1.3"), ("-1", "0.7"), ("-1", "1.3")]
-    for (sign, ratio), cells in table.items():
-        advantage, rho = float(sign), float(ratio)
-        logprob = torch.tensor([[rho]]).log().requires_grad_()
-        zero, advantages = torch.zeros(1, 1), torch.tensor([advantage])
-        loss, sums = grpo.grpo_loss(logprob, zero, None, advantages, clip_low=EPS, clip_high=EPS)
-        (gradient,) = torch.autograd.grad(-loss, logprob)
-        inside = min(max(rho, 1 - EPS), 1 + EPS)
-        close(cells[2:6], [rho * advantage, inside * advantage, -loss.item(), gradient.item()], 1)
-        assert ("held" in cells[6]) == (gradient == 0)
-        for side in ("low", "high"):
-            metric = f"policy/clip_fraction_{side}"
-            assert sums[metric].item() == (metric in cells[6])
