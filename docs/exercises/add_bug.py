@@ -88,7 +88,7 @@ EXERCISES = {
                 "            loss = loss * len(inds) / len(sequences)\n",
             ),
         ),
-        test="test_every_script.py::test_micro_batch_size_does_not_change_the_gradient",
+        test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
     ),
     3: Exercise(
         commands=("reinforce.py --total-rollouts 20 --eval-every 10",),

@@ -10,7 +10,6 @@ import grpo
 
 GRADIENT, PPO = "docs/reinforce.md", "docs/ppo_rlhf.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
-TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
 
 
 def score(o):
@@ -36,20 +35,6 @@ def test_the_baselines_table():
     # GRPO's group mean: (k - 1) / k of leave one out, here 2/3 for one of two that are right.
     found = grpo.group_advantages(torch.tensor([1.0, 0, 0, 1]), 4, scale="none")
     assert found.tolist() == pytest.approx([2 / 3 * 3 / 4 * sign for sign in (1, -1, -1, 1)])
-
-
-def test_the_two_views():
-    start = sum(p * right for p, right in TREE.values())
-    table, sums = rows_of(PPO, "| completion | probability |"), {"a": 0.0, "b": 0.0}
-    for first, (p, right) in TREE.items():
-        for second, chance, reward in (("correct", right, 1), ("wrong", 1 - right, 0)):
-            bandit, of_first, of_second = reward - start, right - start, reward - right
-            assert of_first + of_second == pytest.approx(bandit)
-            cells = table[f"{first}, {second}"]
-            close(cells[1:], [p * chance, reward, bandit, of_first, of_second], 2)
-            sums[first] += chance * bandit
-    for first, (_, right) in TREE.items():  # the mean of the bandit's is the token's
-        assert sums[first] == pytest.approx(right - start)
 
 
 def test_the_lambda_table():
