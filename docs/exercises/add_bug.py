@@ -88,7 +88,7 @@ EXERCISES = {
                 "            loss = loss * len(inds) / len(sequences)\n",
             ),
         ),
-        test="test_every_script.py::test_micro_batch_size_does_not_change_the_gradient",
+        test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
     ),
     3: Exercise(
         commands=("reinforce.py --total-rollouts 20 --eval-every 10",),
@@ -183,7 +183,8 @@ EXERCISES = {
                 "                ref_logprobs = pair_logprobs(ref_model, sequences, in_order) if",
             ),
         ),
-        test="test_dpo.py::test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero",
+        test="test_dpo.py::"
+        "test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers",
     ),
     10: Exercise(
         commands=("kto.py --epochs 0.3 --eval-every 19",),

@@ -1,8 +1,5 @@
 """The tables of docs/kl_details.md by enumeration of four tokens, with the scripts' estimators."""
 
-import math
-
-import pytest
 import torch
 from by_hand import close, rows_of
 
@@ -80,15 +77,3 @@ def test_the_gradients_of_the_terms():
         assert same == ([] if cells[6] == "neither" else cells[6:])
     # Of the page's other table: rho with its gradient.
     torch.testing.assert_close(gradient(NEAR @ (rho * terms["k1"])), full["KL(π ‖ ref)"])
-
-
-def test_beta_in_the_loss_and_in_the_reward():
-    rewards = (1.0, 0.0, 0.0, 1.0)
-    std = math.sqrt(sum((r - 0.5) ** 2 for r in rewards) / 3)
-    # KLs of the four completions in the reward, at that price, and in the loss, after the scaling.
-    nats = (3.0, 1.0, 0.0, 2.0)
-    returns = [r - 0.04 * std * x for r, x in zip(rewards, nats, strict=True)]
-    in_reward = grpo.group_advantages(torch.tensor(returns), 4, scale="none") / std
-    in_loss = grpo.group_advantages(torch.tensor(rewards), 4).tolist()
-    in_loss = [a - 0.04 * (x - 1.5) for a, x in zip(in_loss, nats, strict=True)]
-    assert in_reward.tolist() == pytest.approx(in_loss, abs=2e-4)

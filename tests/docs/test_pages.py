@@ -57,22 +57,6 @@ FLAGS = {f"--{prefix}{name.replace('_', '-')}" for name in NAMES for prefix in (
 PAGES = {"grpo_variants": ["recipes", "grpo"]}
 
 
-@pytest.mark.parametrize("script", sorted(Path().glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_is_named_wherever_all_are(script):
-    name = script.stem
-    assert name in SCRIPTS, "tests/support/scripts.py"
-    assert Path(f"tests/algorithms/test_{name}.py").exists()
-    page, *_ = PAGES.get(name, [name])
-    assert f"(../{name}.py)" in Path(f"docs/{page}.md").read_text()
-    for file, text in (
-        ("README.md", f"[`{name}.py`]({name}.py)"),
-        ("docs/index.md", f"({page}.md)"),
-        ("mkdocs.yml", f"{page}.md"),
-        ("tests/learning/test_learning.py", f'"{name}.py"'),
-    ):
-        assert text in Path(file).read_text(), f"{file} does not name {text}"
-
-
 @cache
 def anchors(page):
     """Of the headings of a page, as GitHub makes them."""
