@@ -38,4 +38,3 @@ def reset_peak() -> int:
 def peak() -> int:
     """The most bytes in use since `reset_peak`."""
     return resident("VmHWM")
-
