@@ -20,8 +20,7 @@ from typing import Any
 from datasets import load_dataset
 
 from docs.experiments.declared import ACCURACY, GOLD_REWARD
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, HEALTHY, draw_curves, panel
-from docs.experiments.lib.experiment import Experiment, saved_numbers, saved_results
+from docs.experiments.lib.experiment import Experiment, saved_numbers
 from docs.experiments.lib.measuring import in_own_process, peak
 from docs.experiments.lib.metrics import Metric, kl_of_samples, last
 from docs.experiments.lib.runs import RUNS, Run, train
@@ -59,9 +58,9 @@ NAMES_IN_TRL = {  # of our flags that have another one there
 
 
 # --- runs ----------------------------------------------------------------------------------------
-def trl_trainer(kind: str, args: Any, **settings: Any) -> Any:
+def trl_trainer(kind: str, args: Any) -> Any:
     """A trainer of TRL with the values of our script's flags, where both have them, and its own
-    defaults elsewhere; in float32, without checkpointing. Settings come before both."""
+    defaults elsewhere; in float32, without checkpointing."""
     import trl  # of the extra `bench`
 
     flags = vars(args)
@@ -91,7 +90,7 @@ def trl_trainer(kind: str, args: Any, **settings: Any) -> Any:
     shared["per_device_train_batch_size"] = size
     shared["gradient_accumulation_steps"] = sequences_per_step // size
     trainer = getattr(trl, f"{kind}Trainer")
-    return trainer(**inputs, args=config(**shared | settings))
+    return trainer(**inputs, args=config(**shared))
 
 
 def module_of(script: str) -> Any:
@@ -111,8 +110,7 @@ def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
         printed = check_output([python, "-m", program, str(seed), folder])
         return json.loads(printed.splitlines()[-1])
     else:
-        saved = dict(save_strategy="steps", save_steps=40) if script == "grpo" else {}
-        trainer = trl_trainer(WORKS[script][0], args, **saved)
+        trainer = trl_trainer(WORKS[script][0], args)
         trainer.train()
         trainer.save_model(folder)
     return time.process_time() - start, peak() / 1e6
@@ -140,16 +138,7 @@ def trl_runs(scripts: Iterable[str]) -> dict[str, list[Run]]:
     return runs
 
 
-def curve(run: Run) -> list[list[float]]:
-    """Of GRPO, with four optimiser steps in a rollout: rollouts and accuracy."""
-    found, seed = [], json.loads((run.folder / "args.json").read_text())["seed"]
-    for step in range(40, 241, 40):
-        model = run.folder.parent / f"checkpoint-{step}"
-        found.append([step // 4, ACCURACY.of_run(evaluated("grpo", seed, model))])
-    return found
-
-
-# --- the table and the figure --------------------------------------------------------------------
+# --- the table -----------------------------------------------------------------------------------
 def tables(results: dict) -> dict[str, dict]:
     rows = []
     for script, (kind, experiment, label, metrics) in WORKS.items():
@@ -168,20 +157,10 @@ def tables(results: dict) -> dict[str, dict]:
     return {"beside_trl": {"columns": columns, "rows": rows}}
 
 
-def draw(results: dict) -> dict[str, Any]:
-    axis = panel("The same curve in TRL", "rollout", "held-out accuracy", ylim=(0, 1))
-    ours = saved_results("grpo")["curves"][DEFAULT]["eval/accuracy"]
-    draw_curves(axis, ours, "grpo.py", ALGORITHM_STYLES["GRPO"])
-    draw_curves(axis, results["numbers"]["grpo"]["curve"], "TRL", HEALTHY)
-    axis.legend()
-    return {"beside_trl": axis}
-
-
 COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
 KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
-KEPT["grpo"].append(Metric("curve", curve))
 KEPT["distill"].remove(COSTS)  # of --divergence sampled, where the accuracy is that of reverse
-MAKES = dict(find_runs=trl_runs, more_tables=tables, draw=draw, seeds=SEEDS)
+MAKES = dict(find_runs=trl_runs, more_tables=tables, seeds=SEEDS)
 CLIPPING = {  # with the gradients as TRL has them
     "PPO": "ppo_rlhf.py --eval-every 2 --max-grad-norm 1e6",
     "distillation": "distill.py --eval-every 8 --divergence reverse --max-grad-norm 12",
@@ -192,5 +171,6 @@ EXPERIMENTS = (
         "beside_trl_clipping",
         CLIPPING,
         metrics={"PPO": [KL], "distillation": [*(metric for metric, _ in POINTS.values())]},
+        seeds=SEEDS,
     ),
 )
