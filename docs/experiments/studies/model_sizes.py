@@ -26,7 +26,7 @@ def tables(_: dict) -> dict[str, dict]:
             sizes = []
             for algorithm, weights in zip((full, adapted, adapted), WEIGHTS, strict=True):
                 needed = peak(MODELS[name], ALGORITHMS[algorithm], BFLOAT16, **WORK | weights)
-                sizes.append(f"{needed / GB:.0f}")
+                sizes.append(f"{needed / GB:,.0f}")
             cells.append(" / ".join(sizes))
         rows.append([name.rpartition("-")[2], *cells])  # 7B of Qwen2.5-7B
     return {"model_sizes": {"columns": ["parameters", *METHODS], "rows": rows}}
