@@ -4,7 +4,6 @@ import ast
 import inspect
 import re
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import algorithms
@@ -49,8 +48,7 @@ BUILT = {"reward_model"}
 
 # Those of the scripts, of the programs for the pages, and of other programs.
 NAMES = {name for script in SCRIPTS.values() for name in vars(script.Args())}
-PROGRAMS = [import_module(f"docs.experiments.cost.{name}") for name in experiments.PROGRAMS]
-for program in (add_bug, pairs, experiments, *PROGRAMS):
+for program in (add_bug, pairs, experiments):
     NAMES |= inspect.signature(program.main).parameters.keys()
 FLAGS = {f"--{prefix}{name.replace('_', '-')}" for name in NAMES for prefix in ("", "no-")} | OTHERS
 # A script's pages, if they are not one of its name.

@@ -1,7 +1,4 @@
-"""Memory: what a resumed run frees.
-
-How high the memory of a run rises is measured by docs/experiments/cost/memory.py.
-"""
+"""Memory: what a resumed run frees."""
 
 import weakref
 
