@@ -2,8 +2,7 @@
 
     python docs/model_from_checkpoint.py RUN FOLDER
 
-FOLDER gets what the run would have saved at that step, adapter/ too; of PPO the policy. Start this
-where the run was started. A reward model's `score_mean` is that of the last evaluation.
+FOLDER gets what the run would have saved then, of PPO the policy. Start it where the run started.
 """
 
 import json
@@ -26,14 +25,13 @@ from runtime.saving import CHECKPOINT_OPTIONS
 
 def main(run: Path, folder: Path) -> None:
     args = SimpleNamespace(**json.loads((run / "args.json").read_text()))
-    # Not by `read_checkpoint`, which refuses a run that another process is at.
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state = torch.load(run / "checkpoint.pt", weights_only=True)  # no lock: the run may go on
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(args.model, args.chat_template_kwargs)
     stop_ids = find_stop_ids(args.model, tokenizer)
     if "model" in state:  # of rm_bradley_terry.py
         model = load_classifier(args, tokenizer, stop_ids, device)
-        model.config.score_mean = state["score_mean"]
+        model.config.score_mean = state["score_mean"]  # of its last evaluation
     else:
         model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions=1)
         if teacher := getattr(args, "teacher", None):  # see distill.py
