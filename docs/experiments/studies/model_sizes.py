@@ -66,7 +66,38 @@ def tables(_: dict) -> dict[str, dict]:
             ]
             cells.append(" / ".join(sizes))
         rows.append([f"{card} GB", *cells])
-    return {"model_sizes fits": {"columns": ["one card", *METHODS], "rows": rows}}
+    fits = {"columns": ["one card", *METHODS], "rows": rows}
+    return {"model_sizes fits": fits, "model_sizes stages": stages_table()}
+
+
+STAGES = {  # of docs/one_card.md: algorithm, and its --micro-batch-size
+    "`sft.py`": ("sft", 4),
+    "`dpo.py`": ("dpo", 2),
+    "`grpo.py`": ("grpo_no_kl", 4),
+}
+
+
+def stages_table() -> dict:
+    """GB of each stage by size, without / with --activation-checkpointing."""
+    rows = []
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B"):
+        cells = []
+        for algorithm, micro_batch in STAGES.values():
+            work = DEFAULTS | {"prompt": 256, "lora_rank": RANK, "generation_batch": 64}
+            work |= {"micro_batch": micro_batch}
+            peaks = (
+                peak(
+                    MODELS[name],
+                    ALGORITHMS[algorithm],
+                    BFLOAT16,
+                    checkpointing=checkpointing,
+                    **work,
+                )
+                for checkpointing in (False, True)
+            )
+            cells.append(" / ".join(f"{bytes / GB:.1f}" for bytes in peaks))
+        rows.append([name, *cells])
+    return {"columns": ["GB", *STAGES], "rows": rows}
 
 
 # --- real_size ---------------------------------------------------------------------------------

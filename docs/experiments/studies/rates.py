@@ -3,7 +3,7 @@ into runs/.
 """
 
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.metrics import at, last
+from docs.experiments.lib.metrics import at, last, late
 from docs.experiments.lib.tables import spread
 
 MODEL = "--model runs/SmolLM2-135M-Instruct --chat"
@@ -27,6 +27,7 @@ GRPO = (
     "--prompts-per-rollout 4 --group-size 8 --max-new-tokens 16 --total-rollouts 8 --eval-rows 60 "
     f"{ADAPTERS}"
 )
+SEEDS = (1,)
 FOUR_RATES = ("3e-5", "1e-4", "3e-4", "1e-3")
 RATES = {  # of each script its command and rates, the number of its steps, what they train on
     "SFT": (SFT, ("7e-5", "2e-4", "6e-4", "2e-3"), 16, "8 rows"),
@@ -41,6 +42,25 @@ COMMANDS = {
 METRICS_OF = {
     "SFT": [at("eval/loss", 0), last("eval/loss")],
     "DPO": [at("eval/loss", 0), last("eval/loss"), last("eval/margin"), last("eval/kl")],
-    "GRPO": [at("eval/reward", 0), last("eval/reward"), last("reward/mean")],
+    "GRPO": [at("eval/reward", 0), last("eval/reward"), late("reward/mean")],
 }
 METRICS = {label: METRICS_OF[label.split()[0]] for label in COMMANDS}
+
+
+def tables(results: dict) -> dict[str, dict]:
+    """Held-out numbers before and after training; rates that were not run have no row."""
+    numbers, made = results["numbers"], []
+    for script, (_, rates, steps, batch) in RATES.items():
+        before, after, *others = METRICS_OF[script]
+        for rate in rates:
+            found = numbers.get(f"{script} at {rate}")
+            if found:
+                start, end = (spread(found[metric.name], 2) for metric in (before, after))
+                cells = [f"{steps} of {batch}", rate, f"{after.name} {start}", f"**{end}**"]
+                also = [f"{x.name} {spread(found[x.name], 2)}" for x in others]
+                made.append([script, *cells, ", ".join(also), str(len(found[after.name]))])
+    columns = ["", "steps", "rate", "before", "after", "also, at the end", "seeds"]
+    return {"rates": {"columns": columns, "rows": made}}
+
+
+EXPERIMENTS = (Experiment("rates", COMMANDS, metrics=METRICS, seeds=SEEDS, more_tables=tables),)
