@@ -20,7 +20,8 @@ SMALL |= dict(group_size=2, generation_batch_size=4, learning_rate=1e-3)
 @pytest.mark.docs
 @pytest.mark.skipif(not Path(MODEL).exists(), reason="python docs/real/unpack.py " + MODEL)
 def test_the_last_adapter_has_what_all_stages_taught(tmp_path):
-    (tmp_path / "rule.py").write_text("def right(prompts, completions, **_): return [0.0, 1.0] * 2")
+    rule = "def right(prompts, **_): return [float(i % 2) for i in range(len(prompts))]"
+    (tmp_path / "rule.py").write_text(rule)
     ours = {"$MODEL": MODEL, "rule.py:right": f"{tmp_path}/rule.py:right"}
     ours |= {
         f"{rows}.jsonl": "docs/real/sums/train.jsonl" for rows in ("demonstrations", "prompts")
