@@ -29,7 +29,38 @@ def tables(_: dict) -> dict[str, dict]:
                 sizes.append(f"{needed / GB:,.0f}")
             cells.append(" / ".join(sizes))
         rows.append([name.rpartition("-")[2], *cells])  # 7B of Qwen2.5-7B
-    return {"model_sizes": {"columns": ["parameters", *METHODS], "rows": rows}}
+    sizes = {"columns": ["parameters", *METHODS], "rows": rows}
+    return {"model_sizes": sizes, "model_sizes stages": stages_table()}
+
+
+STAGES = {  # of docs/one_card.md: algorithm, and its --micro-batch-size
+    "`sft.py`": ("sft", 4),
+    "`dpo.py`": ("dpo", 2),
+    "`grpo.py`": ("grpo_no_kl", 4),
+}
+
+
+def stages_table() -> dict:
+    """GB of each stage by size, without / with --activation-checkpointing."""
+    rows = []
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B"):
+        cells = []
+        for algorithm, micro_batch in STAGES.values():
+            work = DEFAULTS | {"prompt": 256, "lora_rank": 16, "generation_batch": 64}
+            work |= {"micro_batch": micro_batch}
+            peaks = (
+                peak(
+                    MODELS[name],
+                    ALGORITHMS[algorithm],
+                    BFLOAT16,
+                    checkpointing=checkpointing,
+                    **work,
+                )
+                for checkpointing in (False, True)
+            )
+            cells.append(" / ".join(f"{bytes / GB:.1f}" for bytes in peaks))
+        rows.append([name, *cells])
+    return {"columns": ["GB", *STAGES], "rows": rows}
 
 
 EXPERIMENTS = (Experiment("model_sizes", more_tables=tables),)
