@@ -1,4 +1,4 @@
-"""The tables of docs/reinforce.md, ratio_and_clip.md and ppo_rlhf.md by enumeration,
+"""The tables of docs/reinforce.md, grpo.md and ppo_rlhf.md by enumeration,
 and the scripts' functions behind them."""
 
 import math
@@ -9,7 +9,7 @@ from by_hand import close, rows_of
 
 import grpo
 
-GRADIENT, CLIP = "docs/reinforce.md", "docs/ratio_and_clip.md"
+GRADIENT, CLIP = "docs/reinforce.md", "docs/grpo.md"
 PPO = "docs/ppo_rlhf.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
 TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
