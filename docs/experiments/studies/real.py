@@ -54,14 +54,10 @@ DPO = (
 )
 PREFERENCES = {
     "DPO": f"{DPO} --learning-rate 2e-5",
-    "DPO, adapters at 2e-4": f"{DPO} --learning-rate 2e-4 --lora-rank 16",
     "DPO, adapters at 4e-4": f"{DPO} --learning-rate 4e-4 --lora-rank 16",
     "KTO": f"kto.py {MODEL} --dataset docs/real/labels --train-split train[:512] --epochs 1 "
     f"--batch-size 32 --micro-batch-size 16 --eval-rows 48 {OFFLINE} --learning-rate 2e-5",
-    "PPO at 1e-5": f"{PPO} --learning-rate 1e-5 --critic-learning-rate 2e-5",
     "PPO at 2e-5": f"{PPO} --learning-rate 2e-5 --critic-learning-rate 2e-5",
-    "PPO, adapters at 1e-4": f"{PPO} --learning-rate 1e-4 --critic-learning-rate 2e-4 "
-    "--lora-rank 16",
     "GRPO": f"{GRPO} {LEARNED} --beta 0.05 --learning-rate 2e-5 --total-rollouts 10 --eval-every 5",
     "GRPO, almost no KL": f"{GRPO} {LEARNED} --beta 1e-9 --learning-rate 5e-5 "
     "--total-rollouts 14 --eval-every 7",
