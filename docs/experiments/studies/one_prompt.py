@@ -146,7 +146,6 @@ def tables(results: dict) -> dict:
         "completions": completions_table(measured),
         "group": group_table(measured),
         "PPO": ppo_table(measured),
-        "PPO whitening": whitening(measured),
         "step": step_table(measured),
         "DPO": dpo_table(measured),
     }
@@ -203,16 +202,6 @@ def ppo_advantages(measured: dict) -> dict[str, Tensor]:
         "A": advantages,
         "whitened A": ppo_rlhf.whiten(advantages, mask),
     }
-
-
-def whitening(measured: dict) -> dict:
-    """A line with the mean and the standard deviation of all tokens' advantages."""
-    advantages = ppo_advantages(measured)["A"][mask_of(measured["tokens"])]
-    mean, deviation = advantages.mean().item(), advantages.std(correction=0).item()
-    line = (
-        f"Whitening: over the {len(advantages)} tokens of the group A has the mean {fixed(mean)} "
-    )
-    return {"rows": [[f"{line}and the standard deviation {fixed(deviation)}."]]}
 
 
 def ppo_table(measured: dict) -> dict:

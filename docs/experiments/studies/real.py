@@ -187,7 +187,7 @@ def dialogue_table(numbers: dict) -> dict:
         for step in (0, 4)
     )
     name = "with a calculator, after 4 rollouts of `grpo_tools.py`"
-    rows.append([name, f"({before} % before these)", f"**{after} %**"])
+    rows.append([name, f"(before these: {before} % right)", f"**{after} %**"])
     return {"columns": ["SmolLM2", f"*{README_SUM}*", "right"], "rows": rows}
 
 
