@@ -192,8 +192,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "kto.py",
-                "(B,): w_D sigmoid(-beta (r - z0)) if desirable, "
-                "and if not w_U sigmoid(beta (r - z0)).\n",
+                "(B,): w_D sigmoid(-beta (u - z0)) if desirable, "
+                "and if not w_U sigmoid(beta (u - z0)).\n",
                 "(B,) of the completions.\n",
             ),
             Edit(
@@ -302,7 +302,7 @@ pushes the right way, but the offset decides how hard: where beta h is far above
 is ignored, and far below 0 it gets the full gradient, whatever the policy has learned.""",
     10: """\
 The loss has lost its second half. The value of an undesirable completion must be
-w_U sigmoid(beta (z0 - r)); here every completion has sigmoid(beta (r - z0)), so the bad ones
+w_U sigmoid(beta (z0 - u)); here every completion has sigmoid(beta (u - z0)), so the bad ones
 are raised like the good ones, and the labels choose only the weight. `eval/margin` shows
 it: it stays at 0. The completions were sampled from the policy that the run starts from.
 Raising all of them leaves that policy as it is, so `eval/kl` stays small.""",

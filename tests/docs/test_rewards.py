@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from docs.real import digit
 from docs.rewards import (
     countdown,
     formats,
@@ -92,10 +91,6 @@ REWARDS = {  # a function, the columns of each of its rows, and the rewards of c
     short_answer.f1: (
         dict(answer=["The river Nile", "Nile"]),
         {"Nile": 1, "the Nile.": 1, "River Nile": 1, "the blue Nile river": 0.8, "Egypt": 0},
-    ),
-    digit.near_five: (
-        {},
-        {"5": 1, "9": 5 / 9, "0": 4 / 9, "15": 0, "5.": 0, "": 0, "\u0665": 0},
     ),
 }
 
