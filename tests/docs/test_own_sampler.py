@@ -172,7 +172,7 @@ def test_adapters_are_sent_alone_or_not_rounded(sampler, monkeypatch):
         return answer
 
     monkeypatch.setattr(sampler, "ask", answer_of_a_server_in_bfloat16)
-    with pytest.raises(ValueError, match="bfloat16: merged adapters .* --enable-lora"):
+    with pytest.raises(ValueError, match=r"bfloat16: merged adapters .* --enable-lora"):
         sample(sampler, model)
 
 

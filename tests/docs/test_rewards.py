@@ -22,6 +22,7 @@ from docs.rewards import (
     formats,
     judge,
     programs,
+    rubrics,
     served_judge,
     short_answer,
     spell_backward,
@@ -240,6 +241,22 @@ def test_the_grade_is_the_expectation_under_the_models_next_token(chat, monkeypa
         expected.append(sum(k * p for k, p in enumerate(each)) / sum(each) / 9)
     assert judge.grade(prompts, completions, answer=["5"] * 3) == pytest.approx(expected, abs=1e-5)
     assert len({*expected}) == 3
+    judge.load.cache_clear()
+
+
+def test_a_rubric_is_the_weighted_share_of_what_the_judge_says(monkeypatch):
+    """Two questions for one row and one for the other, each asked by itself."""
+    monkeypatch.setattr(judge, "MODEL", POLICY)
+    monkeypatch.setattr(judge, "QUESTION", "{prompt}{completion}#")
+    judge.load.cache_clear()
+    chat = [{"role": "user", "content": "6+7+8="}]
+    rows = ["9=", "5", "1+2+3="], ["9=", "5", "4+"], ["6+7+8=", "6,3,1", "5"]
+    alone = "\n\nGrade the answer by one question alone, 9 for yes and 0 for no: "
+    a, b, c = (judge.grade([x + alone + question], [y])[0] for x, y, question in rows)
+    columns = ['[[3, "1+2+3="], [1, "4+"]]', '[[0.5, "5"]]']
+    found = rubrics.share(prompts=["9=", chat], completions=["5", "6,3,1"], rubric=columns)
+    assert found == pytest.approx([(3 * a + b) / 4, c], abs=1e-5)
+    assert min(abs(a - b), abs(a - c), abs(b - c)) > 1e-3
     judge.load.cache_clear()
 
 

@@ -1,17 +1,18 @@
-"""The changes of docs/variants.md, made in copies of the scripts."""
+"""The changes of the pages of variants, made in copies of the scripts."""
 
 import re
 from pathlib import Path
 
 from docs.exercises.add_bug import Edit, apply
 
-PAGE = Path("docs/variants.md")
+PAGES = (Path("docs/variants.md"), Path("docs/distill_variants.md"))
 BLOCK = re.compile(r"<!-- variant (\w+) (\w+)\.py (\w+) -->\n```diff\n(.*?)```", re.DOTALL)
 
 
 def variants() -> dict[str, tuple[str, str, str]]:
     """By name the script, the function that is changed or added, and the diff."""
-    return {name: rest for name, *rest in BLOCK.findall(PAGE.read_text())}
+    text = "".join(page.read_text() for page in PAGES)
+    return {name: rest for name, *rest in BLOCK.findall(text)}
 
 
 def write_variant(name: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""docs/distill.md: the student as its own teacher, which reads the worked sum before the prompt."""
+"""docs/distill_variants.md: the student as its own teacher, which reads the worked sum first."""
 
 import json
 import tempfile
@@ -12,8 +12,8 @@ import distill
 import grpo
 import sft
 from docs.experiments.lib import sampling
-from docs.experiments.lib.experiment import Experiment, Table
-from docs.experiments.lib.metrics import Metric, measured
+from docs.experiments.lib.experiment import Experiment
+from docs.experiments.lib.metrics import Metric
 from docs.experiments.lib.runs import Run, read_jsonl, train, write_jsonl
 from docs.experiments.studies.distill import accuracy, points
 from docs.experiments.studies.real import SFT, film_prompts
@@ -125,15 +125,9 @@ def forgotten(run: Run) -> float:
 
 BEFORE = Metric("before", lambda run: accuracy_after(run, 0))
 AFTER, FORGOTTEN = Metric("after", accuracy_after), Metric("forgotten", forgotten)
-REAL_COLUMNS = {"accuracy before": (BEFORE, 2), "after": (AFTER, 2), "forgotten": (FORGOTTEN, 2)}
-COLUMNS = {"tokens, thousands": (measured("tokens"), 0), "accuracy": (measured("accuracy"), 2)}
+KEPT = [BEFORE, AFTER, FORGOTTEN]
 EXPERIMENTS = (
-    Experiment("hints", tables={"hints": Table(COLUMNS, heading=("",))}, measure_seed=measure_seed),
-    Experiment(
-        "hints_real",
-        COMMANDS,
-        tables={"hints_real": Table(REAL_COLUMNS, heading=("",))},
-        seeds=(1, 2, 3),
-    ),
-    Experiment("hints_grpo", ONE_SEED, metrics={"GRPO": [BEFORE, AFTER, FORGOTTEN]}, seeds=(1,)),
+    Experiment("hints", measure_seed=measure_seed),
+    Experiment("hints_real", COMMANDS, metrics=dict.fromkeys(COMMANDS, KEPT), seeds=(1, 2, 3)),
+    Experiment("hints_grpo", ONE_SEED, metrics={"GRPO": KEPT}, seeds=(1,)),
 )
