@@ -1,19 +1,19 @@
 r"""On-policy distillation: learn from a teacher on the student's own completions.
 
 Sample a completion y of a prompt x from the student pi. The reward of a token is how much more
-probable the teacher T finds it, and every token has an advantage of its own:
+probable the teacher tau finds it, and every token has an advantage of its own:
 
-    r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t),    A_t = sum_{s >= t} discount^(s - t) r_s,
+    r_t = log tau(y_t | x, y_<t) - log pi(y_t | x, y_<t),   A_t = sum_{s >= t} discount^(s - t) r_s,
     gradient = E[ sum_t A_t grad log pi(y_t | x, y_<t) ],    y ~ pi(. | x).
 
 With --teacher-prompt-column the teacher reads more than x, such as a solution. Then it may be the
 student itself as it was at the start (arXiv 2601.18734, 2601.19897, 2601.20802).
 
---discount 1: the gradient of -KL(pi || T) over completions. 0, the default: the sum over positions
-of the gradient of -KL(pi || T) of the next token with the prefix held fixed. That is less noisy,
+--discount 1: the gradient of -KL(pi || tau) over completions. 0, the default: the sum over tokens
+of the gradient of -KL(pi || tau) of the next token with the prefix held fixed. That is less noisy,
 but gives no credit for reaching prefixes at which the teacher agrees. r_t depends on pi too; the
 gradient of that has mean 0.
---divergence reverse, forward or jsd: at the same prefixes, a divergence between pi and T of the
+--divergence reverse, forward or jsd: at the same prefixes, a divergence between pi and tau of the
 next token, summed over the whole vocabulary. `reverse` is the mean of `sampled` at discount 0.
 
 Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); after GKD (arXiv 2306.13649) and
@@ -97,8 +97,8 @@ class Args:
     max_new_tokens: PositiveInt = 24  # longest completion in tokens
     # weight of a token's advantage in that of the token before it: 0 counts only its own reward
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # what is minimised at each prefix. sampled: KL(pi || T), estimated from the sampled token;
-    # over the whole vocabulary: reverse: KL(pi || T), forward: KL(T || pi), jsd: Jensen-Shannon
+    # what is minimised at each prefix. sampled: KL(pi || tau), estimated from the sampled token;
+    # over the whole vocabulary: reverse: KL(pi || tau), forward: KL(tau || pi), jsd: Jensen-Shannon
     divergence: Literal["sampled", "reverse", "forward", "jsd"] = "sampled"
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the teacher's share of the mixture
     # --- optimisation and evaluation ---
@@ -129,8 +129,8 @@ class StudentPrompt(NamedTuple):
 def token_rewards(
     policy: Any, teacher: Any, sequences: Sequences, teacher_sequences: Sequences, batches: list
 ) -> tuple[Tensor, Tensor]:
-    """r_t = log T(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion, and
-    log pi. The teacher reads the same completions, after prompts x of its own.
+    """r_t = log tau(y_t | x, y_<t) - log pi(y_t | x, y_<t) (B, T) in nats, 0 after a completion,
+    and log pi. The teacher reads the same completions, after prompts x of its own.
     """
     policy_logprobs = rollout_logprobs(policy, sequences, batches, temperature=1.0)  # (B, T)
     with as_at_start(policy):  # without another teacher, it is the policy as it was at the start
@@ -157,7 +157,7 @@ def distillation_loss(logprobs: Tensor, advantages: Tensor, num_completions: int
 
 def divergence(log_pi: Tensor, log_teacher: Tensor, kind: str, beta: float) -> Tensor:
     """D(pi, T) of the next token (n,), in nats, from the log-probs of all tokens (n, V). GKD's
-    Jensen-Shannon: beta KL(T || M) + (1 - beta) KL(pi || M), where M = beta T + (1 - beta) pi.
+    Jensen-Shannon: beta KL(tau || M) + (1 - beta) KL(pi || M), where M = beta tau + (1 - beta) pi.
     """
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def main(args: Args) -> Path:
         truncated = [completion[-1] not in stop_ids for _, completion in sequences]
         completion_rewards = rewards.sum(dim=1)  # (B,)
         metrics = sampling_metrics(policy_logprobs, sampler_logprobs, mask) | {
-            "objective/kl": -completion_rewards.mean().item(),  # KL(pi || T), nats per completion
+            "objective/kl": -completion_rewards.mean().item(),  # KL(pi || tau), nats per completion
             "policy/grad_norm": grad_norm,
             "completions/length_mean": lengths.float().mean().item(),
             "completions/truncated_fraction": np.mean(truncated),
@@ -305,8 +305,8 @@ def sample_for_both(
 @torch.no_grad()
 @forward_method
 def states_and_head(teacher: Any, sequences: Sequences, inds: Tensor) -> tuple[Tensor, OutputHead]:
-    """What T's logits are computed from: its hidden states (n, d) before the n completion tokens of
-    sequences[inds], and its head.
+    """What tau's logits are computed from: its hidden states (n, d) before the n completion tokens
+    of sequences[inds], and its head.
     """
     states, _, _ = completion_states(teacher, [sequences[i] for i in inds])
     head = output_head(teacher)

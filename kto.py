@@ -2,10 +2,10 @@ r"""Kahneman-Tversky Optimization (KTO): learn from single completions that are 
 
 Prospect theory: people value an outcome by its distance from a reference point, and each further
 step away from it counts less. Here the outcome is the log-ratio of `dpo.py`,
-r(x, y) = log(pi(y|x) / pi_ref(y|x)), and z0 estimates KL(pi || pi_ref) (arXiv 2402.01306, 4.1):
+u(x, y) = log(pi(y|x) / pi_ref(y|x)), and z0 estimates KL(pi || pi_ref) (arXiv 2402.01306, 4.1):
 
-    z0 = max(0, mean of r(x_i, y_(i+1)) over the rows of a step), without gradient,
-    v(x, y) = w_D sigmoid(beta (r - z0)) if y is desirable, w_U sigmoid(beta (z0 - r)) if not,
+    z0 = max(0, mean of u(x_i, y_(i+1)) over the rows of a step), without gradient,
+    v(x, y) = w_D sigmoid(beta (u - z0)) if y is desirable, w_U sigmoid(beta (z0 - u)) if not,
     L = mean over completions of w - v(x, y), where w is w_D or w_U.
 
 The pairs (x_i, y_(i+1)) are mismatched: the completion is that of the next row, for the last row
@@ -85,7 +85,7 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer rows are dropped
     # --- KTO ---
-    beta: PositiveFloat = 0.1  # scales r - z0 in the sigmoid: a large one stays near the reference
+    beta: PositiveFloat = 0.1  # scales u - z0 in the sigmoid: a large one stays near the reference
     # w_D, weight of desirable completions: such that (w_D x their number) / (w_U x the number of
     # the others) is 1 to 1.5
     desirable_weight: PositiveFloat = 1.33
@@ -138,7 +138,7 @@ def mismatch(sequences: Sequences, max_length: int) -> Sequences:
 
 
 def reference_point(logratios: Tensor) -> Tensor:
-    """z0 = max(0, mean of r), in nats, of mismatched pairs (B,): a KL is never negative. As an
+    """z0 = max(0, mean of u), in nats, of mismatched pairs (B,): a KL is never negative. As an
     estimate it is biased, since y_(i+1) is not sampled from pi(.|x_i).
     """
     return logratios.mean().clamp(min=0)
@@ -152,11 +152,11 @@ def kto_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """w - v (B,): w_D sigmoid(-beta (r - z0)) if desirable, and if not w_U sigmoid(beta (r - z0)).
+    """w - v (B,): w_D sigmoid(-beta (u - z0)) if desirable, and if not w_U sigmoid(beta (u - z0)).
 
-    logratios: (B,) r = log pi(y|x) - log pi_ref(y|x), sums over tokens, in nats; labels: (B,) bool,
-    true for desirable; z0: (). The slope in r, beta w s (1 - s) in size with
-    s = sigmoid(beta (r - z0)), is largest at r = z0 and tends to 0 far from it.
+    logratios: (B,) u = log pi(y|x) - log pi_ref(y|x), sums over tokens, in nats; labels: (B,) bool,
+    true for desirable; z0: (). The slope in u, beta w s (1 - s) in size with
+    s = sigmoid(beta (u - z0)), is largest at u = z0 and tends to 0 far from it.
     """
     gains = torch.where(labels, logratios - z0, z0 - logratios)  # v = w sigmoid(beta gain)
     weights = torch.where(labels, desirable_weight, undesirable_weight)
@@ -315,7 +315,7 @@ def kto_metrics(args: Args, logratios: Tensor, z0: Tensor, labels: Tensor) -> di
 def sum_logratios(
     args: Args, policy: Any, ref_model: Any, sequences: Sequences, temperature: float = 1.0
 ) -> Tensor:
-    """r(x, y) = log(pi(y|x) / pi_ref(y|x)) (B,), sums over tokens, in nats, without gradient."""
+    """u(x, y) = log(pi(y|x) / pi_ref(y|x)) (B,), sums over tokens, in nats, without gradient."""
     batches = [*micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size)]
     logprobs = rollout_logprobs(policy, sequences, batches, temperature)  # (B, T)
     with as_at_start(policy):

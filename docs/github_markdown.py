@@ -21,7 +21,6 @@ class AsOnGitHub(Preprocessor):
         text = LAST_LINE.sub("\n", "\n".join(lines))
         text = re.sub(r"\$`([^`]+)`\$", r"\\(\1\\)", text)
         text = text.replace("<details>", "<details markdown>")
-        text = text.replace("<!-- clone -->", f"    git clone {self.repository}\n    cd plainrlhf")
         return re.sub(r"\]\(([^)\s]+)\)", self.link, text).split("\n")
 
     def link(self, found):

@@ -88,7 +88,7 @@ EXERCISES = {
                 "            loss = loss * len(inds) / len(sequences)\n",
             ),
         ),
-        test="test_every_script.py::test_micro_batch_size_does_not_change_the_gradient",
+        test="test_sft.py::test_losses_are_the_token_means_of_plain_cross_entropy",
     ),
     3: Exercise(
         commands=("reinforce.py --total-rollouts 20 --eval-every 10",),
@@ -183,7 +183,8 @@ EXERCISES = {
                 "                ref_logprobs = pair_logprobs(ref_model, sequences, in_order) if",
             ),
         ),
-        test="test_dpo.py::test_pairs_met_before_any_update_have_a_log_ratio_of_exactly_zero",
+        test="test_dpo.py::"
+        "test_loss_gradient_and_metrics_of_each_step_are_those_of_plain_transformers",
     ),
     10: Exercise(
         commands=("kto.py --epochs 0.3 --eval-every 19",),
@@ -191,8 +192,8 @@ EXERCISES = {
         bug=(
             Edit(
                 "kto.py",
-                "(B,): w_D sigmoid(-beta (r - z0)) if desirable, "
-                "and if not w_U sigmoid(beta (r - z0)).\n",
+                "(B,): w_D sigmoid(-beta (u - z0)) if desirable, "
+                "and if not w_U sigmoid(beta (u - z0)).\n",
                 "(B,) of the completions.\n",
             ),
             Edit(
@@ -301,7 +302,7 @@ pushes the right way, but the offset decides how hard: where beta h is far above
 is ignored, and far below 0 it gets the full gradient, whatever the policy has learned.""",
     10: """\
 The loss has lost its second half. The value of an undesirable completion must be
-w_U sigmoid(beta (z0 - r)); here every completion has sigmoid(beta (r - z0)), so the bad ones
+w_U sigmoid(beta (z0 - u)); here every completion has sigmoid(beta (u - z0)), so the bad ones
 are raised like the good ones, and the labels choose only the weight. `eval/margin` shows
 it: it stays at 0. The completions were sampled from the policy that the run starts from.
 Raising all of them leaves that policy as it is, so `eval/kl` stays small.""",

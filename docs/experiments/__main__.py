@@ -1,10 +1,9 @@
-"""Makes the numbers, tables and figures of the pages; and measures this machine.
+"""Makes the numbers, tables and figures of the pages.
 
     python -m docs.experiments grpo                   # an experiment: its runs, tables and figures
     python -m docs.experiments grpo dpo --redraw      # from docs/results, without new runs
     python -m docs.experiments --redraw               # all tables and figures
     python -m docs.experiments grpo --labels "(default)"   # these runs of it alone
-    python -m docs.experiments memory                 # a program that prints what it measures
 
 An experiment NAME writes docs/results/NAME.json, docs/figures/NAME*.svg and its tables on pages,
 between the comment lines that name them. A table may show numbers of another experiment: --redraw
@@ -13,11 +12,13 @@ as their flags, the script, common/ and runtime/ are the same.
 """
 
 import sys
-from importlib import import_module
 
 import tyro
 
-PROGRAMS = ("memory", "speed", "sampling")  # in cost/, with flags of their own
+from docs.experiments.cost.memory_model import write_explorer
+from docs.experiments.lib.navigation import add_navigation
+from docs.experiments.lib.tables import write_pages
+from docs.experiments.registry import EXPERIMENTS, tables_of
 
 
 def main(
@@ -32,16 +33,11 @@ def main(
         redraw: make figures and tables from docs/results alone, without runs
         labels: make these runs alone, by their labels in docs/results; the others' numbers stay
     """
-    # Not above, for the programs: figures need the extra `dev`.
-    from docs.experiments.cost.memory_model import write_explorer
-    from docs.experiments.lib.navigation import add_navigation
-    from docs.experiments.lib.tables import write_pages
-    from docs.experiments.registry import EXPERIMENTS, tables_of
-
     unknown = {*names} - {*EXPERIMENTS}
-    if unknown or not (names or redraw):
-        known = f"experiments: {', '.join(EXPERIMENTS)}\nprograms: {', '.join(PROGRAMS)}"
-        sys.exit(f"unknown: {', '.join(unknown)}\n{known}" if unknown else known)
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}")
+    if not (names or redraw):
+        sys.exit(f"experiments: {', '.join(EXPERIMENTS)}")
     for name in names or EXPERIMENTS:
         print(name, flush=True)
         EXPERIMENTS[name].redraw() if redraw else EXPERIMENTS[name].make(labels)
@@ -51,8 +47,4 @@ def main(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
-        program = import_module(f"docs.experiments.cost.{sys.argv[1]}")
-        tyro.cli(program.main, args=sys.argv[2:], description=program.__doc__.splitlines()[0])
-    else:
-        tyro.cli(main, description=__doc__.splitlines()[0])
+    tyro.cli(main, description=__doc__.splitlines()[0])

@@ -197,9 +197,6 @@ EXPERIMENTS = (
             "--critic-init policy",
             "--gae-lambda 1",
             "--num-minibatches 1",
-            "--ent-coef 0.01",
-            "--critic-warmup-rollouts 3",
-            "--group-size 4 --prompts-per-rollout 32",
         ),
         {
             "ppo_rlhf": Table(

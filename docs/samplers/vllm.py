@@ -12,7 +12,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common.logprobs import completion_logprobs
-from runtime.processes import RANK, all_gather
+from runtime.processes import RANK, all_gather, from_rank_0
+from runtime.saving import save_adapter
 
 SERVER, FOLDER = "http://localhost:8000", Path("runs/served")
 
@@ -28,9 +29,9 @@ def generate(model, prompts, *, max_new_tokens, temperature, stop_ids, rng, batc
     for prompt, equal in groupby(prompts):
         seed = torch.randint(2**62, [], generator=rng).item()  # the server adds 0, 1, ... to it
         requests.append(body | dict(prompt=prompt, n=len([*equal]), seed=seed))
-    weights = whole_weights(model)  # gathered by all ranks
+    served = send(model)
     if RANK == 0:
-        send(model, weights)
+        requests = [served | request for request in requests]
         with ThreadPoolExecutor(len(requests)) as pool:
             for answer in pool.map(ask, repeat("v1/completions"), requests):
                 sampled += sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -48,14 +49,42 @@ def generate(model, prompts, *, max_new_tokens, temperature, stop_ids, rng, batc
     return sequences, logprobs
 
 
-def send(model, weights):
-    """Through the folder, if they have changed since the last call."""
+def send(model):
+    """To the server, through the folder: the adapter alone if there is one and the server takes
+    it, else all weights, if they have changed. Returns the name under which it serves them.
+    """
+    server = from_rank_0(RANK == 0 and ask("server_info?config_format=json")["vllm_config"])
+    dtype, served = server["model_config"]["dtype"], server["model_config"]["model"]
+    is_exact = dtype == "torch.float32" and model.device.type == "cpu"
+    model.largest_kl = 1e-6 if is_exact else 0.03
+    if hasattr(model, "peft_config") and server["lora_config"]:
+        send_adapter(model)
+        return {"model": "policy"}
+    if hasattr(model, "peft_config") and dtype != "torch.float32":
+        why = "merged adapters would be rounded, and much of what they have learned lost"
+        raise ValueError(f"{SERVER} in {dtype}: {why}: vllm serve with --enable-lora")
+    weights = whole_weights(model)  # gathered by all ranks
+    if RANK == 0:
+        send_weights(model, weights, served)
+    return {"model": served}
+
+
+def send_adapter(model):
+    """A and B replace those of the last call."""
+    folder = FOLDER / "adapter"
+    save_adapter(model, folder)  # all ranks
+    if RANK == 0:
+        replaced = {"lora_name": "policy", "load_inplace": True}
+        ask("v1/load_lora_adapter", replaced | {"lora_path": str(folder.resolve())})
+        ask("reset_prefix_cache", {})
+
+
+def send_weights(model, weights, served):
     hashes = [torch.hash_tensor(weight).item() for weight in weights.values()]
     if hashes == getattr(model, "hashes_sent", None):
         return
-    server = ask("server_info?config_format=json")["vllm_config"]["model_config"]
-    if Path(server["model"]).resolve() != FOLDER.resolve():
-        raise ValueError(f"{SERVER} serves {server['model']}, not {FOLDER}")
+    if Path(served).resolve() != FOLDER.resolve():
+        raise ValueError(f"{SERVER} serves {served}, not {FOLDER}")
     ours, theirs = model.config.get_text_config(), AutoConfig.from_pretrained(FOLDER)
     for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
         if getattr(ours, name) != getattr(theirs.get_text_config(), name):
@@ -63,8 +92,7 @@ def send(model, weights):
     write(model, weights)
     ask("collective_rpc", {"method": "reload_weights"})
     ask("reset_prefix_cache", {})
-    is_exact = server["dtype"] == "torch.float32" and model.device.type == "cpu"
-    model.hashes_sent, model.largest_kl = hashes, 1e-6 if is_exact else 0.03
+    model.hashes_sent = hashes
 
 
 def whole_weights(model):
@@ -91,7 +119,9 @@ def ask(path, body=None):
     data = None if body is None else json.dumps(body).encode()
     request = Request(f"{SERVER}/{path}", data, {"Content-Type": "application/json"})
     try:
-        return json.loads(urlopen(request).read() or "null")
+        answer = urlopen(request)
+        is_json = "json" in answer.headers.get("Content-Type", "")
+        return json.load(answer) if is_json else None
     except OSError as error:
         said = error.read().decode() if isinstance(error, HTTPError) else "does vLLM run?"
         raise RuntimeError(f"{request.full_url}: {error}, {said}") from error

@@ -4,14 +4,12 @@ import json
 import math
 import shutil
 from functools import partial
-from pathlib import Path
 
 import algorithms
 import pytest
 import spies
 import torch
 from algorithms import set_weights
-from gpu_types import take_gpu_types
 from models import VOCAB, some_wide, tiny_model
 from plain import plain_logprobs
 from reviews import plain_model
@@ -101,18 +99,6 @@ def test_discount_0_is_that_of_the_next_tokens_kl_with_the_prefix_held_fixed():
     (exact,) = torch.autograd.grad(-kl, logits)
     assert (exact - expected_estimate(1.0)).abs().max() > 0.01
     torch.testing.assert_close(expected_estimate(0.0), exact)
-
-
-def test_the_example_on_the_page():
-    """Its two tokens and their numbers; behind them a token of padding."""
-    rewards = torch.tensor([[0.9 / 0.5, 0.4 / 0.8, 1.0]]).log()
-    logprobs = torch.tensor([[0.5, 0.8, 1.0]]).log()
-    page = " ".join(Path("docs/distill.md").read_text().split())
-    for discount, advantages, loss in ((0.0, (0.59, -0.69), 0.25), (1.0, (-0.11, -0.69), -0.23)):
-        found = discounted_sums(rewards, discount)
-        assert found.tolist() == [pytest.approx([*advantages, 0.0], abs=0.0051)]
-        assert distillation_loss(logprobs, found, 1).item() == pytest.approx(loss, abs=0.0051)
-        assert f"${advantages[0]}$ and ${advantages[1]}$" in page and f"${loss}$" in page
 
 
 # --- a run ---------------------------------------------------------------------------------------
@@ -285,32 +271,6 @@ def test_chunks_of_the_vocabulary_are_the_whole(architecture, kind, beta, pairs,
             scale = gradient.abs().max()
             assert scale > 0 and (parameter.grad - gradient).abs().max() < 1e-4 * scale, name
     assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-def test_a_rank_without_rows_has_gradients_of_zero(pairs):
-    """FSDP's ranks add up gradients together: each must have one for every weight."""
-    policy, teacher = tiny_model("llama"), tiny_model("llama").requires_grad_(False)
-    loss = chunked_divergence(policy, teacher, pairs, [], "reverse", 0.5)
-    loss.backward()
-    assert loss.item() == 0
-    assert not any(parameter.grad.any() for parameter in policy.parameters())
-
-
-def test_on_a_gpu_products_are_rounded_and_gradients_of_chunks_are_summed_in_float32(
-    pairs, monkeypatch
-):
-    monkeypatch.setattr(common.logprobs, "MAX_LOGITS", 3 * VOCAB + 1)
-
-    def gradients():
-        policy = tiny_model("llama", initializer_range=0.2)
-        teacher = tiny_model("llama", initializer_range=0.3).requires_grad_(False)
-        chunked_divergence(policy, teacher, pairs, [0, 1, 2, 3], "reverse", 0.5).backward()
-        return [parameter.grad for parameter in policy.parameters()]
-
-    exact = gradients()
-    take_gpu_types(monkeypatch)
-    for a, b in zip(exact, gradients(), strict=True):
-        assert b.dtype == torch.float32 and 0 < (a - b).norm() < 0.1 * a.norm()
 
 
 @every_kind

@@ -3,9 +3,7 @@ rollouts, and what is computed of them: test_grpo_variants.py.
 """
 
 import math
-from fractions import Fraction
 from functools import partial
-from statistics import mean, stdev
 
 import algorithms
 import pytest
@@ -13,9 +11,7 @@ import spies
 import torch
 from plain import plain_logprobs
 from reviews import plain_model
-from scripts import REVIEWS
 
-import common.logprobs
 import grpo
 from grpo import group_advantages, grpo_loss, k3_kl, token_weights
 
@@ -27,25 +23,6 @@ spy_by_name = partial(spies.spy_by_name, grpo)
 
 
 # --- passes -------------------------------------------------------------------------------------
-def test_every_pass_reads_each_prompt_once(tmp_path, monkeypatch):
-    """The reward model's, those of pi_old and of the reference, and the two updates' passes."""
-    passes = spies.spy_on(common.logprobs, monkeypatch, "SharedPrompts")
-    sampled = spy_on(monkeypatch, "generate")
-    flags = REVIEWS | dict(reward_fn=[], eval_reward_fn=None, beta=0.1, max_new_tokens=6)
-    run(tmp_path, micro_batch_size=4, update_epochs=2, train_split="train[:8]", **flags)
-    _, (sequences, _) = sampled[1]  # after those of the evaluation
-    completions = [completion for _, completion in sequences]
-    num_read = [(batch, len(shared.ids)) for (batch, _), shared in passes]
-    # After the evaluation's. The reward model reads the last token of a completion too.
-    first = next(i for i, (batch, _) in enumerate(num_read) if batch[0][1][:-1] in completions)
-    in_passes = [number for _, number in num_read[first : first + 20]]  # a pass for each prompt
-    of_completions = sum(map(len, completions))
-    of_prompts = sum(len(prompt) for prompt, _ in sequences[::4])
-    assert sum(in_passes[:4]) == of_prompts + of_completions
-    for start in (4, 8, 12, 16):
-        assert sum(in_passes[start : start + 4]) == of_prompts + of_completions - len(completions)
-
-
 # --- advantages ---------------------------------------------------------------------------------
 def test_group_advantages_by_hand():
     # Group 1: mean 1/2, squared deviations 4 x 1/4, sample variance 1/3. Group 2: mean 2, variance
@@ -57,19 +34,8 @@ def test_group_advantages_by_hand():
     torch.testing.assert_close(group_advantages(rewards, 4), expected)
     unscaled = torch.tensor([0.5, -0.5, -0.5, 0.5, -2, 0, 0, 2])
     torch.testing.assert_close(group_advantages(rewards, 4, scale="none"), unscaled)
-
-
-def test_group_advantages_are_rounded_only_at_the_end():
-    # In float32 the mean and the deviation of 49 numbers are off by more than the last bit.
-    rewards = 100 + 3 * torch.randn(980, generator=torch.Generator().manual_seed(0))
-    for group_size, scale in ((2, "group"), (49, "group"), (49, "none")):
-        found = group_advantages(rewards, group_size, scale).view(-1, group_size).tolist()
-        groups = rewards.view(-1, group_size).tolist()
-        for group, advantages in zip(groups, found, strict=True):
-            exact = [Fraction(reward) for reward in group]
-            divisor = stdev(exact) + 1e-4 if scale == "group" else 1
-            expected = [float(r - mean(exact)) / divisor for r in exact]
-            assert advantages == pytest.approx(expected, rel=6e-8)  # 2 ** -24: half of the last bit
+    # In float32 the mean of these would be off by 4.
+    assert group_advantages(torch.tensor([1e8, 1e8 + 8]), 2, scale="none").tolist() == [-4, 4]
 
 
 @pytest.mark.parametrize("reciprocal", [False, True])
@@ -150,17 +116,6 @@ def test_loss_metrics_by_hand():
     # KL(pi_old || pi) by k3 on tokens of pi_old: ratio - 1 - log ratio
     expected = 3 * sum(r - 1 - math.log(r) for r in (1.5, 1.25, 0.25, 0.75))
     assert sums["policy/approx_kl"].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_kl_is_in_the_loss_where_there_is_a_reference():
-    logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.25]])
-    rest = dict(advantages=torch.zeros(1), clip_low=0.2, clip_high=0.2, beta=0.5)
-    losses, sums = grpo_loss(logprobs, old, None, **rest)
-    assert losses.tolist() == [[0, 0]] and "objective/kl" not in sums
-    losses, sums = grpo_loss(logprobs, old, torch.zeros(1, 2), **rest)
-    k3 = [math.e - 1 - 1, math.e**2 - 2 - 1]
-    assert losses[0].tolist() == pytest.approx([0.5 * x for x in k3], rel=1e-5)
-    assert sums["objective/kl"] == -1.5 - 2.25  # k1 of pi_old, which sampled
 
 
 def test_token_weights_by_hand():

@@ -291,8 +291,6 @@ def leaves(**columns): sys.exit(3)
 def nothing(**columns): pass
 def few(prompts, **columns): return [None] * (len(prompts) - 1)
 def number(prompts, **columns): return [3.5] * len(prompts)
-def token(prompts, **columns): return [5] * len(prompts)
-def true(prompts, **columns): return [True] * len(prompts)
 def truths(prompts, **columns): return [[5, True]] * len(prompts)
 def looks(prompts, completions, answer, note):
     assert prompts == ["1+2=", "3+4="] and completions == ["#1<eos>", "?1+2="] and answer == [3, 7]
@@ -309,8 +307,6 @@ def looks(prompts, completions, answer, note):
         ("nothing", "ValueError: a list of 2 replies expected: None"),
         ("few", r"ValueError: a list of 2 replies expected: \[None\]"),
         ("number", "ValueError: a text, a message, or texts and token ids expected, found 3.5"),
-        ("token", "ValueError: a text, a message, or texts and token ids expected, found 5"),
-        ("true", "ValueError: a text, a message, or texts and token ids expected, found True"),
         ("truths", r"ValueError: a text, .* and token ids expected, found \[5, True\]"),
         ("looks", None),
     ],
@@ -329,8 +325,3 @@ def test_an_environment_that_fails_is_named(function, message, tmp_path, tokeniz
     module = path.with_suffix("")
     with pytest.raises(RuntimeError, match=f"environment {function} of {module}: {message}"):
         environment(prompts, completions)
-
-
-def test_an_environment_is_a_function_of_a_file():
-    with pytest.raises(ValueError, match=r"--environment .*: expected path/to/file.py:function"):
-        grpo_tools.load_environment("tiny/calculator/calculator.py:none", None)

@@ -116,16 +116,12 @@ def test_whiten_by_hand():
 def test_explained_variance_by_hand():
     mask = torch.tensor([[True, True, False], [False, True, True]])
     returns = torch.tensor([[1.0, 2.0, 90.0], [-90.0, 3.0, 4.0]])
-
-    def of(*values):
-        filled = torch.zeros(2, 3).masked_scatter(mask, torch.tensor(values))
-        return explained_variance(filled, returns, mask).item()
-
+    values = torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 2.0]])
     # R - V = 0, 0, 0, 2: variance 3/4, against 5/4.
-    assert of(1.0, 2.0, 3.0, 2.0) == pytest.approx(0.4)
-    # Returns of +-1e-5 have variance 1e-10, which counts as 1e-8.
-    returns = 1e-5 * torch.tensor([[1.0, -1.0, 9.0], [9.0, 1.0, -1.0]])
-    assert of(0.0, 0.0, 0.0, 0.0) == pytest.approx(1 - 1e-10 / 1e-8, rel=1e-4)
+    assert explained_variance(values, returns, mask).item() == pytest.approx(0.4)
+    # Of returns that are all equal the variance counts as 1e-8.
+    found = explained_variance(values, 0 * returns, mask).item()
+    assert found == pytest.approx(1 - 0.5 / 1e-8)
 
 
 # --- clipping -----------------------------------------------------------------------------------
@@ -226,19 +222,6 @@ def test_critic_values_are_the_head_on_the_token_before(architecture, score_mean
                     expected = expected - score_mean
                 torch.testing.assert_close(values[t], expected, atol=1e-5, rtol=1e-5)
     assert found.std() > 0.1
-
-
-def test_rows_may_be_picked_in_any_order_and_none_has_values_and_gradients_of_zero():
-    critic = tiny_classifier("llama", score_mean=0.7)
-    pairs = [(ROW[:3], ROW[3:]), (ROW[:1], ROW[1:]), (ROW, [4])]
-    everything = critic_values(as_critic(critic), pairs, torch.arange(3))
-    found = critic_values(as_critic(critic), pairs, torch.tensor([2, 0]))
-    torch.testing.assert_close(found, everything[[2, 0]], atol=1e-5, rtol=1e-5)
-    none = critic_values(as_critic(critic), pairs, torch.arange(0))
-    assert none.shape == (0, 6)
-    none.sum().backward()
-    # FSDP's processes add up gradients together: each must have one for every weight.
-    assert all(p.grad is not None and not p.grad.any() for p in critic.parameters())
 
 
 def same_weights(model, other):

@@ -4,7 +4,6 @@ import itertools
 import math
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 
 import algorithms
 import pytest
@@ -90,40 +89,19 @@ def test_the_expected_estimate_is_the_gradient_of_the_expected_reward(baseline, 
 
 
 # --- the identity with GRPO -----------------------------------------------------------------------
-def test_grpo_with_the_pages_flags_has_this_gradient(tmp_path, monkeypatch):
-    """Both scripts as they are, on the same completions: (k - 1) / (k max_new_tokens) of it."""
-    flags = "--total-rollouts 1 --prompts-per-rollout 3 --group-size 4 --train-split train[:3]"
-    flags += " --micro-batch-size 5"
-    page = Path("docs/grpo.md").read_text()
-    as_told = page.partition("**Back to REINFORCE.** With `")[2].partition("`")[0]
-    assert as_told == "--num-minibatches 1 --scale-rewards none --beta 0 --loss-norm constant"
-    prompts = {}
-
-    def completions_of(original, script):
-        def generate(model, prompts_now, **options):
-            if len(prompts_now) != 12:  # an evaluation
-                return original(model, prompts_now, **options)
-            made = original(model, sorted(prompts_now), **options)
-            made, logprobs = prompts.setdefault("made", made)
-            # Each prompt's completions, whatever the order in which a script draws prompts.
-            order = sorted(range(12), key=lambda i: (prompts_now[i], i))
-            rows = [order.index(i) for i in range(12)]
-            return [made[row] for row in rows], logprobs[rows]
-
-        return generate
-
-    # The prompts of a rollout may come twice in reinforce.py: each of the three once here.
-    monkeypatch.setattr(torch, "randint", lambda n, *a, **k: torch.randperm(n, **k))
-    steps = watch_steps(monkeypatch)
-    for script, more in ((reinforce, ""), (grpo, as_told)):
-        monkeypatch.setattr(script, "generate", completions_of(script.generate, script))
-        words = f"{flags} {more} --eval-split test[:2] --output-dir {tmp_path}"
-        script.main(script.parse_args(words.split()))
-    (_, ours, _), (_, theirs, _) = steps
-    scale = (4 - 1) / (4 * Args.max_new_tokens)
-    assert max(grad.abs().max() for grad in ours) > 0.01
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(scale * a, b, rtol=1e-4, atol=1e-8)
+def test_grpo_with_the_pages_flags_has_this_gradient():
+    """(k - 1) / (k max_new_tokens) of it, where pi_old is pi: docs/grpo.md."""
+    logprobs = -torch.rand(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(5) < torch.tensor([5, 2, 4, 1] * 3)[:, None]
+    logprobs, rewards = (logprobs * mask).requires_grad_(), torch.arange(12.0) ** 2 % 7
+    ours = policy_gradient_loss(logprobs, baseline_advantages(rewards, 4, "leave_one_out"), 12)
+    advantages = grpo.group_advantages(rewards, 4, scale="none")
+    old = logprobs.detach()
+    losses, _ = grpo.grpo_loss(logprobs, old, None, advantages, clip_low=0.2, clip_high=0.2)
+    weights = grpo.token_weights(mask, mask.sum(dim=1), "constant", max_new_tokens=5)
+    (expected,) = torch.autograd.grad(ours, logprobs)
+    (found,) = torch.autograd.grad((weights * losses).sum(), logprobs)
+    torch.testing.assert_close(found[mask], (4 - 1) / (4 * 5) * expected[mask])
 
 
 # --- a run ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from pathlib import Path
 
 import algorithms
 import pytest
@@ -148,18 +147,6 @@ def test_score_is_the_heads_output_at_the_last_token_however_long_the_others_are
             torch.testing.assert_close(scores.flip(0), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_no_rows_still_run_both_passes_and_add_nothing():
-    model = tiny_classifier("llama")
-    assert shares_prompts(model)  # tried before passes are counted
-    passes = []
-    model.base_model.register_forward_pre_hook(lambda *args: passes.append(1))
-    scores = pair_scores(model, [([1], [2]), ([1], [3])], torch.arange(0))
-    assert scores.shape == (2, 0) and passes == [1]
-    scores.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() == 0, name
-
-
 @SCORES
 def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
     """Also on several GPUs, where FSDP casts the layers. In bfloat16 near scores would be equal."""
@@ -178,23 +165,6 @@ def test_scores_are_float32_under_autocast(scores_by, monkeypatch):
     expected = (hidden[0][0].double() * model.score.weight.double()).sum()
     assert score.dtype == torch.float32
     assert score.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-# --- the head and the transformer ---------------------------------------------------------------
-def test_the_transformer_is_the_policys_in_float32():
-    policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).state_dict()
-    model = load(POLICY)
-    assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
-    for name, tensor in model.state_dict().items():
-        assert name == "score.weight" or torch.equal(tensor, policy[name])
-
-
-def test_the_input_embedding_of_an_eos_that_is_the_padding_is_trained(tmp_path):
-    source = policy_that_pads_with("<eos>", tmp_path)
-    assert AutoConfig.from_pretrained(source).pad_token_id == 2  # transformers blocks its gradient
-    model = load(source)
-    scores_of(model, [[1, 84, 45, 2]]).sum().backward()
-    assert model.get_input_embeddings().weight.grad[2].abs().max() > 0
 
 
 # --- padding, saving and loading ----------------------------------------------------------------
@@ -236,23 +206,6 @@ def test_plain_transformers_give_the_saved_model_the_same_scores(tmp_path, pad):
     assert last["eval/score_chosen"] == pytest.approx(chosen.mean().item(), abs=1e-4)
     assert last["eval/score_rejected"] == pytest.approx(rejected.mean().item(), abs=1e-4)
     assert last["eval/margin"] > first["eval/margin"] + 1e-2, "nothing was trained"
-
-
-def test_the_model_that_ships_in_other_programs_with_the_eos_and_without():
-    page = Path("docs/rm_bradley_terry.md").read_text()
-    model = AutoModelForSequenceClassification.from_pretrained(REWARD_MODEL, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(REWARD_MODEL)
-    for end, expected in (("<eos>", 0.838), ("", 0.580)):
-        sides = [(row, side) for side in ("chosen", "rejected") for row in held_out(500)]
-        texts = [row["prompt"] + row[side] + end for row, side in sides]
-        batch = tokenizer(texts, padding=True, return_tensors="pt")
-        with torch.no_grad():
-            chosen, rejected = model(**batch).logits.view(2, -1)
-        if end:  # the file's bfloat16 moves the mean a little
-            assert model.config.score_mean == pytest.approx(chosen.mean().item(), abs=0.02)
-        found = (chosen > rejected).float().mean().item()
-        assert found == pytest.approx(expected, abs=0.005)
-        assert f"{100 * expected:.1f} %" in page
 
 
 # --- a run --------------------------------------------------------------------------------------

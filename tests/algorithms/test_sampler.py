@@ -86,12 +86,6 @@ def test_another_sampler_is_measured_and_named(name, flags, other_sampler, tmp_p
         assert row["policy/sampling_ratio_max"] == pytest.approx(largest, rel=1e-4)
 
 
-def test_dpo_warns_if_its_samples_are_not_of_the_policy(other_sampler, tmp_path):
-    other_sampler("dpo")
-    with pytest.warns(UserWarning, match="policy/sampling_kl"):
-        run("dpo", tmp_path, epochs=0.1, eval_split="test", eval_rows=5)
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_sampler_whose_distance_is_no_number_is_named_too():
     check_sampling_kl(0.0)

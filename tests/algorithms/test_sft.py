@@ -2,7 +2,6 @@
 
 import shutil
 from functools import partial
-from itertools import groupby
 
 import algorithms
 import pytest
@@ -63,13 +62,11 @@ def test_losses_are_the_token_means_of_plain_cross_entropy(tmp_path, monkeypatch
     assert last["eval/length_mean"] == pytest.approx(sum(map(len, completions)) / 15)
 
 
-# --- conversations: more on rows to tokens in test_rows.py --------------------------------------
-# The second drops all but the last character of earlier answers, as Qwen3's template does thoughts.
-KEEPS = (
+# --- conversations: which turns are learned is in test_conversations.py -------------------------
+CHAT = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}={% else %}"
     "#{{ m['content'] }}<eos>{% endif %}{% endfor %}"
 )
-DROPS = KEEPS.replace("#{{ m['content']", "#{{ m['content'] if loop.last else m['content'][-1:]")
 
 
 def conversation(*texts):
@@ -80,70 +77,34 @@ FOUR = conversation("1+2", "1,3", "3+4", "4,7")
 DATA = [FOUR, conversation("5+1", "6"), conversation("1+2", "3", "1", "1", "2+2", "2,4"), FOUR[:2]]
 
 
-def load(folder, template, conversations, **flags):
-    """Their rows, and of each text what is given, learned, given, learned ..."""
-    write_splits(folder, [{"messages": turns} for turns in conversations])
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.chat_template = template
-    args = sft.Args(dataset=str(folder), **flags)
-    rows = [*sft.load_demonstrations(args, "train", tokenizer, [2])]
-
-    def parts(text):
-        pairs = groupby(zip(text.is_learned, text.ids, strict=True), key=lambda pair: pair[0])
-        found = [(is_learned, [token for _, token in pairs]) for is_learned, pairs in pairs]
-        assert [is_learned for is_learned, _ in found] == [0, 1] * (len(found) // 2)
-        return [tokenizer.decode(ids) for _, ids in found]
-
-    return rows, [[parts(text) for text in row] for row in rows]
-
-
 @pytest.mark.parametrize(
-    ("template", "flags", "expected"),
+    ("flags", "parts"),
     [
-        (KEEPS, {}, [["1+2=", "#1,3<eos>", "3+4=", "#4,7<eos>"]]),
-        # A text of its own, if the template has changed an earlier turn.
-        (DROPS, {}, [["1+2=", "#1,3<eos>"], ["1+2=#3<eos>3+4=", "#4,7<eos>"]]),
-        (KEEPS, dict(train_on_prompt=True), [["1+2=#1,3<eos>3+4=", "#4,7<eos>"]]),
-        (KEEPS, dict(max_length=17), [["1+2=", "#1,3<eos>"]]),
-        (KEEPS, dict(max_length=18), [["1+2=", "#1,3<eos>", "3+4=", "#4,7<eos>"]]),
+        ({}, ["1+2=", "#1,3<eos>", "3+4=", "#4,7<eos>"]),
+        (dict(train_on_prompt=True), ["1+2=#1,3<eos>3+4=", "#4,7<eos>"]),
+        (dict(max_length=17), ["1+2=", "#1,3<eos>"]),
     ],
 )
 def test_a_conversation_is_one_text_of_which_the_answers_are_learned(
-    template, flags, expected, tmp_path, capsys
+    flags, parts, tmp_path, capsys
 ):
-    _, texts = load(tmp_path / "data", template, [FOUR], **flags)
-    assert texts == [expected]
-    is_lost = flags == dict(max_length=17)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.chat_template = CHAT
+    args = sft.Args(dataset=write_splits(tmp_path, [{"messages": FOUR}]), **flags)
+    ((text,),) = sft.load_demonstrations(args, "train", tokenizer, [2])
+    assert tokenizer.decode(text.ids) == "".join(parts)
+    lengths = [len(tokenizer(part, add_special_tokens=False).input_ids) for part in parts]
+    expected = [i % 2 for i, length in enumerate(lengths) for _ in range(length)]
+    assert list(text.is_learned) == expected
+    assert tokenizer.decode(text.prompt()) == "".join(parts[:-1])
     printed = "train: of these rows, turns dropped {'longer than --max-length': 1}\n"
-    assert (printed in capsys.readouterr().out) == is_lost
-
-
-def test_a_conversation_keeps_the_turns_that_are_usable(tmp_path, capsys):
-    turns = conversation("1", "", "2", "3", "4", "5")
-    turns[1]["tool_calls"] = [{"name": "add"}]
-    _, texts = load(tmp_path / "data", KEEPS, [turns, conversation("1", ""), FOUR[:2]])
-    assert texts[0] == [["1=#<eos>2=", "#3<eos>", "4=", "#5<eos>"]]
-    printed = capsys.readouterr().out
-    reason = "with a tool call instead of a text, which the template leaves out"
-    assert f"train: of these rows, turns dropped {{{reason!r}: 1}}" in printed
-    assert "train: 2 rows, dropped {'with an empty prompt or completion (in a csv" in printed
-
-
-def test_a_turn_of_weight_0_is_read_and_not_learned(tmp_path):
-    turns = conversation("1", "2", "3", "4", "5", "6")
-    turns[3]["weight"] = 0
-    (row,), (texts,) = load(tmp_path / "data", KEEPS, [turns])
-    assert texts == [["1=", "#2<eos>", "3=#4<eos>5=", "#6<eos>"]]
-    ((prompt, completion),), (is_learned,) = sft.loss_sequences(sft.Args(), [row])
-    assert prompt + completion == list(row[0].ids) and len(prompt) == 2
-    assert is_learned == list(row[0].is_learned[2:])
-    assert row[0].prompt() == list(row[0].ids[:-3])
+    assert (printed in capsys.readouterr().out) == ("max_length" in flags)
 
 
 def test_a_step_learns_all_turns_of_its_conversations(tmp_path, monkeypatch):
     """As if each turn were a row with a prompt of its own."""
     steps, folders = watch_steps(monkeypatch), []
-    load(tmp_path / "data", KEEPS, DATA)
+    write_splits(tmp_path / "data", [{"messages": turns} for turns in DATA])
     parts = [
         dict(prompt=x, completion=y)
         for turns in DATA
@@ -151,7 +112,7 @@ def test_a_step_learns_all_turns_of_its_conversations(tmp_path, monkeypatch):
     ]
     write_splits(tmp_path / "parts", parts)
     shutil.copytree(BASE, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(KEEPS)
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHAT)
     for data, size in (("data", 4), ("parts", len(parts))):
         flags = dict(model=str(tmp_path / "model"), dataset=str(tmp_path / data), epochs=1)
         flags |= dict(train_split="train", eval_split="test", micro_batch_size=2)

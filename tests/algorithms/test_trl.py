@@ -1,5 +1,7 @@
 """Gradients beside those of TRL's trainers (needs the `bench` extra)."""
 
+import copy
+
 import pytest
 import torch
 from datasets import Dataset
@@ -12,46 +14,13 @@ import grpo
 import grpo_variants
 import reinforce
 from common.logprobs import completion_logprobs
-from runtime.adapters import as_at_start, add_adapters
 
 trl = pytest.importorskip("trl", reason="pip install -e '.[bench]'")
-peft = pytest.importorskip("peft")
 
 
 def first_rows(task, columns):
     rows = read(f"tiny/reviews/{task}/train.jsonl")[:4]
     return [{column: row[column] for column in columns} for row in rows]
-
-
-def with_same_adapters(theirs):
-    """Our policy with random adapters, which TRL's receives too."""
-    policy = plain_model()
-    add_adapters(policy, 4, seed=1)
-    torch.manual_seed(2)
-    ours = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
-    assert {name.removeprefix("base_model.model.") for name in trained} == ours.keys()
-    for p in ours.values():
-        torch.nn.init.normal_(p, std=0.1)
-    with torch.no_grad():
-        for name, p in trained.items():
-            p.copy_(ours[name.removeprefix("base_model.model.")])
-    return policy
-
-
-def check(policy, our_loss, trainer):
-    """Both losses' gradients, on the batch that TRL's trainer makes."""
-    batch = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    our_loss.backward()
-    assert our_loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    ours = dict(policy.named_parameters())
-    for name, p in trainer.model.named_parameters():
-        if p.requires_grad:
-            found = ours[name.removeprefix("base_model.model.")].grad
-            assert p.grad.abs().max() > 0
-            torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=1e-4)
 
 
 def settings(tmp_path):
@@ -65,33 +34,41 @@ def settings(tmp_path):
     )
 
 
-LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
 @pytest.mark.parametrize(
     ("loss", "beta"), [("sigmoid", 0.3), ("sigmoid_norm", 5.0), ("apo_zero", 0.3)]
 )
 def test_dpo(loss, beta, tmp_path):
     rows = first_rows("preferences", ["prompt", "chosen", "rejected"])
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    reference, policy = plain_model(), plain_model()
+    torch.manual_seed(2)
+    for weight in policy.parameters():
+        weight.data += 0.02 * torch.randn_like(weight)
     trainer = trl.DPOTrainer(
-        model=plain_model(),
+        model=copy.deepcopy(policy),
+        ref_model=plain_model(),
         args=trl.DPOConfig(beta=beta, loss_type=loss, **settings(tmp_path)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        peft_config=peft.LoraConfig(**LORA),
     )
-    policy = with_same_adapters(trainer.model)
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(trainer.model, batch)
+    expected.backward()
+
     args = dpo.Args(train_split="train[:4]", loss=loss)
     pairs = dpo.load_preference_pairs(args, "train[:4]", tokenizer, [tokenizer.eos_token_id])
     sequences = [sequence for pair in pairs for sequence in pair.sequences()]
     lengths = torch.tensor([[len(pair.chosen_ids), len(pair.rejected_ids)] for pair in pairs])
     inds = torch.arange(len(pairs))
-    with torch.no_grad(), as_at_start(policy):
-        ref_logprobs = dpo.pair_logprobs(policy, sequences, inds)
+    with torch.no_grad():
+        ref_logprobs = dpo.pair_logprobs(reference, sequences, inds)
     logprobs = dpo.pair_logprobs(policy, sequences, inds)
     losses, _ = dpo.pair_losses(args, logprobs, ref_logprobs, lengths)
-    check(policy, losses.mean(), trainer)
+    losses.mean().backward()
+    assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-5)
+    for ours, theirs in zip(policy.parameters(), trainer.model.parameters(), strict=True):
+        assert theirs.grad.abs().max() > 0
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
 
 
 # --- grpo.py and grpo_variants.py ---------------------------------------------------------------

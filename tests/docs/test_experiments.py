@@ -1,5 +1,6 @@
-"""docs/experiments: one name for each thing, pages show what the results hold, and runs, samples
-and their numbers are what they should be."""
+"""docs/experiments: pages show what the results hold, and runs, samples and their
+numbers are what they should be.
+"""
 
 import json
 import re
@@ -14,18 +15,8 @@ from docs.experiments.lib.metrics import last, late
 from docs.experiments.lib.runs import Run, key_of, run_of, runs_of
 from docs.experiments.registry import EXPERIMENTS, tables_of
 
-BY_HAND = {"post_training", "policy_gradient"}  # figures
 
-
-# --- names -------------------------------------------------------------------------------------
-def test_results_and_figures_have_the_name_of_their_experiment():
-    made = {name for name, experiment in EXPERIMENTS.items() if experiment.keeps_results()}
-    assert {file.stem for file in Path("docs/results").iterdir()} == made
-    drawn = [name for name, one in EXPERIMENTS.items() if one.draw or one.figures]
-    for figure in {file.stem for file in Path("docs/figures").iterdir()} - BY_HAND:
-        assert any(f"{figure}_".startswith(f"{name}_") for name in drawn), figure
-
-
+# --- results -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_results_have_each_seed_in_the_form_that_is_written(name):
     experiment, results = EXPERIMENTS[name], EXPERIMENTS[name].results()

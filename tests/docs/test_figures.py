@@ -10,14 +10,7 @@ from docs.experiments.lib import drawing
 from docs.experiments.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.docs
-FIGURES = sorted(Path("docs/figures").glob("*.svg"))
-PAGES = [Path("README.md"), *Path("docs").glob("*.md")]
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_the_figures_of_the_pages_exist():
-    text = "".join(page.read_text() for page in PAGES)
-    assert set(re.findall(r"figures/(\w+\.svg)", text)) == {figure.name for figure in FIGURES}
 
 
 def words_of(figure: Path) -> list[str]:

@@ -1,8 +1,5 @@
 """The tables of docs/kl_details.md by enumeration of four tokens, with the scripts' estimators."""
 
-import math
-
-import pytest
 import torch
 from by_hand import close, rows_of
 
@@ -48,47 +45,31 @@ def test_the_gradients_of_the_terms():
     logprobs = p.log()
     terms = estimators(logprobs)
     rho = p / NEAR
-    cases = {  # the term, and the policy that sampled its tokens
-        "k1": (terms["k1"], FAR),
-        "-log π, an entropy bonus": (-logprobs, FAR),
-        "k2": (terms["k2"], FAR),
-        "k3": (terms["k3"], FAR),
-        "rho k2, tokens of π_old": (k2_kl(logprobs, NEAR.log(), REF.log()), NEAR),
-        "rho k3, tokens of π_old": (rho * terms["k3"], NEAR),
-        "k1 in the reward": (terms["k1"].detach() * logprobs, FAR),  # a constant times the log-prob
-        "k3 in the reward": (terms["k3"].detach() * logprobs, FAR),
+    forward, backward = "KL(π ‖ ref)", "KL(ref ‖ π)"
+    cases = {  # the term, the policy that sampled its tokens, and whose gradient it has
+        "k1": (terms["k1"], FAR, "nothing"),
+        "k2": (terms["k2"], FAR, forward),
+        "k3": (terms["k3"], FAR, backward),
+        "rho k1": (rho * terms["k1"], NEAR, forward),
+        "rho k2": (k2_kl(logprobs, NEAR.log(), REF.log()), NEAR, forward),
+        "rho k3": (rho * terms["k3"], NEAR, forward),
+        "k1 in the reward": (terms["k1"].detach() * logprobs, FAR, forward),  # a constant factor
     }
 
     def gradient(value):
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
-    full = {
-        "nothing": torch.zeros(4),
-        "KL(π ‖ ref)": gradient(kl(p, REF)),
-        "KL(ref ‖ π)": gradient(kl(REF, p)),
-    }
-    table = rows_of(PAGE, "| term | a | b | c | d |")
-    assert [*table] == [*cases]
-    for name, (term, sampler) in cases.items():
+    full = {"nothing": torch.zeros(4, dtype=torch.float64)}
+    full |= {forward: gradient(kl(p, REF)), backward: gradient(kl(REF, p))}
+    means, variances = {}, {}
+    for name, (term, sampler, told) in cases.items():
         each = torch.stack([gradient(of_token) for of_token in term])
-        mean = sampler @ each
-        variance = sampler @ (each - mean).square().sum(dim=1)
-        cells = table[name]
-        close(cells[1:5], mean, 3)
-        close(cells[5:6], variance[None], 2)
-        same = [told for told, other in full.items() if (mean - other).abs().max() < 1e-8]
-        assert same == ([] if cells[6] == "neither" else cells[6:])
-    # Of the page's other table: rho with its gradient.
-    torch.testing.assert_close(gradient(NEAR @ (rho * terms["k1"])), full["KL(π ‖ ref)"])
-
-
-def test_beta_in_the_loss_and_in_the_reward():
-    rewards = (1.0, 0.0, 0.0, 1.0)
-    std = math.sqrt(sum((r - 0.5) ** 2 for r in rewards) / 3)
-    # KLs of the four completions in the reward, at that price, and in the loss, after the scaling.
-    nats = (3.0, 1.0, 0.0, 2.0)
-    returns = [r - 0.04 * std * x for r, x in zip(rewards, nats, strict=True)]
-    in_reward = grpo.group_advantages(torch.tensor(returns), 4, scale="none") / std
-    in_loss = grpo.group_advantages(torch.tensor(rewards), 4).tolist()
-    in_loss = [a - 0.04 * (x - 1.5) for a, x in zip(in_loss, nats, strict=True)]
-    assert in_reward.tolist() == pytest.approx(in_loss, abs=2e-4)
+        means[name] = sampler @ each
+        variances[name] = sampler @ (each - means[name]).square().sum(dim=1)
+        torch.testing.assert_close(means[name], full[told])
+    # What the page says in words.
+    assert round((variances["k3"] / variances["k2"]).item()) == 36
+    assert round((means["k3"] / means["k2"])[0].item()) == 8
+    torch.testing.assert_close(variances["k1 in the reward"], variances["k2"])
+    wrong = FAR @ torch.stack([gradient(each) for each in terms["k3"].detach() * logprobs])
+    assert (wrong[:2] > 0).all()  # k3 in the reward: a step lowers the logits of a and b

@@ -1,5 +1,5 @@
 """One prompt through every script: what the models give is asked of them again, and the worked
-examples of docs/numbers.md are evaluated."""
+examples of docs/numbers.md and docs/grpo.md are evaluated."""
 
 import math
 import re
@@ -12,14 +12,14 @@ from docs.experiments.lib.experiment import saved_results
 
 SAVED = saved_results("one_prompt")
 TABLES, MEASURED = one_prompt.tables(SAVED), SAVED["numbers"]
-PAGE = Path("docs/numbers.md").read_text()
+PAGE = "".join(Path(f"docs/{name}.md").read_text() for name in ("grpo", "numbers"))
 
 
 # --- what the models give ----------------------------------------------------------------------
 def test_the_models_give_the_same_completions_and_numbers():
     """Another processor may round differently: below 1e-4 even with gradients off by 1e-5."""
     again = one_prompt.measure()
-    for key in ("completion", "tokens", "gold"):
+    for key in ("completion", "tokens"):
         assert again[key] == MEASURED[key]
     assert again["reward"] == pytest.approx(MEASURED["reward"], abs=3e-4)
     for key in ("ref", "old", "new", "values"):
@@ -45,12 +45,7 @@ def test_a_worked_example_is_correct(expression, result):
 
 
 @pytest.mark.docs
-def test_worked_examples_use_numbers_of_the_tables():
-    """Or constants, or results of examples before."""
-    known = {"0.0001"}
-    for table in TABLES.values():
-        known |= {*re.findall(r"\d+\.\d+", str(table["rows"]))}
-    for expression, result in worked_examples():
-        for number in re.findall(r"\d+\.\d{3,}", expression):
-            assert number in known, f"{number} in {expression}"
-        known.add(result.lstrip("-"))
+def test_the_lines_of_the_bridge_stand_in_grpo():
+    script = "".join(Path("grpo.py").read_text().split())
+    for code, *_ in TABLES["one_prompt step"]["rows"]:
+        assert "".join(code.strip("`").split()) in script

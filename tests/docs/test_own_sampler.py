@@ -18,6 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from peft import PeftModel
 from reviews import plain_model
 from runs import metrics_of, torchrun, words
 from torch.nn import Parameter
@@ -40,24 +41,30 @@ STOP = 2
 class StandIn(BaseHTTPRequestHandler):
     """What vLLM answers, of the model in its folder."""
 
-    folder = model = None
+    folder = model = policy = None
 
     def do_GET(self):
         config = {"model": self.folder, "dtype": "torch.float32"}
-        self.answer({"vllm_config": {"model_config": config}})
+        self.answer({"vllm_config": {"model_config": config, "lora_config": {"r": 8}}})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/collective_rpc" and body == {"method": "reload_weights"}:
             type(self).model = plain_model(self.folder)
+        if self.path == "/v1/load_lora_adapter":
+            assert body["lora_name"] == "policy" and body["load_inplace"]
+            type(self).policy = PeftModel.from_pretrained(
+                plain_model(grpo.Args.model), body["lora_path"]
+            ).base_model.model
         self.answer({"choices": self.complete(**body)} if self.path == "/v1/completions" else None)
 
-    def complete(self, prompt, n, max_tokens, temperature, stop_token_ids, seed, **fixed):
+    def complete(self, model, prompt, n, max_tokens, temperature, stop_token_ids, seed, **fixed):
         whole = dict(top_p=1, top_k=0, min_p=0, repetition_penalty=1, ignore_eos=True)
         assert fixed == whole | dict(logprobs=0, return_token_ids=True)
         options = dict(max_new_tokens=max_tokens, temperature=temperature, stop_ids=stop_token_ids)
         rng = torch.Generator().manual_seed(seed)
-        made, logprobs = generate(self.model, [prompt] * n, rng=rng, **options)
+        served = self.policy if model == "policy" else self.model
+        made, logprobs = generate(served, [prompt] * n, rng=rng, **options)
         choices = []
         for i, ((_, ids), numbers) in enumerate(zip(made, logprobs.tolist(), strict=True)):
             rows = {"token_logprobs": numbers[: len(ids)]}
@@ -66,6 +73,7 @@ class StandIn(BaseHTTPRequestHandler):
 
     def answer(self, content):
         self.send_response(200)
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
@@ -81,6 +89,7 @@ def sampler(request, tmp_path_factory):
     text = Path("docs/samplers/vllm.py").read_text().replace("8000", str(port))
     file.write_text(text.replace("runs/served", folder))
     environment = os.environ | {"PYTHONPATH": ".", "VLLM_SERVER_DEV_MODE": "1"}
+    environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     subprocess.run([sys.executable, file, grpo.Args.model], env=environment, check=True)
@@ -93,7 +102,7 @@ def sampler(request, tmp_path_factory):
         server.shutdown()
         return
     flags = "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 96 --enforce-eager "
-    flags += "--no-enable-chunked-prefill"
+    flags += "--no-enable-chunked-prefill --enable-lora --max-lora-rank 8"
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     with open(file.with_suffix(".log"), "w") as log:
         command += [*flags.split(), "--port", str(port)]
@@ -134,6 +143,8 @@ def sample(sampler, model, **options):
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "adapters"])
 def test_its_weights_are_the_policys(kind, sampler):
+    if kind == "adapters":
+        sample(sampler, plain_model(grpo.Args.model))  # the server's weights are the base again
     model = changed(kind)
     sequences, logprobs = sample(sampler, model)
     prompts, completions = zip(*sequences, strict=True)
@@ -145,6 +156,24 @@ def test_its_weights_are_the_policys(kind, sampler):
     assert len({tuple(ids) for ids in completions[:4]}) > 1  # a group's seeds differ
     assert sample(sampler, model)[0] == sequences  # sent once, and drawn from the same seeds
     assert model.config.tie_word_embeddings == (kind != "untied")
+
+
+def test_adapters_are_sent_alone_or_not_rounded(sampler, monkeypatch):
+    model = changed("adapters")
+    sample(sampler, plain_model(grpo.Args.model))  # the server's weights are the base again
+    monkeypatch.setattr(sampler, "whole_weights", None)  # never asked for
+    sample(sampler, model)
+    ask = sampler.ask
+
+    def answer_of_a_server_in_bfloat16(path, body=None):
+        answer = ask(path, body)
+        answer["vllm_config"]["lora_config"] = None
+        answer["vllm_config"]["model_config"]["dtype"] = "torch.bfloat16"
+        return answer
+
+    monkeypatch.setattr(sampler, "ask", answer_of_a_server_in_bfloat16)
+    with pytest.raises(ValueError, match=r"bfloat16: merged adapters .* --enable-lora"):
+        sample(sampler, model)
 
 
 def test_errors_name_what_is_wrong(sampler, monkeypatch):

@@ -4,7 +4,6 @@ import ast
 import inspect
 import re
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import algorithms
@@ -49,28 +48,11 @@ BUILT = {"reward_model"}
 
 # Those of the scripts, of the programs for the pages, and of other programs.
 NAMES = {name for script in SCRIPTS.values() for name in vars(script.Args())}
-PROGRAMS = [import_module(f"docs.experiments.cost.{name}") for name in experiments.PROGRAMS]
-for program in (add_bug, pairs, experiments, *PROGRAMS):
+for program in (add_bug, pairs, experiments):
     NAMES |= inspect.signature(program.main).parameters.keys()
 FLAGS = {f"--{prefix}{name.replace('_', '-')}" for name in NAMES for prefix in ("", "no-")} | OTHERS
 # A script's pages, if they are not one of its name.
 PAGES = {"grpo_variants": ["recipes", "grpo"]}
-
-
-@pytest.mark.parametrize("script", sorted(Path().glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_is_named_wherever_all_are(script):
-    name = script.stem
-    assert name in SCRIPTS, "tests/support/scripts.py"
-    assert Path(f"tests/algorithms/test_{name}.py").exists()
-    page, *_ = PAGES.get(name, [name])
-    assert f"(../{name}.py)" in Path(f"docs/{page}.md").read_text()
-    for file, text in (
-        ("README.md", f"[`{name}.py`]({name}.py)"),
-        ("docs/index.md", f"({page}.md)"),
-        ("mkdocs.yml", f"{page}.md"),
-        ("tests/learning/test_learning.py", f'"{name}.py"'),
-    ):
-        assert text in Path(file).read_text(), f"{file} does not name {text}"
 
 
 @cache

@@ -1,5 +1,4 @@
-"""The tables of docs/reinforce.md, ratio_and_clip.md and ppo_rlhf.md by enumeration,
-and the scripts' functions behind them."""
+"""The tables of docs/reinforce.md and ppo_rlhf.md by enumeration, and a function behind them."""
 
 import math
 
@@ -9,11 +8,8 @@ from by_hand import close, rows_of
 
 import grpo
 
-GRADIENT, CLIP = "docs/reinforce.md", "docs/ratio_and_clip.md"
-PPO = "docs/ppo_rlhf.md"
+GRADIENT, PPO = "docs/reinforce.md", "docs/ppo_rlhf.md"
 P, R = (0.5, 0.3, 0.2), (1.0, 0.0, 2.0)
-TREE = {"a": (0.6, 0.5), "b": (0.4, 0.25)}
-EPS = 0.2
 
 
 def score(o):
@@ -41,20 +37,6 @@ def test_the_baselines_table():
     assert found.tolist() == pytest.approx([2 / 3 * 3 / 4 * sign for sign in (1, -1, -1, 1)])
 
 
-def test_the_two_views():
-    start = sum(p * right for p, right in TREE.values())
-    table, sums = rows_of(PPO, "| completion | probability |"), {"a": 0.0, "b": 0.0}
-    for first, (p, right) in TREE.items():
-        for second, chance, reward in (("correct", right, 1), ("wrong", 1 - right, 0)):
-            bandit, of_first, of_second = reward - start, right - start, reward - right
-            assert of_first + of_second == pytest.approx(bandit)
-            cells = table[f"{first}, {second}"]
-            close(cells[1:], [p * chance, reward, bandit, of_first, of_second], 2)
-            sums[first] += chance * bandit
-    for first, (_, right) in TREE.items():  # the mean of the bandit's is the token's
-        assert sums[first] == pytest.approx(right - start)
-
-
 def test_the_lambda_table():
     """Of token b, whose true advantage is 0.25 - 0.4."""
     table = rows_of(PPO, "| $\\lambda$ |")
@@ -65,21 +47,3 @@ def test_the_lambda_table():
         average = 0.25 * by_end[0] + 0.75 * by_end[1]
         square = 0.25 * (by_end[0] - average) ** 2 + 0.75 * (by_end[1] - average) ** 2
         close(cells[1:], [average, average + 0.15, math.sqrt(square)], 3)
-
-
-def test_the_clip_in_all_four_sign_cases():
-    """By grpo.py's loss."""
-    table = rows_of(CLIP, "| $A$ |")
-    assert [*table] == [("+1", "0.7"), ("+1", "1.3"), ("-1", "0.7"), ("-1", "1.3")]
-    for (sign, ratio), cells in table.items():
-        advantage, rho = float(sign), float(ratio)
-        logprob = torch.tensor([[rho]]).log().requires_grad_()
-        zero, advantages = torch.zeros(1, 1), torch.tensor([advantage])
-        loss, sums = grpo.grpo_loss(logprob, zero, None, advantages, clip_low=EPS, clip_high=EPS)
-        (gradient,) = torch.autograd.grad(-loss, logprob)
-        inside = min(max(rho, 1 - EPS), 1 + EPS)
-        close(cells[2:6], [rho * advantage, inside * advantage, -loss.item(), gradient.item()], 1)
-        assert ("held" in cells[6]) == (gradient == 0)
-        for side in ("low", "high"):
-            metric = f"policy/clip_fraction_{side}"
-            assert sums[metric].item() == (metric in cells[6])

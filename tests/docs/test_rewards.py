@@ -5,8 +5,6 @@ import json
 import math
 import os
 import random
-import re
-import shlex
 import shutil
 import time
 from contextlib import suppress
@@ -16,11 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from scripts import SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from docs.real import digit
 from docs.rewards import (
     countdown,
     formats,
@@ -96,10 +92,6 @@ REWARDS = {  # a function, the columns of each of its rows, and the rewards of c
     short_answer.f1: (
         dict(answer=["The river Nile", "Nile"]),
         {"Nile": 1, "the Nile.": 1, "River Nile": 1, "the blue Nile river": 0.8, "Egypt": 0},
-    ),
-    digit.near_five: (
-        {},
-        {"5": 1, "9": 5 / 9, "0": 4 / 9, "15": 0, "5.": 0, "": 0, "\u0665": 0},
     ),
 }
 
@@ -318,17 +310,3 @@ def test_a_function_of_trl_reads_chats_and_may_say_none():
     solution = ["5", 5, "5", "5", None]
     found = trl_style.boxed(prompts=[""] * 5, completions=texts, solution=solution)
     assert found == [1.0, 1.0, 0.0, 0.0, 0.0]
-
-
-# --- the page ---------------------------------------------------------------------------------
-@pytest.mark.docs
-def test_the_commands_of_the_page_parse_and_name_functions_that_are_there():
-    text = Path("docs/rewards.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"^    (?:\w+=\S+ )*python (\w+)\.py (.*)$", text, re.MULTILINE)
-    assert len(commands) > 3
-    for script, flags in commands:
-        flags = shlex.split(flags.replace("$seed", "1"), comments=True)
-        args = SCRIPTS[script].parse_args([flag for flag in flags if flag != "..."])
-        for spec in args.reward_fn:
-            path, _, name = spec.rpartition(":")
-            assert f"\ndef {name}(" in Path(path).read_text()

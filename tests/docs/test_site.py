@@ -1,4 +1,4 @@
-"""The site (mkdocs.yml): it is built, its links lead somewhere, and its order is the contents'."""
+"""The site (mkdocs.yml): it is built, and its links lead somewhere."""
 
 import os
 import re
@@ -74,13 +74,3 @@ def test_links_of_the_site_lead_somewhere_and_nothing_is_loaded_from_elsewhere(s
                 assert url.fragment in elements[target].ids, f"{name}: {link}"
     assert len(files) > 25
     assert 'for="__search"' in files["404.html"].partition("<article")[2]
-
-
-def test_the_reading_order_is_that_of_the_contents(config):
-    contents = Path("docs/index.md").read_text().partition("## Contents")[2]
-    contents = dict.fromkeys(re.findall(r"\]\((\w+\.(?:md|html))", contents))
-    order = [page["url"] for group in config["nav"][1:] for page in group["children"]]
-    files = {file.name for file in Path("docs").iterdir() if file.suffix in (".md", ".html")}
-    assert {*order} == {*contents} == files - {"index.md"}
-    order.remove("glossary.md")  # named beside the first page
-    assert [page for page in contents if page != "glossary.md"] == order

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tiny.arithmetic.reward import last_number
 from tiny.calculator.calculator import calculator, right
 from tiny.make import sample
 from tiny.reviews.gold import grammatical, score, sentiment
@@ -30,18 +29,6 @@ def test_held_out_prompts_are_new():
     assert len({row["prompt"] for row in held_out}) == len(held_out) == 1000
     train, test = rows("calculator/prompts/train.jsonl"), rows("calculator/prompts/test.jsonl")
     assert len({row["prompt"] for row in train + test}) == 2000
-
-
-def test_arithmetic_preferences_are_a_right_and_a_wrong_completion_for_each_prompt():
-    for split, count in (("train", 2000), ("test", 500)):
-        pairs = rows(f"arithmetic/preferences/{split}.jsonl")
-        prompts = rows(f"arithmetic/prompts/{split}.jsonl")[:count]
-        assert [{name: row[name] for name in ("prompt", "answer")} for row in pairs] == prompts
-        columns = {name: [row[name] for row in pairs] for name in pairs[0]}
-        judged = [
-            last_number([], columns[side], columns["answer"]) for side in ("chosen", "rejected")
-        ]
-        assert judged == [[1.0] * count, [0.0] * count]
 
 
 def test_the_calculator_and_its_reward_by_hand():

@@ -82,20 +82,11 @@ QUICK = [
 ]
 
 # Slow: the default runs with five seeds, and other losses.
-PAIRS_OF_SUMS = (
-    "--dataset tiny/arithmetic/preferences --max-new-tokens 24 "
-    "--eval-reward-fn tiny/arithmetic/reward.py:last_number"
-)
-PROMPTS_OF_SUMS = (
-    "--model tiny/arithmetic/policy --dataset tiny/arithmetic/prompts --max-new-tokens 24 "
-    "--reward-model None --reward-fn tiny/arithmetic/reward.py:last_number"
-)
 REVIEWS = (
     "--model tiny/reviews/policy --dataset tiny/reviews/prompts --max-new-tokens 40 "
     "--reward-model tiny/reviews/reward_model --eval-reward-fn tiny/reviews/gold.py:sentiment "
     "--prompts-per-rollout 16 --total-rollouts 30 --beta 0.2"
 )
-UNTRAINED = "--model tiny/arithmetic/base --learning-rate 1e-3 --epochs 12"
 SLOW = [
     ("rm_bradley_terry.py", "", REWARD_MODEL),
     # A model that follows the working and guesses immediate answers has 0.43, see docs/sft.md.
@@ -122,7 +113,6 @@ SLOW = [
         {"eval/margin": (0.3, ALL), "eval/reward": (0.6, 1), "eval/kl": (ANY, 6)}
         | {"eval/loss": (0, 0.55), "grammatical": (0.9, 1)},
     ),
-    ("dpo.py", f"--model tiny/arithmetic/policy {PAIRS_OF_SUMS}", {"eval/reward": (0.7, 1)}),
     (
         "dpo.py",
         "--loss simpo --beta 5 --gamma 0.5",
@@ -133,19 +123,9 @@ SLOW = [
         "--loss orpo --beta 5",
         {"eval/pair_accuracy": (0.62, 1), "eval/reward": (0.7, 1), "grammatical": (0.85, 1)},
     ),
-    (
-        "dpo.py",
-        f"--loss orpo --beta 0.5 {UNTRAINED} {PAIRS_OF_SUMS}",
-        {"first eval/reward": (0, 0.1), "eval/reward": (0.52, 1)},
-    ),
     # Without a KL it hacks the reward model, whose mean with one is lower; the gold reward is below
     # the start on nine of ten that we have seen, and on the other a third of what a KL keeps.
     ("ppo_rlhf.py", "--beta 0", {"recent reward/mean": (2.5, ALL), "eval/reward": (ANY, 0.5)}),
-    (
-        "ppo_rlhf.py",
-        f"{PROMPTS_OF_SUMS} --critic-init sft --total-rollouts 40 --beta 0.04",
-        {"eval/reward": (0.9, 1)},
-    ),
     ("grpo_variants.py", f"{REVIEWS} --kl-placement loss", {"eval/reward": (0.5, 1)}),
     ("grpo_variants.py", f"{REVIEWS} --kl-placement reward", {"eval/reward": (0.5, 1)}),
 ]

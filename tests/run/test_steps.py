@@ -1,7 +1,6 @@
 """The optimiser of the scripts that train on rows: its steps, and how they are counted."""
 
 import itertools
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 from reviews import batch_rows
 from runs import metrics_of
 from scripts import SPECS, WITH_ROLLOUTS
-from spies import spy_on, watch_steps
+from spies import spy_on
 
 from runtime.processes import peak_memory_gb
 
@@ -57,21 +56,3 @@ def test_peak_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 10**9)
     assert peak_memory_gb() == 3
-
-
-@EACH
-def test_a_step_is_that_of_adamw_with_the_flags(name, tmp_path, monkeypatch):
-    steps = watch_steps(monkeypatch)
-    flags = dict(lr_schedule="constant_with_warmup", warmup_ratio=0, learning_rate=2e-3)
-    flags |= dict(epochs=0.5, weight_decay=10.0, max_grad_norm=0.05)
-    _, logged, *_ = metrics_of(algorithms.run(name, tmp_path, **flags))
-    (weights, gradient, clipped_to), (after, *_) = steps
-    norm = math.sqrt(sum(g.double().square().sum() for g in gradient))
-    assert clipped_to == 0.05 < norm
-    (metric,) = (metric for metric in logged if metric.endswith("grad_norm"))
-    assert logged[metric] == pytest.approx(norm, rel=1e-4)
-    for old, unclipped, new in zip(weights, gradient, after, strict=True):
-        # In the first step both moments are the gradient's own: lr g / (|g| + 1e-8).
-        g = unclipped * 0.05 / norm
-        expected = old - 2e-3 * (g / (g.abs() + 1e-8) + 10 * old)
-        torch.testing.assert_close(new, expected, atol=2e-5, rtol=1e-5)

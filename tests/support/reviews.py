@@ -13,8 +13,6 @@ POLICY = "tiny/reviews/policy"
 EOS = 2
 # Why a row whose completion goes on with its prompt's last word is dropped.
 MERGED = "whose prompt's last token changes with the completion: a space?"
-# Nothing is learned, but all is computed: 1e-30 is lost in the rounding of every weight.
-STILL = dict(learning_rate=1e-30)
 
 
 def dataset(tmp_path, train, test=None):

@@ -106,10 +106,14 @@ def parts_of(path: Path, name: str, variables: list[str]) -> str:
     return "\n".join(source)
 
 
-def num_lines(folder: Path) -> int:
-    """Of the Python files of a folder, to the nearest 50."""
-    count = sum(len(file.read_text().splitlines()) for file in folder.glob("*.py"))
-    return round(count / 50) * 50
+def num_lines(path: Path) -> int:
+    """Of the Python files of a folder, to the nearest 50; of the algorithm in a script, to 10."""
+    if path.is_dir():
+        count = sum(len(file.read_text().splitlines()) for file in path.glob("*.py"))
+        return round(count / 50) * 50
+    mathematics = path.read_text().partition("# --- the mathematics")[2].partition("\n# ---")[0]
+    loop = definition(path, "main")
+    return round((mathematics.count("\n") + loop.end_lineno - loop.lineno) / 10) * 10
 
 
 def loop(path: Path) -> list[str]:

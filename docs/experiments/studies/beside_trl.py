@@ -17,10 +17,10 @@ from pathlib import Path
 from subprocess import check_output
 from typing import Any
 
-from docs.experiments.cost.speed import trl_trainer
+from datasets import load_dataset
+
 from docs.experiments.declared import ACCURACY, GOLD_REWARD
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, HEALTHY, draw_curves, panel
-from docs.experiments.lib.experiment import Experiment, saved_numbers, saved_results
+from docs.experiments.lib.experiment import Experiment, saved_numbers
 from docs.experiments.lib.measuring import in_own_process, peak
 from docs.experiments.lib.metrics import Metric, kl_of_samples, last
 from docs.experiments.lib.runs import RUNS, Run, train
@@ -47,9 +47,52 @@ WORKS = {  # by our script: TRL's trainer; our experiment and label; metrics wit
     "reinforce": ("RLOO", "reinforce", RLOO, {"accuracy": (GOLD_REWARD, 3)}),
     "distill": ("Distillation", "distill_divergence", "reverse", POINTS),
 }
+NAMES_IN_TRL = {  # of our flags that have another one there
+    "clip_coef": "epsilon",
+    "epochs": "num_train_epochs",
+    "generation_batch_size": "",  # there all completions of a rollout
+    "group_size": "num_generations",
+    "max_new_tokens": "max_completion_length",
+    "warmup_ratio": "warmup_steps",  # below 1 a fraction of the steps
+}
 
 
 # --- runs ----------------------------------------------------------------------------------------
+def trl_trainer(kind: str, args: Any) -> Any:
+    """A trainer of TRL with the values of our script's flags, where both have them, and its own
+    defaults elsewhere; in float32, without checkpointing."""
+    import trl  # of the extra `bench`
+
+    flags = vars(args)
+    config = getattr(trl, f"{kind}Config")
+    shared = {NAMES_IN_TRL.get(flag, flag): value for flag, value in flags.items()}
+    shared = {name: shared[name] for name in shared if name in config.__dataclass_fields__}
+    shared |= dict(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no")
+    shared |= dict(report_to="none", model_init_kwargs={"dtype": "float32"})
+    shared.setdefault("max_grad_norm", 0.0)  # reinforce.py does not clip gradients
+    data = load_dataset(args.dataset, split="train").shuffle(seed=args.seed)
+    inputs = dict(model=args.model, train_dataset=data)
+    sequences_per_step = flags.get("batch_size")
+    if sequences_per_step is None:
+        sequences_per_rollout = args.prompts_per_rollout * flags.get("group_size", 1)
+        sequences_per_step = sequences_per_rollout // flags.get("num_minibatches", 1)
+        shared["max_steps"] = args.total_rollouts * flags.get("num_minibatches", 1)
+    if "group_size" in flags:
+        inputs["reward_funcs"] = last_number
+        shared |= dict(generation_batch_size=sequences_per_rollout)
+    if kind == "GRPO":
+        is_unbiased = flags.get("kl_placement") == "unbiased"
+        shared |= dict(loss_type="grpo", use_bias_correction_kl=is_unbiased)
+    if kind == "Distillation":
+        inputs["teacher_model"] = args.teacher
+        shared["teacher_model_init_kwargs"] = {"dtype": "float32"}
+    size = min(args.micro_batch_size, sequences_per_step)
+    shared["per_device_train_batch_size"] = size
+    shared["gradient_accumulation_steps"] = sequences_per_step // size
+    trainer = getattr(trl, f"{kind}Trainer")
+    return trainer(**inputs, args=config(**shared))
+
+
 def module_of(script: str) -> Any:
     return import_module("grpo_variants" if script == "grpo_unbiased" else script)
 
@@ -67,8 +110,7 @@ def cost(side: str, script: str, seed: int, folder: str) -> tuple[float, float]:
         printed = check_output([python, "-m", program, str(seed), folder])
         return json.loads(printed.splitlines()[-1])
     else:
-        saved = dict(save_strategy="steps", save_steps=40) if script == "grpo" else {}
-        trainer = trl_trainer(WORKS[script][0], args, "train", last_number, **saved)
+        trainer = trl_trainer(WORKS[script][0], args)
         trainer.train()
         trainer.save_model(folder)
     return time.process_time() - start, peak() / 1e6
@@ -96,22 +138,14 @@ def trl_runs(scripts: Iterable[str]) -> dict[str, list[Run]]:
     return runs
 
 
-def curve(run: Run) -> list[list[float]]:
-    """Of GRPO, with four optimiser steps in a rollout: rollouts and accuracy."""
-    found, seed = [], json.loads((run.folder / "args.json").read_text())["seed"]
-    for step in range(40, 241, 40):
-        model = run.folder.parent / f"checkpoint-{step}"
-        found.append([step // 4, ACCURACY.of_run(evaluated("grpo", seed, model))])
-    return found
-
-
-# --- the table and the figure --------------------------------------------------------------------
+# --- the table -----------------------------------------------------------------------------------
 def tables(results: dict) -> dict[str, dict]:
     rows = []
     for script, (kind, experiment, label, metrics) in WORKS.items():
-        numbers = results["numbers"][script]
-        ours, trl = numbers["costs"][0]  # of seed 1: seconds and MB
-        costs = [f"{a:,.0f} / {b:,.0f}" for a, b in zip(ours, trl, strict=True)]
+        numbers, costs = results["numbers"][script], ["", ""]
+        if "costs" in numbers:
+            ours, trl = numbers["costs"][0]  # of seed 1: seconds and MB
+            costs = [f"{a:,.0f} / {b:,.0f}" for a, b in zip(ours, trl, strict=True)]
         for heading, (metric, digits) in metrics.items():
             sides = [saved_numbers(experiment, label, metric.name), numbers[metric.name]]
             if metric.name == "points":  # the accuracy at the last one
@@ -123,17 +157,20 @@ def tables(results: dict) -> dict[str, dict]:
     return {"beside_trl": {"columns": columns, "rows": rows}}
 
 
-def draw(results: dict) -> dict[str, Any]:
-    axis = panel("The same curve in TRL", "rollout", "held-out accuracy", ylim=(0, 1))
-    ours = saved_results("grpo")["curves"][DEFAULT]["eval/accuracy"]
-    draw_curves(axis, ours, "grpo.py", ALGORITHM_STYLES["GRPO"])
-    draw_curves(axis, results["numbers"]["grpo"]["curve"], "TRL", HEALTHY)
-    axis.legend()
-    return {"beside_trl": axis}
-
-
 COSTS = Metric("costs", lambda run: json.loads((run.folder.parent / "costs.json").read_text()))
 KEPT = {script: [COSTS, *(metric for metric, _ in WORKS[script][-1].values())] for script in WORKS}
-KEPT["grpo"].append(Metric("curve", curve))
-MAKES = dict(find_runs=trl_runs, more_tables=tables, draw=draw, seeds=SEEDS)
-EXPERIMENTS = (Experiment("beside_trl", metrics=KEPT, **MAKES),)
+KEPT["distill"].remove(COSTS)  # of --divergence sampled, where the accuracy is that of reverse
+MAKES = dict(find_runs=trl_runs, more_tables=tables, seeds=SEEDS)
+CLIPPING = {  # with the gradients as TRL has them
+    "PPO": "ppo_rlhf.py --eval-every 2 --max-grad-norm 1e6",
+    "distillation": "distill.py --eval-every 8 --divergence reverse --max-grad-norm 12",
+}
+EXPERIMENTS = (
+    Experiment("beside_trl", metrics=KEPT, **MAKES),
+    Experiment(
+        "beside_trl_clipping",
+        CLIPPING,
+        metrics={"PPO": [KL], "distillation": [*(metric for metric, _ in POINTS.values())]},
+        seeds=SEEDS,
+    ),
+)

@@ -3,44 +3,15 @@
 import re
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from docs.exercises.add_bug import EXERCISES, write_copy
 from docs.experiments.lib.drawing import HEALTHY, SICK, Lines, Series
 from docs.experiments.lib.experiment import Experiment
-from docs.experiments.lib.metrics import Metric, average, first, highest, last, late
 from docs.experiments.lib.runs import Run, runs_of
-from docs.experiments.lib.tables import spread
 
 STYLES = {"healthy": HEALTHY, "planted": SICK}
 
 
-class Symptom(NamedTuple):
-    number: int  # of the exercise
-    name: str  # in the table
-    metric: Metric
-    digits: int  # behind the point, in the table
-
-
-SYMPTOMS = (
-    Symptom(1, "`eval/truncated_fraction`", last("eval/truncated_fraction"), 2),
-    Symptom(2, "largest difference of `objective/loss`", highest("difference/loss"), 3),
-    Symptom(3, "`reward/mean`", late("reward/mean"), 2),
-    Symptom(3, "`policy/grad_norm`, all rollouts", average("policy/grad_norm"), 1),
-    Symptom(4, "`policy/approx_kl`", late("policy/approx_kl"), 5),
-    Symptom(5, "highest `objective/loss`", highest("objective/loss"), 2),
-    Symptom(5, "highest `policy/grad_norm`", highest("policy/grad_norm"), 1),
-    Symptom(6, "`eval/pair_accuracy`", last("eval/pair_accuracy"), 2),
-    Symptom(7, "highest `objective/kl`", highest("objective/kl"), 1),
-    Symptom(7, "`reward/mean`", late("reward/mean"), 2),
-    Symptom(7, "`eval/reward`", last("eval/reward"), 2),
-    Symptom(8, "`value/explained_variance`, all rollouts", average("value/explained_variance"), 2),
-    Symptom(8, "`reward/mean`", late("reward/mean"), 2),
-    Symptom(9, "first `objective/loss`", first("objective/loss"), 2),
-    Symptom(9, "`eval/pair_accuracy`", last("eval/pair_accuracy"), 2),
-    Symptom(10, "`eval/margin`", last("eval/margin"), 2),
-    Symptom(10, "`eval/kl`", last("eval/kl"), 1),
-)
 # What the figure of each exercise draws, the label of x, and its title.
 PANELS = {
     1: ("eval/truncated_fraction", "optimiser step", "completions never stop"),
@@ -85,31 +56,17 @@ def find_runs(wanted: dict[str, str]) -> dict[str, list[Run]]:
     return found
 
 
-def tables(results: dict) -> dict:
-    rows = []
-    for number, name, metric, digits in SYMPTOMS:
-        of_ways = [results["numbers"][f"{number}, {way}"][metric.name] for way in STYLES]
-        rows.append([str(number), name, *(spread(of_seeds, digits) for of_seeds in of_ways)])
-    return {"exercises": {"columns": ["exercise", "metric", *STYLES], "rows": rows}}
-
-
-FIGURES, METRICS = {}, {}
+FIGURES = {}
 for number, (metric, xlabel, title) in PANELS.items():
     series = {(f"{number}, {way}", metric): Series(way, style) for way, style in STYLES.items()}
     ylabel = metric.replace("difference/loss", "difference of the losses")
     FIGURES[f"exercises_{number}"] = Lines(
         f"{number}: {title}", ylabel, series, xlabel, log_scale=number in (4, 5)
     )
-    for way in STYLES:
-        METRICS[f"{number}, {way}"] = [
-            symptom.metric for symptom in SYMPTOMS if symptom.number == number
-        ]
 EXPERIMENTS = (
     Experiment(
         "exercises",
         figures=FIGURES,
-        metrics=METRICS,
         find_runs=find_runs,
-        more_tables=tables,
     ),
 )

@@ -1,4 +1,5 @@
-"""docs/numbers.md: what four losses compute from the same completions of one prompt.
+"""docs/numbers.md, and the bridge in docs/grpo.md: what four losses compute from the same
+completions of one prompt.
 
 The prompt and the checkpoints are those of tiny/reviews. There are three policies: `ref`, the
 checkpoint; `old`, which sampled the completions; `new`, one optimiser step later. `measure` asks
@@ -22,7 +23,6 @@ from docs.experiments.lib import sampling
 from docs.experiments.lib.experiment import Experiment
 from docs.experiments.lib.tables import fixed
 from reinforce import baseline_advantages, policy_gradient_loss
-from tiny.reviews import gold
 
 PROMPT = "review of jaws :"
 NAMES = "1234"  # the group's completions, from the highest learned reward to the lowest
@@ -66,7 +66,6 @@ def measure() -> dict:
     measured = {
         "completion": texts,
         "tokens": [ref.tokenizer.convert_ids_to_tokens(ids) for ids in completions],
-        "gold": [gold.score(text) for text in texts],
         "reward": to_digits(rewards),
         "ref": logprobs_of(ref, group),
         "old": logprobs_of(policy, group),
@@ -145,10 +144,9 @@ def tables(results: dict) -> dict:
     measured = results["numbers"]
     made = {
         "completions": completions_table(measured),
-        "REINFORCE": reinforce_table(measured),
+        "group": group_table(measured),
         "PPO": ppo_table(measured),
-        "PPO whitening": whitening(measured),
-        "GRPO group": group_table(measured),
+        "step": step_table(measured),
         "DPO": dpo_table(measured),
     }
     return {f"one_prompt {name}": table for name, table in made.items()}
@@ -159,26 +157,32 @@ def completions_table(measured: dict) -> dict:
     for i, name in enumerate(NAMES):
         sums = [fixed(sum(measured[policy][i])) for policy in ("ref", "old", "new")]
         row = [name, measured["completion"][i], str(len(measured["tokens"][i])), *sums]
-        rows.append([*row, fixed(measured["gold"][i], 1), fixed(measured["reward"][i])])
+        rows.append([*row, fixed(measured["reward"][i])])
     log_probs = ["log π_ref", "log π_old", "log π_new"]
-    columns = ["", "completion", "tokens", *log_probs, "gold reward", "learned reward"]
+    columns = ["", "completion", "tokens", *log_probs, "reward r"]
     return {"columns": columns, "rows": rows}
 
 
-def reinforce_table(measured: dict) -> dict:
-    returns = torch.tensor(measured["gold"], dtype=torch.float64)
-    advantages = baseline_advantages(returns, len(NAMES), "leave_one_out")
+def group_table(measured: dict) -> dict:
+    """The weights of whole completions: REINFORCE's, with their gradient, and GRPO's."""
+    rewards = torch.tensor(measured["reward"], dtype=torch.float64)
+    of_reinforce = baseline_advantages(rewards, len(NAMES), "leave_one_out")
     logprobs = leaf(padded(measured["old"]))
-    loss = policy_gradient_loss(logprobs, advantages, num_completions=len(NAMES))
+    loss = policy_gradient_loss(logprobs, of_reinforce, num_completions=len(NAMES))
     (slopes,) = torch.autograd.grad(loss, logprobs)
+    of_grpo = grpo.group_advantages(rewards, len(NAMES))
+    columns = {
+        "r": rewards,
+        "b": rewards - of_reinforce,
+        "r - b": of_reinforce,
+        "gradient of each token": slopes[:, 0],
+        "r - mean": rewards - rewards.mean(),
+        "A": of_grpo,
+    }
     rows = []
     for i, name in enumerate(NAMES):
-        slope = slopes[i, 0].item()
-        numbers = [returns[i] - advantages[i], advantages[i], slope]
-        cells = [fixed(returns[i].item(), 1), *(fixed(float(number)) for number in numbers)]
-        rows.append([name, *cells, "raised" if slope < 0 else "lowered"])
-    columns = ["", "r", "b", "r - b", "gradient of each token", "its tokens are"]
-    return {"columns": columns, "rows": rows}
+        rows.append([name, *(fixed(float(numbers[i])) for numbers in columns.values())])
+    return {"columns": ["", *columns], "rows": rows}
 
 
 def ppo_advantages(measured: dict) -> dict[str, Tensor]:
@@ -200,16 +204,6 @@ def ppo_advantages(measured: dict) -> dict[str, Tensor]:
     }
 
 
-def whitening(measured: dict) -> dict:
-    """A line with the mean and the standard deviation of all tokens' advantages."""
-    advantages = ppo_advantages(measured)["A"][mask_of(measured["tokens"])]
-    mean, deviation = advantages.mean().item(), advantages.std(correction=0).item()
-    line = (
-        f"Whitening: over the {len(advantages)} tokens of the group A has the mean {fixed(mean)} "
-    )
-    return {"rows": [[f"{line}and the standard deviation {fixed(deviation)}."]]}
-
-
 def ppo_table(measured: dict) -> dict:
     mask, columns = mask_of(measured["tokens"]), ppo_advantages(measured)
     old, new = padded(measured["old"]), leaf(padded(measured["new"]))
@@ -219,18 +213,78 @@ def ppo_table(measured: dict) -> dict:
     columns["ratio"] = (new.detach() - old).exp()
     order = ("k1", "r", "V", "δ", "A", "whitened A", "ratio", "gradient")
     logprobs = {f"log π_{policy}": measured[policy][BEST] for policy in ("ref", "old", "new")}
-    return by_token(measured, logprobs | {name: columns[name][BEST] for name in order})
+    columns = logprobs | {name: columns[name][BEST] for name in order}
+    rows = []
+    for i, token in enumerate(measured["tokens"][BEST]):
+        if token == "brilliant" or i >= len(measured["tokens"][BEST]) - 3:
+            cells = [fixed(float(numbers[i])) for numbers in columns.values()]
+            rows.append([f"`{token}`", *cells])
+    return {"columns": [f"token of {NAMES[BEST]}", *columns], "rows": rows}
 
 
-def group_table(measured: dict) -> dict:
+def step_table(measured: dict) -> dict:
+    """Step 4 of grpo.py line by line, with the numbers of two tokens of the best completion."""
+    old, ref, new = padded(measured["old"]), padded(measured["ref"]), leaf(padded(measured["new"]))
     rewards = torch.tensor(measured["reward"], dtype=torch.float64)
     advantages = grpo.group_advantages(rewards, len(NAMES))
+    mask = mask_of(measured["tokens"])
+    weights = grpo.token_weights(mask, mask.sum(dim=1), GRPO.loss_norm, GRPO.max_new_tokens)
+    ratio = (new - old).exp()
+    clipped = ratio.clamp(1 - GRPO.clip_coef, 1 + GRPO.clip_coef)
+    objective = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+    (slopes,) = torch.autograd.grad(grpo_loss(new, old, ref, rewards, mask), new)
+    kl = grpo.k3_kl(new, ref)
+    losses = GRPO.beta * kl - objective
+    lines = [
+        (
+            "token_weights(mask, lengths[minibatch], args.loss_norm, args.max_new_tokens)",
+            r"$1 / (n \lvert y_i \rvert)$",
+            "(B, T)",
+            weights,
+        ),
+        (
+            "completion_logprobs(policy, sequences, inds, args.temperature, entropy=True)",
+            r"$\log \pi_\theta(y_{it} \mid x, y_{i,\lt t})$",
+            "(b, T)",
+            new,
+        ),
+        ("old_logprobs[device_inds]", r"$\log \pi_{old}$", "(b, T)", old),
+        ("ref_logprobs[device_inds]", r"$\log \pi_{ref}$", "(b, T)", ref),
+        ("advantages[device_inds]", "$A_i$", "(b,)", advantages[:, None].expand(old.shape)),
+        ("ratio = (logprobs - old_logprobs).exp()", r"$\rho_{it}$", "(b, T)", ratio),
+        (
+            "clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)",
+            r"$\mathrm{clip}(\rho_{it})$",
+            "(b, T)",
+            clipped,
+        ),
+        (
+            "objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)",
+            r"$\min(\dots)$",
+            "(b, T)",
+            objective,
+        ),
+        ("kl = k3_kl(logprobs, ref_logprobs)", "$k_{3,it}$", "(b, T)", kl),
+        ("beta * kl - objective", r"$\beta k_{3,it} - \min(\dots)$", "(b, T)", losses),
+        (
+            "loss = (weights[device_inds] * losses).sum()",
+            "the token's share of $-J$",
+            "()",
+            weights * losses,
+        ),
+        (
+            "loss.backward()",
+            r"$-\partial J / \partial \log \pi_\theta(y_{it})$",
+            "(b, T)",
+            slopes,
+        ),
+    ]
+    tokens = [measured["tokens"][BEST].index(token) for token in ("brilliant", "<eos>")]
     rows = []
-    for i, name in enumerate(NAMES):
-        weight = 1 / (len(NAMES) * len(measured["tokens"][i]))
-        numbers = [rewards[i], rewards[i] - rewards.mean(), advantages[i], weight]
-        rows.append([name, *(fixed(float(number)) for number in numbers)])
-    return {"columns": ["", "r", "r - mean", "A", "weight w of a token"], "rows": rows}
+    for code, formula, shape, numbers in lines:
+        cells = [fixed(numbers[BEST, token].item()) for token in tokens]
+        rows.append([f"`{code}`", formula, shape, *cells])
+    return {"columns": ["line", "in the formula", "shape", "`brilliant`", "`<eos>`"], "rows": rows}
 
 
 def dpo_table(measured: dict) -> dict:
@@ -262,15 +316,6 @@ def mask_of(completions: list[list]) -> Tensor:
     """True (B, T) at the completions' tokens."""
     lengths = torch.tensor([len(completion) for completion in completions])
     return torch.arange(lengths.max()) < lengths[:, None]
-
-
-def by_token(measured: dict, columns: dict[str, Any]) -> dict:
-    """A table with a row for each token of the best completion."""
-    tokens = [token.replace("<eos>", "`<eos>`") for token in measured["tokens"][BEST]]
-    rows = []
-    for i, token in enumerate(tokens):
-        rows.append([token, *(fixed(float(numbers[i])) for numbers in columns.values())])
-    return {"columns": [f"token of {NAMES[BEST]}", *columns], "rows": rows}
 
 
 EXPERIMENTS = (Experiment("one_prompt", measure_all=measure, more_tables=tables),)

@@ -1,10 +1,10 @@
-"""docs/recipes.md: recipes, dynamic sampling where most groups fail; docs/grpo.md: pass@k."""
+"""docs/recipes.md: recipes; docs/beyond.md: pass@k."""
 
 from statistics import mean
 
 import numpy as np
 
-from docs.experiments.lib.experiment import Experiment, Table, saved_numbers
+from docs.experiments.lib.experiment import Experiment, saved_numbers
 from docs.experiments.lib.metrics import at, average, last
 from docs.experiments.lib.tables import spread
 
@@ -29,17 +29,8 @@ RECIPES = {
     "unbiased KL": "--kl-placement unbiased",
 }
 PASS_AT_K = "grpo_variants.py --eval-rows 100 --eval-samples 64"
-# A policy that shows its working in 3 % of its samples, rewarded for showing it.
-RARELY_SHOWN = (
-    "grpo_variants.py "
-    "--model {grpo_variants.py --max-new-tokens 3 --missing-eos-penalty 1 --total-rollouts 4} "
-    "--reward-fn docs/rewards/formats.py:shown --prompts-per-rollout 16 --total-rollouts 20 "
-    "--learning-rate 1e-4 --eval-every 2"
-)
-ROUNDS = {"1": RARELY_SHOWN, "10": f"{RARELY_SHOWN} --max-sampling-rounds 10"}
 COMMANDS = {name: f"grpo_variants.py {flags}" for name, flags in RECIPES.items()}
 COMMANDS |= {"pass@k": PASS_AT_K}
-COMMANDS |= {f"rounds {rounds}": command for rounds, command in ROUNDS.items()}
 
 
 def difference(values: list[float], others: list[float]) -> str:
@@ -77,26 +68,6 @@ def tables(results: dict) -> dict:
     }
 
 
-DYNAMIC_SAMPLING = Table(
-    {
-        "share at the start": (at("eval/reward", 0), 2),
-        "after 4 rollouts": (at("eval/reward", 4), 2),
-        "after 10 rollouts": (at("eval/reward", 10), 2),
-        "after 20 rollouts": (at("eval/reward", 20), 2),
-        "with a signal, per rollout": (average("prompts/with_signal"), 1),
-        "sampled": (average("prompts/sampled"), 1),
-    },
-    {f"rounds {rounds}": (rounds,) for rounds in ROUNDS},
-    heading=("rounds",),
-)
 METRICS = {name: [last("eval/accuracy"), average("prompts/sampled")] for name in RECIPES}
 METRICS["pass@k"] = [at(f"eval/{metric}", step) for step in STEPS for metric in PASSES.values()]
-EXPERIMENTS = (
-    Experiment(
-        "recipes",
-        COMMANDS,
-        {"dynamic sampling": DYNAMIC_SAMPLING},
-        metrics=METRICS,
-        more_tables=tables,
-    ),
-)
+EXPERIMENTS = (Experiment("recipes", COMMANDS, metrics=METRICS, more_tables=tables),)

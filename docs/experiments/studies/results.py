@@ -4,7 +4,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from docs.experiments.declared import DPO, GRPO_REVIEWS, HACKING, LAST_NUMBER, SUMS
-from docs.experiments.lib.drawing import ALGORITHM_STYLES, GREY, WIDE, panel
+from docs.experiments.lib.drawing import ALGORITHM_STYLES, WIDE, panel
 from docs.experiments.lib.experiment import Experiment, saved_results
 from docs.experiments.lib.metrics import KL_OF_SAMPLES, last
 from docs.experiments.lib.tables import spread
@@ -33,10 +33,9 @@ FRONTIER = [last("eval/reward"), KL_OF_SAMPLES]
 
 
 def draw_frontier(results: dict) -> dict:
-    title = "Gold reward is highest near 5 nats,\nwhatever the algorithm"
+    title = "A larger KL is not more gold reward"
     xlabel, ylabel = "KL to the starting policy, nats per completion", "gold reward, held out"
     axis = panel(title, xlabel, ylabel, WIDE, 3.8, xscale="log", ylim=(-0.2, 1))
-    axis.axvspan(3.5, 5.6, color=GREY, alpha=0.2, lw=0)
     for name in FAMILIES:
         algorithm, _, placement = name.partition(", ")
         colour, marker = ALGORITHM_STYLES[algorithm]
