@@ -15,6 +15,7 @@ import grpo_variants
 import ppo_rlhf
 from docs.experiments.studies.one_prompt import leaf, mask_of, padded
 from reinforce import baseline_advantages
+from runtime.functions import load_function
 
 pytestmark = pytest.mark.docs
 PAGE = Path("docs/play.html")
@@ -90,7 +91,10 @@ def random_calls(seed):
 @needs_browser
 def test_the_formulas_are_those_of_the_scripts(browser):
     browser.open(PAGE)
-    assert browser.run("return play.D").items() <= MEASURED.items()
+    numbers = browser.run("return play.D")
+    score = load_function("reward function", "tiny/reviews/gold.py:score")
+    assert numbers.pop("gold") == [score(review=text) for text in MEASURED["completion"]]
+    assert numbers.items() <= MEASURED.items()
     calls = [call for seed in range(20) for call in random_calls(seed)]
     for found, call in zip(browser.run(CALL, [call[:2] for call in calls]), calls, strict=True):
         assert found == approx([float(x) for x in call[2]], rel=1e-6, abs=1e-6), call[0]
