@@ -72,7 +72,7 @@ class Args:
     exp_name: str = "distill"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -106,7 +106,7 @@ class Args:
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
     # AdamW's first rate, which falls linearly to 0; default: 5e-4 below 10M
-    # parameters, else 1e-5, with --lora-rank 1e-4
+    # parameters, else 1e-5 (adapters: 1e-4)
     learning_rate: PositiveFloat | None = None
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
     eval_every: PositiveInt = 40  # rollouts between evaluations; also at the start and at the end

@@ -81,7 +81,7 @@ class Args:
     exp_name: str = "dpo"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 50  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
@@ -99,6 +99,7 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_length: PositiveInt = 128  # prompt and completion, in tokens; longer pairs are dropped
     # --- DPO ---
+
     # sigmoid: DPO's own; sigmoid_norm: with log-ratios per token (OLMo 2, Tulu 3)
     loss: Literal["sigmoid", "sigmoid_norm", "apo_zero", "ipo", "simpo", "orpo"] = "sigmoid"
     # coefficient of the KL to the reference (simpo: scale of the rewards; orpo: lambda); default,
@@ -491,8 +492,8 @@ def load_preference_pairs(
 
     columns = {args.chosen_column, args.rejected_column, args.prompt_column} - {"prompt"}
     rows = load_rows(args.dataset, args.dataset_config, split, columns)
-    rest = "reward functions" if args.eval_reward_fn else None
-    return encode_rows(rows, encode_row, tokenizer, args.max_length, most=most, rest=rest)
+    reader = "reward functions" if args.eval_reward_fn else None
+    return encode_rows(rows, encode_row, tokenizer, args.max_length, most=most, reader=reader)
 
 
 def to_pair(args: Args, row: dict) -> tuple[Any, Any, Any]:

@@ -9,14 +9,16 @@ group's own mean be the baseline. Maximise (DeepSeekMath, arXiv 2402.03300, equa
     A_i    = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-4),   the same for every token of y_i,
     KL_it  = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1,        the k3 estimator, at token t.
 
-where pi_old is the policy before the update. By default the reward r_i is a rule: the last number
-of the completion is its answer, and gets 1 if it is right, else 0. Deviations from the paper:
+where pi_old is the policy before a rollout's first optimiser step. By default the reward r_i is a
+rule: the last number of the completion is its answer, and gets 1 if it is right, else 0. Deviations
+from the paper:
 
 1. Rewards are for whole completions alone, and the reference is fixed.
 2. The standard deviation divides by G - 1, and 1e-4 is added to it.
-3. By default a rollout has four optimiser steps, not one, and the learning rate falls to 0.
+3. By default a rollout has four optimiser steps, not one, and the learning rate falls towards 0.
+4. By default the reward is a rule. Gradients are clipped by their norm.
 
-DAPO, GSPO and others are flags of grpo_variants.py: docs/recipes.md.
+The rest of DAPO, GSPO and others are flags of grpo_variants.py: docs/recipes.md.
 
     python grpo.py                                       # tiny/arithmetic, half a minute on a CPU
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --dataset-config main \
@@ -75,7 +77,7 @@ class Args:
     exp_name: str = "grpo"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -93,9 +95,10 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
-    # path/to/file.py:function, one or more; default: 1 if the last number is the answer, else 0
-    reward_fn: list[str] = field(default_factory=list)
     reward_model: str | None = None  # sequence classifier with one label and --model's tokenizer
+    # path/to/file.py:function, one or more; default, without --reward-model: 1 if the last number
+    # is the answer, else 0
+    reward_fn: list[str] = field(default_factory=list)
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
     reward_weights: list[FiniteFloat] = field(default_factory=list)
     eval_reward_fn: str | None = None  # reward function of eval/reward; default: those of training
@@ -107,17 +110,18 @@ class Args:
     temperature: PositiveFloat = 1.0  # sampling temperature; divides the logits in log-probs too
     beta: NonNegativeFloat = 0.04  # coefficient of the KL; 0 loads no reference
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
-    clip_coef_high: PositiveFloat | None = None  # eps of 1 + eps; default: --clip-coef (DAPO: 0.28)
+    clip_coef_high: PositiveFloat | None = None  # the upper eps; default: --clip-coef (DAPO: 0.28)
     update_epochs: PositiveInt = 1  # passes over a rollout's completions
     num_minibatches: PositiveInt = 4  # optimiser steps per pass
-    scale_rewards: Literal["group", "none"] = "group"  # divide by the group's std; none: Dr. GRPO
-    # mean over each completion's tokens (GRPO), over all (DAPO), or sum / max_new_tokens (Dr. GRPO)
+    scale_rewards: Literal["group", "none"] = "group"  # divide by the group's std; none: do not
+    # sequence: mean over each completion's tokens (GRPO); token: mean over all tokens (DAPO);
+    # constant: sum / max_new_tokens (Dr. GRPO)
     loss_norm: Literal["sequence", "token", "constant"] = "sequence"
     # --- optimisation and evaluation ---
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6 (adapters: 1e-5)
     learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
@@ -167,17 +171,17 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     q = pi_ref).
 
     On tokens sampled from p it is an unbiased estimate of KL(p || q), never negative. But as a loss
-    of p its expected gradient is that of the other direction, KL(q || p).
+    of p, on such tokens, its expected gradient is that of the other direction, KL(q || p).
     """
     log_ratio = log_q - log_p
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T): sum(weights * x) over the n rows of one optimiser step is a mean of x.
+    """Weights of tokens (B, T): over the n rows of an optimiser step, sum(weights * x) averages x.
 
     The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
-    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the mean.
+    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the average.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -246,9 +250,10 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
+        # Merged as the policy is, so that the KL starts at 0.
         shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # as at the start, see step 3
+        ref_model = policy  # as it was at the start, see 3 below
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
@@ -301,10 +306,10 @@ def main(args: Args) -> Path:
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs before the update, under pi_old and pi_ref, in the same micro-batches as step
-        # 4, so that the first ratio is exactly 1; the sampler's are rounded differently. With a
-        # single optimiser step, step 4's own serve as pi_old's. The output of a model at position t
-        # predicts token t + 1, so a completion's tokens are read from one position earlier:
+        # 3. Log-probs before the update, under pi_old and pi_ref, in the micro-batches of 4 below,
+        # so that the first ratio is exactly 1; the sampler's log-probs are rounded differently.
+        # With a single optimiser step, pi_old is the policy of 4 itself. The output of a model at
+        # position t predicts token t + 1, so y is read from one position earlier:
         #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (B, T)
         split = partial(micro_batches, sequences, size=args.micro_batch_size)
         minibatches = []  # indices of the rows of each optimiser step, the same on all ranks
@@ -318,7 +323,7 @@ def main(args: Args) -> Path:
         if len(minibatches) > 1:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with as_at_start(policy):  # in case it is the reference
+            with as_at_start(policy):  # under LoRA it may be the reference itself
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.
@@ -345,7 +350,7 @@ def main(args: Args) -> Path:
                     beta=args.beta,
                 )  # (b, T)
                 loss = (weights[device_inds] * losses).sum()
-                loss.backward()  # adds to the gradient, which `shard` sums over ranks
+                loss.backward()  # gradients add up; `shard` sums them over ranks
                 sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.sum()}
                 # KL(sampler || pi_old), which differ by rounding alone.
                 sums["policy/sampling_kl"] = k3_kl(sampler_logprobs[device_inds], old).sum()
@@ -366,7 +371,7 @@ def main(args: Args) -> Path:
         if args.log_rollouts_every and step % args.log_rollouts_every == 0:
             columns = rewards_by_name | {"reward": rewards, "advantage": advantages}
             columns["truncated"] = ~ended
-            if ref_logprobs is not None:  # of pi_old, by the sampler's log-probs
+            if ref_logprobs is not None:  # log(pi_old / pi_ref), pi_old by the sampler's numbers
                 columns["log_ratio"] = sampler_logprobs - ref_logprobs
             rollouts = [rollout_row(tokenizer, sequences[: args.group_size], columns)]
         is_last = step == args.total_rollouts
@@ -390,7 +395,8 @@ def rollout_metrics(
     sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
     sums = sums_over_ranks(sums)
     num_tokens = lengths.sum().item() * args.update_epochs
-    metrics = {name: total / num_tokens for name, total in sums.items()}  # per token, but for two
+    # Per token; the KL and the loss follow in other units.
+    metrics = {name: total / num_tokens for name, total in sums.items()}
     check_sampling_kl(metrics["policy/sampling_kl"])
     if "objective/kl" in sums:  # nats per completion
         metrics["objective/kl"] = sums["objective/kl"] / (len(rewards) * args.update_epochs)
@@ -451,7 +457,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with as_at_start(model):  # in ppo_rlhf.py it may be the critic too
+        with as_at_start(model):  # in ppo_rlhf.py it may also be the critic, which is trained
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -468,10 +474,10 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)
+    flag, reader = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, reader)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -66,7 +66,7 @@ class Args:
     exp_name: str = "grpo_tools"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -83,6 +83,7 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 32  # longest prompt in tokens; longer ones are dropped
     # --- environment and reward ---
+
     # path/to/file.py:function that replies to the policy; the default is for the default --model
     environment: str | None = None
     # path/to/file.py:function, which also reads the environment's words; default: as above
@@ -102,7 +103,7 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's; default: 3e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    # AdamW's; default: 3e-4 below 10M parameters, else 1e-6 (adapters: 1e-5)
     learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     max_grad_norm: PositiveFloat = 1.0  # gradients with a larger norm are scaled down to it
@@ -150,17 +151,17 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     q = pi_ref).
 
     On tokens sampled from p it is an unbiased estimate of KL(p || q), never negative. But as a loss
-    of p its expected gradient is that of the other direction, KL(q || p).
+    of p, on such tokens, its expected gradient is that of the other direction, KL(q || p).
     """
     log_ratio = log_q - log_p
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T): sum(weights * x) over the n rows of one optimiser step is a mean of x.
+    """Weights of tokens (B, T): over the n rows of an optimiser step, sum(weights * x) averages x.
 
     The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
-    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the mean.
+    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the average.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -238,7 +239,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy  # as at the start, see step 3
+        ref_model = policy  # as it was at the start, see 3 below
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -284,7 +285,7 @@ def main(args: Args) -> Path:
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with as_at_start(policy):  # in case it is the reference
+            with as_at_start(policy):  # under LoRA it may be the reference itself
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 
@@ -311,7 +312,7 @@ def main(args: Args) -> Path:
                     beta=args.beta,
                 )  # (b, T)
                 loss = (weights[device_inds] * losses).sum()
-                loss.backward()  # adds to the gradient, which `shard` sums over ranks
+                loss.backward()  # gradients add up; `shard` sums them over ranks
                 sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.sum()}
                 all_sums.append(sums)
             grad_norms.append(clip_grad_norm(policy, args.max_grad_norm))
@@ -545,10 +546,10 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)
+    flag, reader = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, reader)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

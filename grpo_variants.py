@@ -78,7 +78,7 @@ class Args:
     exp_name: str = "grpo_variants"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -96,6 +96,7 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
+
     # path/to/file.py:function, one or more; default: 1 if the last number is the answer, else 0
     reward_fn: list[str] = field(default_factory=list)
     reward_model: str | None = None  # sequence classifier with one label and --model's tokenizer
@@ -143,7 +144,7 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    # AdamW's peak; default: 5e-4 below 10M parameters, else 1e-6 (adapters: 1e-5)
     learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of rollouts in the warm-up
@@ -242,17 +243,17 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     q = pi_ref).
 
     On tokens sampled from p it is an unbiased estimate of KL(p || q), never negative. But as a loss
-    of p its expected gradient is that of the other direction, KL(q || p).
+    of p, on such tokens, its expected gradient is that of the other direction, KL(q || p).
     """
     log_ratio = log_q - log_p
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 would lose digits near 0
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights (B, T): sum(weights * x) over the n rows of one optimiser step is a mean of x.
+    """Weights of tokens (B, T): over the n rows of an optimiser step, sum(weights * x) averages x.
 
     The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
-    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the mean.
+    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the average.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -355,7 +356,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # as at the start, see step 3
+        ref_model = policy  # as it was at the start, see 3 below
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
@@ -419,7 +420,7 @@ def main(args: Args) -> Path:
         if needs_old_pass:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with as_at_start(policy):  # in case it is the reference
+            with as_at_start(policy):  # under LoRA it may be the reference itself
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.
@@ -478,7 +479,7 @@ def main(args: Args) -> Path:
                 loss = (micro_weights * losses).sum()
                 if args.ent_coef > 0:
                     loss = loss - args.ent_coef * (micro_weights * entropy).sum()
-                loss.backward()  # adds to the gradient, which `shard` sums over ranks
+                loss.backward()  # gradients add up; `shard` sums them over ranks
                 sums |= {"objective/loss": loss.detach(), "policy/entropy": entropy.detach().sum()}
                 if ref is not None:
                     sums["objective/kl"] = (old - ref).sum()  # k1, KL(pi_old || pi_ref)
@@ -657,7 +658,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with as_at_start(model):  # in ppo_rlhf.py it may be the critic too
+        with as_at_start(model):  # in ppo_rlhf.py it may also be the critic, which is trained
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -674,10 +675,10 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)
+    flag, reader = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, reader)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

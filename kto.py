@@ -67,7 +67,7 @@ class Args:
     exp_name: str = "kto"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 50  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
@@ -96,7 +96,7 @@ class Args:
     micro_batch_size: PositiveInt = 32  # rows per forward pass: memory and speed, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak; default: 1e-3 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    # AdamW's peak; default: 1e-3 below 10M parameters, else 1e-6 (adapters: 1e-5)
     learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1  # warm-up, as a fraction of the steps
@@ -412,8 +412,8 @@ def load_labelled(
         return LabelledRow(prompt, array("i", ids), bool(label)), prompt_ids + ids
 
     rows = load_rows(args.dataset, args.dataset_config, split, {*columns})
-    rest = "reward functions" if args.eval_reward_fn else None
-    labelled = encode_rows(rows, encode_row, tokenizer, args.max_length, most=most, rest=rest)
+    reader = "reward functions" if args.eval_reward_fn else None
+    labelled = encode_rows(rows, encode_row, tokenizer, args.max_length, most=most, reader=reader)
     print(f"{split}: {sum(row.label for row in labelled)} of them desirable")
     return labelled
 

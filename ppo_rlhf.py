@@ -21,15 +21,16 @@ equation 16) and the clipped surrogate (PPO, arXiv 1707.06347, equation 7) give
 pi_old and V_old are policy and critic at the rollout; V_old is 0 after the last token. mean_t is
 over all sampled tokens of an optimiser step; A_t is whitened in L, but not in R_t. With
 --kl-placement loss L has beta mean_t rho_t 1/2 log^2(pi_theta / pi_ref)_t, with a constant
-rho_t (no gradient), and r_t no KL. Deviations from InstructGPT:
+rho_t (no gradient), and r_t loses its KL term. Deviations from InstructGPT:
 
 1. No gradients from pretraining data; no average of the policy's weights.
 2. Two passes over a rollout, not one; rates that fall to 0, not a warm-up and a constant rate;
    AdamW's beta2 of 0.999, not 0.95.
 3. Advantages are whitened over the rollout. The code of Ziegler et al. (2019, arXiv 1909.08593)
    whitens them in each minibatch, and scales its rewards before GAE.
-4. The value loss is clipped, as in that code, and so are gradients. A cut-off completion, too, has
-   V = 0 after its last token.
+4. The value loss is clipped, as in that code. Gradients are clipped by their norm. A cut-off
+   completion, too, has V = 0 after its last token.
+5. Scores are centred by held-out preferred completions, not by demonstrations, and beta is 0.2.
 
     python ppo_rlhf.py                                   # tiny/reviews, half a minute on a CPU
     python ppo_rlhf.py --model runs/sft__1__... --reward-model runs/rm_bradley_terry__1__... \
@@ -38,7 +39,7 @@ rho_t (no gradient), and r_t no KL. Deviations from InstructGPT:
     torchrun --nproc_per_node=8 ppo_rlhf.py ...          # eight GPUs: docs/processes.md
 
 A healthy run: `reward/mean`, `eval/reward`, `value/explained_variance` rise, `objective/kl` stays
-low. If only an independent `--eval-reward-fn` falls, the reward model is being hacked.
+low. If `reward/mean` rises while an independent `eval/reward` falls, the reward model is hacked.
 """
 
 import json
@@ -86,9 +87,9 @@ from runtime.saving import read_checkpoint, rollout_row, save_model, write_check
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Args:
     exp_name: str = "ppo_rlhf"  # name of the run's folder, before the seed and the time
-    seed: NonNegativeInt = 1  # seed of data order, all sampling and a critic's new weights
+    seed: NonNegativeInt = 1  # seed of data order, all sampling and new weights
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 10  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -106,7 +107,9 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- reward ---
-    # sequence classifier with one label and --model's tokenizer; default: tiny's, or --reward-fn
+
+    # sequence classifier with one label and --model's tokenizer; default: tiny's, or none if there
+    # is a --reward-fn
     reward_model: str | None = None
     reward_fn: list[str] = field(default_factory=list)  # path/to/file.py:function, one or more
     # a weight for each --reward-fn, then one for --reward-model; default: 1 each
@@ -126,7 +129,7 @@ class Args:
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda; 0: one-step TD, 1: Monte Carlo
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
-    # factor of the value loss; with a critic apart, it only matters to clipping
+    # factor of the value loss; AdamW ignores it in a critic apart, but for --max-grad-norm
     vf_coef: NonNegativeFloat = 0.5
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
@@ -139,9 +142,9 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    # AdamW's; default: 5e-4 below 10M parameters, else 1e-6 (adapters: 1e-5)
     learning_rate: PositiveFloat | None = None
-    # the critic's; default: 1e-3 below 10M parameters, else 1e-5, with --lora-rank 1e-4
+    # the critic's; default: 1e-3 below 10M parameters, else 1e-5 (adapters: 1e-4)
     critic_learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # learning rates fall linearly to 0; else they are constant
     max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down, each model's by itself
@@ -176,20 +179,21 @@ class Prompt(NamedTuple):
 
 
 # --- the mathematics ---------------------------------------------------------------------------
-# Tensors (B, T) hold a number per sampled token, and 0 after the end of a completion.
+# Tensors (B, T) hold a number per sampled token, and 0 after the end of a completion. k1, k2 and k3
+# are estimators of a KL from samples (Schulman 2020, joschu.net/blog/kl-approx.html).
 def shaped_rewards(scores: Tensor, k1: Tensor, mask: Tensor, beta: float) -> Tensor:
     """r_t = 1[t = last] score - beta (log pi_old - log pi_ref)_t (after InstructGPT, equation 2).
 
-    Scores are (B,), the mask of sampled tokens and k1, the log-ratios in nats, (B, T).
+    Scores are (B,). The mask of sampled tokens and the log-ratios k1, in nats, are (B, T).
     """
     is_last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(dim=1, keepdim=True) - 1
     return is_last * scores[:, None] - beta * k1
 
 
 def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t = sum_l (gamma lam)^l delta_[t+l],  delta_t = r_t + gamma V_[t+1] - V_t  (equation 16).
+    """A_t = sum_l (gamma lam)^l delta_[t+l],  delta_t = r_t + gamma V[t+1] - V[t]  (equation 16).
 
-    All (B, T) and 0 after a completion's end, so V is 0 after its last token. V_t is V_old[t], the
+    All (B, T) and 0 after a completion's end, so V is 0 after its last token. V[t] is V_old[t], the
     critic's prediction before token t. Returns A and R = A + V.
     """
     advantages = torch.zeros_like(token_rewards)
@@ -218,7 +222,9 @@ def k2_kl(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tenso
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(R - V) / Var(R): 1 is perfect up to a constant, 0 is no better than a constant."""
+    """1 - Var(R - V) / Var(R): 1 is perfect up to a constant, 0 is no better than a constant. R has
+    V in it unless lambda is 1, which flatters V.
+    """
     errors, returns = (returns - values)[mask], returns[mask]
     return 1 - errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
 
@@ -285,9 +291,10 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
+        # Merged as the policy is, so that the KL starts at 0.
         shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # as at the start, see step 2
+        ref_model = policy  # as it was at the start, see 2 below
     critic = load_critic(args, policy, tokenizer, positions, device)
     args.critic_learning_rate = find_rate(
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
@@ -348,10 +355,10 @@ def main(args: Args) -> Path:
         reward_seconds = time.perf_counter() - scoring_start
         scores = (rewards - args.missing_eos_penalty * ~ended).float().to(device)  # (B,)
         if (scores == scores[0]).all():
-            warnings.warn("a rollout's rewards are all equal: only the KL differs", stacklevel=1)
+            warnings.warn("a rollout's rewards are all equal: they teach nothing", stacklevel=1)
 
-        # 2. Log-probs under pi_old and pi_ref, and values, before the update, in the same micro-
-        # batches as step 4, so that the first ratio is exactly 1; the sampler's are rounded
+        # 2. Log-probs under pi_old and pi_ref, and values, before the update, in the micro-batches
+        # of 4 below, so that the first ratio is exactly 1; the sampler's log-probs are rounded
         # differently. Column t is read from the state before token t of the completion.
         split = partial(micro_batches, sequences, size=args.micro_batch_size)
         minibatches = []  # indices of the rows of each optimiser step, the same on all ranks
@@ -364,7 +371,7 @@ def main(args: Args) -> Path:
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
         ref_logprobs = old_logprobs  # without a reference the KL counts as 0
         if ref_model is not None:
-            with as_at_start(policy):  # in case it is the reference
+            with as_at_start(policy):  # under LoRA it may be the reference itself
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
         old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
@@ -377,8 +384,8 @@ def main(args: Args) -> Path:
             advantages = whiten(advantages, mask)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches. While
-        # the critic warms up (after VC-PPO, arXiv 2503.01491, which takes lambda 1), the policy
-        # takes steps of rate 0, which leave its weights, but not its AdamW's moments, as they are.
+        # the critic warms up (after VC-PPO, arXiv 2503.01491), the policy takes steps of rate 0.
+        # They change its AdamW's moments, which are cleared when the warm-up ends.
         remaining = (args.total_rollouts + 1 - step) / args.total_rollouts if args.anneal_lr else 1
         critic_optimizer.param_groups[0]["lr"] = args.critic_learning_rate * remaining
         policy_optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
@@ -405,13 +412,13 @@ def main(args: Args) -> Path:
                     losses = losses + args.beta * k2_kl(logprobs, old, ref_logprobs[device_inds])
                 losses = losses - args.ent_coef * entropy  # (b, T)
                 pg_loss = (weights[device_inds] * losses).sum()
-                pg_loss.backward()  # frees the policy's activations before the critic's
+                pg_loss.backward()  # frees the policy's activations before the critic's are made
                 values = critic_values(critic, sequences, inds)
                 losses, value_sums = value_loss(
                     values, old_values[device_inds], returns[device_inds], args.vf_clip_coef
                 )  # (b, T)
                 v_loss = args.vf_coef * (weights[device_inds] * losses).sum()
-                v_loss.backward()  # adds to the gradient, which `shard` sums over ranks
+                v_loss.backward()  # gradients add up; `shard` sums them over ranks
                 sums |= value_sums | {"objective/loss": pg_loss + v_loss}
                 sums |= {"policy/entropy": entropy.sum(), "tokens": mask[device_inds].sum()}
                 all_sums.append({name: total.detach() for name, total in sums.items()})
@@ -462,7 +469,7 @@ def rollout_metrics(
     """Means over the tokens, the completions, or the optimiser steps of a rollout."""
     sums = {name: sum(part[name].double() for part in all_sums) for name in all_sums[0]}
     sums = sums_over_ranks(sums)
-    num_tokens = sums.pop("tokens")  # those of each pass
+    num_tokens = sums.pop("tokens")  # of all passes
     metrics = {name: total / num_tokens for name, total in sums.items()}  # per token
     policy_norms, critic_norms = zip(*grad_norms, strict=True)
     metrics |= {
@@ -577,7 +584,7 @@ def model_rewards(model: Any, micro_batch_size: int, prompts: list, sequences: S
     """
     scores = torch.zeros(len(sequences), device=model.device)
     for inds in micro_batches(sequences, torch.arange(len(sequences)), micro_batch_size):
-        with as_at_start(model):  # in ppo_rlhf.py it may be the critic too
+        with as_at_start(model):  # in ppo_rlhf.py it may also be the critic, which is trained
             last = last_states(model, [sequences[i] for i in inds])  # (b, d)
         device_inds = inds.to(model.device, non_blocking=True)
         scores[device_inds] = model.score(last.float()).squeeze(1)
@@ -594,10 +601,10 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)
+    flag, reader = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, reader)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

@@ -11,7 +11,7 @@ b is the mean reward of the other G - 1. By default the reward is a rule: the la
 completion is its answer, and gets 1 if it is right, else 0. Deviations from RLOO:
 
 1. There is no KL to a reference: grpo.py has it in the loss, ppo_rlhf.py in the reward.
-2. The reward is a rule, prompts are drawn with replacement, AdamW's learning rate falls to 0.
+2. Prompts are drawn with replacement, and AdamW's learning rate falls towards 0.
 
 A healthy run: `reward/mean` and `eval/reward` rise.
 
@@ -19,7 +19,7 @@ A healthy run: `reward/mean` and `eval/reward` rise.
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k \
         --dataset-config main --prompt-column question --chat --max-prompt-length 256 \
         --max-new-tokens 512 --eval-rows 200 --micro-batch-size 8 \
-        --total-rollouts 230                             # as many prompts as GSM8K has; 24 GB
+        --total-rollouts 230                             # about one epoch, on a 24 GB GPU
     torchrun --nproc_per_node=8 reinforce.py ...         # eight GPUs: docs/processes.md
 """
 
@@ -66,7 +66,7 @@ class Args:
     exp_name: str = "reinforce"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of all sampling
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 20  # rollouts between checkpoints; there is always one at the end
     log_rollouts_every: NonNegativeInt = 1  # rollouts between lines of rollouts.jsonl; 0: none
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
@@ -83,9 +83,9 @@ class Args:
     chat_template_kwargs: str = "{}"  # for the chat template, such as '{"enable_thinking": false}'
     max_prompt_length: PositiveInt = 64  # longest prompt in tokens; longer ones are dropped
     # --- REINFORCE ---
+    total_rollouts: PositiveInt = 60  # batches of completions, each followed by one optimiser step
     # path/to/file.py:function; the default gives 1 if the last number is the answer, else 0
     reward_fn: str = "tiny/arithmetic/reward.py:last_number"
-    total_rollouts: PositiveInt = 60  # rollouts, each followed by one optimiser step
     prompts_per_rollout: PositiveInt = 32  # prompts per rollout
     group_size: PositiveInt = 8  # G, completions per prompt; leave_one_out needs at least 2
     # b, subtracted from each reward: 0, the rollout's mean, or the mean of the prompt's other G - 1
@@ -95,7 +95,7 @@ class Args:
     micro_batch_size: PositiveInt = 64  # completions per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's; default: 1e-3 below 10M parameters, else 1e-6, with --lora-rank 1e-5
+    # AdamW's; default: 1e-3 below 10M parameters, else 1e-6 (adapters: 1e-5)
     learning_rate: PositiveFloat | None = None
     anneal_lr: bool = True  # the learning rate falls linearly to 0; else it is constant
     eval_every: PositiveInt = 20  # rollouts between evaluations; also at the start and at the end
@@ -115,7 +115,7 @@ class Prompt(NamedTuple):
 # --- the mathematics ---------------------------------------------------------------------------
 def baseline_advantages(rewards: Tensor, group_size: int, baseline: str) -> Tensor:
     """r - b (B,) of rewards r (B,), in which the G completions of a prompt are neighbours."""
-    groups = rewards.double().view(-1, group_size)  # float64: equal rewards give exactly 0
+    groups = rewards.double().view(-1, group_size)  # equal rewards of 0 or 1 give exactly 0
     if baseline == "leave_one_out":  # the mean of the prompt's other completions (RLOO)
         b = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
     elif baseline == "batch_mean":
@@ -128,8 +128,8 @@ def baseline_advantages(rewards: Tensor, group_size: int, baseline: str) -> Tens
 def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, num_completions: int) -> Tensor:
     """-(1/B) sum (r - b) log pi(y|x) over n of a step's B completions; micro-batches add up.
 
-    Log-probs (n, T) are in nats, advantages r - b (n,). Its gradient is the estimate of -grad E[r];
-    its value has no meaning.
+    Log-probs (n, T) are in nats, and 0 after the end of y; advantages r - b are (n,). The gradient
+    is the estimate of -grad E[r]; the value has no meaning.
     """
     log_pi = logprobs.sum(dim=1)  # log pi(y|x), (n,)
     return -(advantages * log_pi).sum() / num_completions
@@ -179,17 +179,17 @@ def main(args: Args) -> Path:
     progress = tqdm(range(state["step"] + 1, args.total_rollouts + 1), disable=RANK > 0)
     for step in progress:  # a rollout, and the optimiser step on it
         # 1. Roll out and score: B sequences (x, y) of token ids, G per prompt, by the policy as it
-        # is now. Random numbers depend on seed and step alone: resume is exact.
+        # is now; y has its stop token. Random numbers depend on seed and step: resume is exact.
         start_time = time.perf_counter()
         rng = Generator().manual_seed(args.seed + 1_000_003 * step)  # far from other seeds
         set_step(step)  # for functions that ask for it
         prompt_inds = torch.randint(len(train_prompts), [args.prompts_per_rollout], generator=rng)
         prompts = [train_prompts[i] for i in prompt_inds for _ in range(args.group_size)]
         prompt_ids = [prompt.ids for prompt in prompts]
-        sequences, sampler_logprobs = sample(prompt_ids, rng=rng)  # log-probs (B, T)
+        sequences, sampler_logprobs = sample(prompt_ids, rng=rng)  # log-probs (B, T), T the longest
         lengths = torch.tensor([len(y) for _, y in sequences])  # (B,)
         ended = torch.tensor([y[-1] in stop_ids for _, y in sequences])  # (B,)
-        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T), T the longest
+        mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)  # (B, T)
         rewards = reward_fn(prompts, sequences)  # (B,)
 
         # 2. Advantages: rewards minus the baseline, the same for each token of y.
@@ -198,18 +198,19 @@ def main(args: Args) -> Path:
             warnings.warn("a rollout has no advantages: its rewards are equal", stacklevel=1)
 
         # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. A model's
-        # output at position t predicts token t + 1, so y is read from one position earlier:
-        #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (b, T)
+        # output at position t predicts token t + 1, so `completion_logprobs` reads y from one
+        # position earlier:
+        #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (n, T)
         if args.anneal_lr:
             remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        # To be compared with the sampler's in step 4; 0 in rows of other ranks.
+        # To be compared with the sampler's in 4 below; 0 in rows of other ranks.
         policy_logprobs = torch.zeros_like(sampler_logprobs)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
-            logprobs = completion_logprobs(policy, sequences, inds)  # (b, T)
+            logprobs = completion_logprobs(policy, sequences, inds)  # (n, T)
             device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
             loss = policy_gradient_loss(logprobs, advantages[device_inds], len(sequences))
-            loss.backward()  # adds to the gradient, which `shard` sums over ranks
+            loss.backward()  # gradients add up; `shard` sums them over ranks
             policy_logprobs[device_inds] = logprobs.detach()
         grad_norm = clip_grad_norm(policy, math.inf)  # only measured: no clipping
         optimizer.step()
@@ -285,10 +286,10 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
         return Prompt(text, ids, columns=row), ids
 
-    required = {args.prompt_column, args.answer_column} - {"answer"}  # it need not be there
+    required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)
-    flag, rest = "--max-prompt-length", "reward functions"
-    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, rest)
+    flag, reader = "--max-prompt-length", "reward functions"
+    return encode_rows(rows, encode_row, tokenizer, args.max_prompt_length, flag, most, reader)
 
 
 # --- the run: the same in every script; skip it on a first reading -----------------------------

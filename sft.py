@@ -62,7 +62,7 @@ class Args:
     exp_name: str = "sft"  # name of the run's folder, before the seed and the time
     seed: NonNegativeInt = 1  # seed of the data order and of the sampled completions
     output_dir: str = "runs"  # where the run's folder is made
-    resume: str | None = None  # folder of a run to continue with its saved flags; no others allowed
+    resume: str | None = None  # folder of a run to continue with its saved flags; no other flags
     save_every: PositiveInt = 200  # steps between checkpoints; there is always one at the end
     track: bool = False  # also log to Weights & Biases, in the project WANDB_PROJECT
     # --- model and data ---
@@ -84,7 +84,7 @@ class Args:
     micro_batch_size: PositiveInt = 32  # texts per forward pass: sets memory, not the result
     generation_batch_size: PositiveInt = 256  # completions sampled at a time: sets memory and speed
     activation_checkpointing: bool = False  # recompute activations: less memory, a third slower
-    # AdamW's peak; default: 1e-3 below 10M parameters, else 2e-5, with --lora-rank 2e-4
+    # AdamW's peak; default: 1e-3 below 10M parameters, else 2e-5 (adapters: 2e-4)
     learning_rate: PositiveFloat | None = None
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"  # after the warm-up
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03  # warm-up, as a fraction of all steps

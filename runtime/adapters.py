@@ -1,5 +1,7 @@
-"""LoRA: adapters of a model, those that an earlier run has left, and the merging of them into its
-weights.
+"""LoRA: adapters of a model. A run leaves merged weights, and its adapter alone in `adapter/` (see
+saving.py). A next run with --lora-rank takes the weights apart again: `start` is the adapter that
+it found, frozen, and `default` the copy that it trains, which alone is merged at the end. A run
+without --lora-rank trains the merged weights.
 """
 
 import json
@@ -19,30 +21,30 @@ from runtime.model import stacked_experts
 from runtime.processes import RANK, WORLD_SIZE, from_rank_0
 
 
-def add_adapters(model: Any, rank: int, seed: int, any_rank: bool = False) -> None:
+def add_adapters(model: Any, lora_rank: int, seed: int, any_rank: bool = False) -> None:
     """LoRA (Hu et al., arXiv 2106.09685): W of each linear layer but the output head is frozen and
-    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. Rank 0: none. If
-    an earlier run has left an adapter, of this or, with `any_rank`, any rank, training goes on with
-    a copy of it.
+    becomes W + 2 B A, with A (rank, d_in) random and B (d_out, rank) 0 at first. `lora_rank` 0 adds
+    none. If an earlier run has left an adapter, training goes on with a copy of it: its rank has to
+    be the same, but for `any_rank`, as in a critic, which goes on from a reward model's.
     """
-    if rank == 0:
+    if lora_rank == 0:
         return
     from peft import LoraConfig, inject_adapter_in_model  # here, as it loads bitsandbytes
 
     # Their kernels read this weight themselves, without an adapter.
     is_fused = model.config.model_type in ("falcon_h1", "mamba2", "nemotron_h")
-    config = over_base(model) or LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
+    config = unmerge(model) or LoraConfig(
+        r=lora_rank,
+        lora_alpha=2 * lora_rank,
         target_modules="all-linear",
         target_parameters=[*stacked_experts(model)],
         exclude_modules=["out_proj"] if is_fused else None,
         base_model_name_or_path=model.name_or_path,
     )
-    if config.r != rank and not any_rank:
+    if config.r != lora_rank and not any_rank:
         folder = f"{model.name_or_path}/adapter"
         found = f"{folder} has rank {config.r}: use that, or remove the folder for a new adapter"
-        raise ValueError(f"--lora-rank {rank}: {found}")
+        raise ValueError(f"--lora-rank {lora_rank}: {found}")
     config.task_type = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     model.requires_grad_(False)
     torch.manual_seed(seed)  # of A
@@ -55,11 +57,11 @@ def add_adapters(model: Any, rank: int, seed: int, any_rank: bool = False) -> No
 
 
 def freeze(model: Any, merged: bool = False) -> Any:
-    """The model, not trained: apart from an earlier run's adapter, unless `merged`, as in a policy
-    that trains all weights.
+    """The model, not to be trained. The adapter that an earlier run has left stays apart from its
+    base, unless `merged`, for the reference of a policy that trains merged weights.
     """
     if not merged:
-        over_base(model)
+        unmerge(model)
     return model.requires_grad_(False)
 
 
@@ -69,10 +71,11 @@ def base_of(source: str) -> str | None:
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
-def over_base(model: Any) -> Any:
-    """Take a run's merged weights apart: adapted layers become those of its base, with the frozen
-    adapter `start` beside them; else a GPU would round off to bfloat16 a part of what was learned.
-    Returns the adapter's LoraConfig; None if there is none, or the weights are others.
+def unmerge(model: Any) -> Any:
+    """Take a run's merged weights apart, in place: adapted layers become those of its base, with
+    the frozen adapter `start` beside them. On a GPU frozen matrices are in bfloat16, which would
+    round off a part of what was merged into them. Returns the adapter's LoraConfig; None if the run
+    has left no adapter, or if its base is not there or gives other weights: these stay merged.
     """
     source, base_name, problem = model.name_or_path, base_of(model.name_or_path), None
     if base_name is None:
@@ -80,11 +83,11 @@ def over_base(model: Any) -> Any:
     from peft import LoraConfig, inject_adapter_in_model
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # about a base's head of scores: there is none
+    logging.set_verbosity_error()  # a base without a head of scores: the model has it
     try:
         base = type(model).from_pretrained(base_name, device_map=None if RANK == 0 else "meta")
         config = LoraConfig.from_pretrained(f"{source}/adapter")
-        config.modules_to_save = None  # a head
+        config.modules_to_save = None  # a head, which the model has
         inject_adapter_in_model(config, base, "start")
         adapted = adapter_layers(base)
         layers = {name: layer for name, layer in base.named_modules() if layer in adapted}
@@ -95,11 +98,11 @@ def over_base(model: Any) -> Any:
                     saved = weights["base_model.model." + name.replace(".start", "")]
                     weight.data = saved.to(weight.device, torch.float32)
             if not are_merged(layers, model):
-                for layer in adapted:  # the run's GPU has rounded it, see `set_types`
+                for layer in adapted:  # a run on a GPU has trained over a rounded base
                     matrix(layer).data = matrix(layer).data.bfloat16()
                 if not are_merged(layers, model):
-                    raise ValueError("the weights of the run are others")
-    except Exception as error:  # many a library's, if the base cannot be found
+                    raise ValueError("the run's weights are not base and adapter")
+    except Exception as error:  # any library's, if the base cannot be found
         problem = f"{type(error).__name__}: {error}"
     logging.set_verbosity(verbosity)
     if problem := from_rank_0(problem):
@@ -125,16 +128,14 @@ def are_merged(layers: dict[str, Any], model: Any) -> bool:
             state = copy(weight.quant_state)
             state.dtype = torch.float32  # as in `save_weights`
             weight = dequantize_4bit(weight.data, state)
-        else:
-            weight.data = weight.data.float()
-        difference = weight + layer.get_delta_weight("start") - merged.to(weight.device)
-        if not difference.norm() <= 1e-4 * merged.norm():
+        difference = weight.float() + layer.get_delta_weight("start") - merged.to(weight.device)
+        if not difference.norm() <= 1e-4 * merged.norm():  # or NaN
             return False
     return True
 
 
 def adapter_layers(model: Any) -> list:
-    """The layers with adapters, peft's `LoraLayer`s."""
+    """The layers, peft's `LoraLayer`s, with adapters that are trained."""
     if not hasattr(model, "peft_config"):
         return []
     from peft.tuners.lora import LoraLayer
@@ -150,7 +151,7 @@ def matrix(layer: Any) -> torch.nn.Parameter:
 @contextmanager
 def as_at_start(model: Any) -> Iterator[None]:
     """The model as it was before training, for passes without gradient: with the adapter of an
-    earlier run, if there is one, else without its adapters, if it has any.
+    earlier run, if there is one, else without its adapters. A frozen model is as it was anyway.
     """
     layers = adapter_layers(model)
     for layer in layers:  # peft's public switches freeze A and B too
@@ -163,8 +164,8 @@ def as_at_start(model: Any) -> Iterator[None]:
 
 
 def merge_adapter(layer: Any) -> None:
-    """W becomes W + 2 B A. peft's own `merge` would round it to 4 bits again, and leaves it to
-    chance how B A is sharded.
+    """W becomes W + 2 B A. peft's own `merge` would round it to 4 bits again, and may shard
+    B A unlike W.
     """
     weight = matrix(layer)
     if WORLD_SIZE > 1:

@@ -62,13 +62,13 @@ def encode_rows(
     max_length: int,
     flag: str = "--max-length",
     most: int | None = None,
-    rest: str | None = None,
+    reader: str | None = None,
 ) -> list:
     """The items of a split, at most the first `most`. `encode_row` pops the columns that it reads
     of a row; it returns an item, and the token ids of its longest text. Rows that are unusable, or
     longer than `max_length`, the value of `flag`, are dropped and counted: a warning if most are, a
     ValueError if all are, or if a row fails otherwise. Prints the counts, the columns that are left
-    for `rest`, or for nobody, and the first text. Each rank encodes a part of the rows.
+    for a `reader`, or for nobody, and the first text. Each rank encodes a part of the rows.
     """
     split, dropped, longest = str(rows.split), Counter(), 0  # the longest also of those dropped
     items, first_ids, left = [], [], []
@@ -101,9 +101,9 @@ def encode_rows(
     if not items:
         raise ValueError(f"--dataset: no row is left of {report}")
     types = {column.name: str(column.type) for column in rows.features.arrow_schema}
-    if left and rest:
+    if left and reader:
         types = {name: types[name] for name in left}
-        report += f"; for {rest}: {types}"
+        report += f"; for {reader}: {types}"
     elif left:
         report += f"; not read: {left}"
     text = tokenizer.decode(next(ids for ids in all_gather([first_ids]) if ids))

@@ -89,7 +89,7 @@ def test_experts_are_adapted_and_merged_too(family, tmp_path):
     start, _ = plain_logprobs(family_model(family), *SEQUENCES[0])
     assert (expected - start).abs().max() > 0.01
     save_weights(model, tmp_path)
-    for take in (take_merged, freeze, partial(add_adapters, rank=3, seed=1)):
+    for take in (take_merged, freeze, partial(add_adapters, lora_rank=3, seed=1)):
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
         take(model)
         found, _ = plain_logprobs(model, *SEQUENCES[0])
@@ -318,7 +318,7 @@ def loaded(source, take):
     return shard(model, CPU)
 
 
-go_on, take_merged = partial(add_adapters, rank=4, seed=1), partial(freeze, merged=True)
+go_on, take_merged = partial(add_adapters, lora_rank=4, seed=1), partial(freeze, merged=True)
 
 
 def logprobs_of(model):
@@ -386,11 +386,11 @@ def test_a_second_stage_resumes_and_is_the_same_on_two_processes(exact, tmp_path
 def test_merged_weights_are_taken_if_the_base_or_the_folder_has_changed(exact, tmp_path):
     run_dir = stage("sft", exact, tmp_path, learning_rate=1e-2)
     with pytest.raises(ValueError, match=r"--lora-rank 3: .*/adapter has rank 4: use that, or"):
-        loaded(run_dir, partial(add_adapters, rank=3, seed=1))
+        loaded(run_dir, partial(add_adapters, lora_rank=3, seed=1))
     config, file = Path(run_dir, "adapter/adapter_config.json"), f"{run_dir}/model.safetensors"
     text, weights = config.read_text(), load_file(file)
     config.write_text(text.replace(exact, "not/there"))
-    for base, reason in (("not/there", ""), (exact, "the weights of the run are others")):
+    for base, reason in (("not/there", ""), (exact, "the run's weights are not base")):
         with pytest.warns(UserWarning, match=f"no adapter over {base}: .*GPU rounds.*{reason}"):
             model = loaded(run_dir, go_on)
         assert torch.equal(logprobs_of(model), logprobs_of(loaded(run_dir, take_merged)))

@@ -109,7 +109,7 @@ def test_parameters_are_those_of_the_models(name, billions):
     body = sum(p.numel() for p in made.model.parameters())
     assert body == pytest.approx(two_layers["backbone"], rel=3e-4)
     with torch.device("meta"):
-        add_adapters(made, rank=16, seed=0)
+        add_adapters(made, lora_rank=16, seed=0)
     trained = made.num_parameters(only_trainable=True)
     assert trained == 2 * parameters(model, lora_rank=16)["adapters"]
 

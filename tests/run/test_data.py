@@ -336,7 +336,7 @@ def test_columns_for_reward_functions_are_named(tokenizer, tmp_path, capsys):
     """With what `datasets` takes them for."""
     (tmp_path / "train.csv").write_text("answer,x\n01234,TRUE\n,FALSE\n")
     rows = load_rows(str(tmp_path), None, "train", {"answer"})
-    encode_rows(rows, lambda row: (row, [4]), tokenizer, 9, rest="reward functions")
+    encode_rows(rows, lambda row: (row, [4]), tokenizer, 9, reader="reward functions")
     types = {"answer": "double", "x": "bool"}
     assert f"for reward functions: {types}" in capsys.readouterr().out
 
