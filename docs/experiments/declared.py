@@ -10,7 +10,7 @@ from typing import Any
 
 from docs.experiments.lib.drawing import ALGORITHM_STYLES, GOLD, HEALTHY, THIRD, Lines, Series
 from docs.experiments.lib.experiment import Experiment, Table, variants
-from docs.experiments.lib.metrics import GRAMMATICAL, KL_OF_SAMPLES, TYPICAL_SAMPLE, at, last, late
+from docs.experiments.lib.metrics import GRAMMATICAL, KL_OF_SAMPLES, TYPICAL_SAMPLE, last, late
 from docs.experiments.lib.runs import read_jsonl
 from tiny.reviews import gold
 
@@ -29,7 +29,6 @@ FROM_BASE = (
     f"dpo.py --loss orpo --model tiny/arithmetic/base {SUMS} --learning-rate 1e-3 --epochs 12 "
     "--beta 0.5"
 )
-LONG_DPO = "dpo.py --beta 0.1 --learning-rate 2e-3 --epochs 2"
 # At 0 no reference is loaded and no KL measured; 1e-9 subtracts next to nothing.
 HACKING = {"1e-9": f"{PPO} --beta 1e-9", "0.05": f"{PPO} --beta 0.05", "0.2": PPO}
 
@@ -75,17 +74,6 @@ def hacking_samples(results: dict) -> dict:
     return {"reward_hacking samples": {"rows": samples}}
 
 
-def pitfalls(symptoms: dict[str, tuple]) -> Experiment:
-    """Of each symptom: a command that has it, one that has not, and metrics that show it."""
-    commands, tables = {}, {}
-    for name, (sick, healthy, *columns) in symptoms.items():
-        commands |= {f"{name}, sick": sick, f"{name}, healthy": healthy}
-        rows = {f"{name}, {way}": (way,) for way in ("sick", "healthy")}
-        headed = {f"`{metric.name}`": (metric, digits) for metric, digits in columns}
-        tables[f"pitfalls {name}"] = Table(headed, rows, heading=("",))
-    return Experiment("pitfalls", commands, tables)
-
-
 EXPERIMENTS = (
     Experiment(
         "sft",
@@ -105,18 +93,9 @@ EXPERIMENTS = (
     ),
     Experiment(
         "rm_bradley_terry",
-        {"(default)": "rm_bradley_terry.py --eval-every 10"}
-        | variants("rm_bradley_terry.py", "--train-layers 1"),
-        {
-            "rm_bradley_terry": Table(
-                {
-                    "loss": (last("eval/loss"), 3),
-                    "pair accuracy": (last("eval/pair_accuracy"), 3),
-                    "calibration error": (last("eval/calibration_error"), 3),
-                }
-            )
-        },
-        {
+        {"(default)": "rm_bradley_terry.py --eval-every 10"},
+        metrics={"(default)": [last("eval/pair_accuracy")]},
+        figures={
             "rm_bradley_terry_accuracy": default_run(
                 "reward model",
                 "eval/pair_accuracy",
@@ -130,17 +109,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "reinforce",
-        variants(
-            "reinforce.py", "--baseline none", "--baseline batch_mean", "--baseline leave_one_out"
-        ),
-        {
-            "reinforce": Table(
-                {
-                    "accuracy after 20 rollouts": (at("eval/reward", 20), 3),
-                    "after 60": (GOLD_REWARD, 3),
-                }
-            )
-        },
+        variants("reinforce.py", "--baseline leave_one_out"),
+        metrics={"`--baseline leave_one_out`": [GOLD_REWARD]},
     ),
     Experiment(
         "grpo",
@@ -269,24 +239,5 @@ EXPERIMENTS = (
         "kto",
         {"(default)": "kto.py"} | variants("kto.py", "--desirable-weight 1"),
         {"kto": Table(REVIEW_COLUMNS)},
-    ),
-    pitfalls(
-        {
-            "zero": (
-                "grpo.py --beta 0 --total-rollouts 15 --model tiny/arithmetic/base",
-                "grpo.py --beta 0 --total-rollouts 15",
-                (late("reward/frac_reward_zero_std"), 2),
-                (late("reward/group_std"), 2),
-                (ACCURACY, 2),
-            ),
-            "chosen": (
-                LONG_DPO,
-                f"{LONG_DPO} --nll-coef 0.5",
-                (late("policy/logprob_chosen"), 1),
-                (last("eval/pair_accuracy"), 2),
-                (last("eval/kl"), 1),
-                (GOLD_REWARD, 2),
-            ),
-        }
     ),
 )

@@ -153,15 +153,6 @@ def measure_seed(seed: int) -> dict[str, dict[str, float]]:
     return found
 
 
-BEST = Table(
-    {
-        "bound on the KL": (measured("bound on the KL"), 2),
-        "learned": (measured("learned"), 2),
-        "gold": (measured("gold"), 3),
-    },
-    {str(n): (str(n),) for n in SIZES},
-    heading=("n",),
-)
 REJECTION = Table(
     {
         "trained on": (measured("kept"), 0),
@@ -185,7 +176,6 @@ def tables(results: dict) -> dict:
 EXPERIMENTS = (
     Experiment(
         "best_of_n",
-        tables={"best_of_n": BEST},
         measure_seed=measure_seed,
         more_tables=tables,
     ),

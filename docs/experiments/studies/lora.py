@@ -1,4 +1,4 @@
-"""docs/lora.md: adapters beside all weights in each script, and frozen embeddings."""
+"""docs/lora.md: adapters beside all weights, and frozen embeddings."""
 
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -13,37 +13,17 @@ from docs.experiments.lib.tables import spread
 
 
 class Method(NamedTuple):
-    script: str
-    rates: str  # flags of the adapters' learning rates
+    script: str  # also the name of the results that have the default run, with all weights
+    rate: str  # flag of the adapters' learning rate
     metric: str
-    stored: str  # the results that have the default run, with all weights
-    label: str = "(default)"  # its label there
 
 
 METHODS = {
-    "SFT of random weights, loss": Method("sft", "--learning-rate 2e-3", "eval/loss", "sft"),
-    "reward model, pair accuracy": Method(
-        "rm_bradley_terry", "--learning-rate 5e-3", "eval/pair_accuracy", "rm_bradley_terry"
-    ),
-    "REINFORCE, accuracy": Method(
-        "reinforce",
-        "--learning-rate 5e-3",
-        "eval/reward",
-        "reinforce",
-        "`--baseline leave_one_out`",
-    ),
-    "GRPO, accuracy": Method("grpo", "--learning-rate 5e-3", "eval/accuracy", "grpo"),
-    "PPO, gold reward": Method(
-        "ppo_rlhf",
-        "--learning-rate 5e-3 --critic-learning-rate 5e-3",
-        "eval/reward",
-        "ppo_rlhf",
-    ),
-    "DPO, gold reward": Method("dpo", "--learning-rate 2e-3", "eval/reward", "dpo"),
-    "KTO, gold reward": Method("kto", "--learning-rate 5e-3", "eval/reward", "kto"),
+    "GRPO, accuracy": Method("grpo", "--learning-rate 5e-3", "eval/accuracy"),
+    "DPO, gold reward": Method("dpo", "--learning-rate 2e-3", "eval/reward"),
 }
 COMMANDS = {
-    name: f"{method.script}.py --lora-rank 8 {method.rates}" for name, method in METHODS.items()
+    name: f"{method.script}.py --lora-rank 8 {method.rate}" for name, method in METHODS.items()
 }
 METRICS = {name: [last(method.metric)] for name, method in METHODS.items()}
 
@@ -70,12 +50,12 @@ def measure_seed(seed: int) -> dict:
 
 def tables(results: dict) -> dict:
     numbers, rows = results["numbers"], []
-    for name, (_, _, metric, stored, label) in METHODS.items():
-        all_weights = saved_numbers(stored, label, metric)
-        frozen = "not run"
-        if f"{name}, frozen embeddings" in numbers:
-            frozen = spread(numbers[f"{name}, frozen embeddings"][metric], 2)
-        rows.append([name, spread(all_weights, 2), frozen, spread(numbers[name][metric], 2)])
+    for name, method in METHODS.items():
+        all_weights = saved_numbers(method.script, "(default)", method.metric)
+        frozen, adapters = (
+            numbers[label][method.metric] for label in (f"{name}, frozen embeddings", name)
+        )
+        rows.append([name, *(spread(found, 2) for found in (all_weights, frozen, adapters))])
     columns = ["", "all weights", "all but the embeddings", "adapters, rank 8"]
     return {"lora": {"columns": columns, "rows": rows}}
 
