@@ -63,8 +63,8 @@ from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, for
 from runtime.model import load_model, load_tokenizer, shard
 from runtime.processes import RANK, WORLD_SIZE, from_rank_0, join_processes, leave_processes
 from runtime.processes import peak_memory_gb
-from runtime.rows import checksum, encode_rows, load_rows
-from runtime.saving import read_checkpoint, rollout_row, save_model, write_checkpoint
+from runtime.rows import encode_rows, load_rows
+from runtime.saving import checksum, read_checkpoint, rollout_row, save_model, write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))

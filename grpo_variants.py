@@ -69,8 +69,9 @@ from runtime.model import checkpoint_activations, clip_grad_norm, find_rate, loa
 from runtime.model import load_tokenizer, shard
 from runtime.processes import RANK, all_reduce_sum, from_rank_0, join_processes, leave_processes
 from runtime.processes import peak_memory_gb, sums_over_ranks
-from runtime.rows import checksum, encode_rows, load_rows, shuffled
-from runtime.saving import read_checkpoint, rollout_row, save_model, write_checkpoint
+from runtime.rows import encode_rows, load_rows
+from runtime.saving import checksum, read_checkpoint, rollout_row, save_model, shuffled
+from runtime.saving import write_checkpoint
 
 
 @dataclass(config=ConfigDict(extra="forbid", hide_input_in_errors=True))

@@ -26,6 +26,7 @@ def find_stop_ids(source: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template:
         answer = "this is an answer"
         turns = as_chat("?") + as_chat(answer, "assistant")
+        # What the template writes after an answer, such as <|im_end|> and a new line.
         _, _, end = tokenizer.apply_chat_template(turns, tokenize=False).partition(answer)
         ids = tokenizer(end, add_special_tokens=False).input_ids
         added = tokenizer.added_tokens_decoder
@@ -41,7 +42,7 @@ def pad_rows(rows: list[list[int]], device: Any, side: str = "right") -> tuple[T
     tensors = [torch.LongTensor(row) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
     ids = ids.to(device, non_blocking=True)
-    return ids.clamp(min=0), ids >= 0  # padding is -1, since 0 or EOS may be real
+    return ids.clamp(min=0), ids >= 0  # -1 until the mask is made: 0 and EOS may be real
 
 
 def as_chat(text: Any, role: str = "user") -> Any:
@@ -67,7 +68,7 @@ def to_ids(tokenizer: Any, written: str, is_chat: bool) -> list[int]:
         return tokenizer(written, add_special_tokens=False).input_ids
     ids = tokenizer(written).input_ids
     if ids[-1:] == [tokenizer.eos_token_id] and not written.endswith(tokenizer.eos_token):
-        ids = ids[:-1]  # a prompt that ends with EOS would be over
+        ids = ids[:-1]  # at the end of a prompt it says that the text is finished
     return ids
 
 
@@ -95,14 +96,16 @@ def encode_completions(
     for completion in completions:
         before, ids, _ = encode_answer(tokenizer, prompt, completion, stop_ids)
         sequences.append((before, ids))
-    # All completions share one prompt, which ends where the first of them begins.
+    # All completions share one prompt. If they begin in different places, it ends at the first.
     start = min(len(before) for before, _ in sequences)
     prompt_ids, _ = sequences[0]
     return prompt_ids[:start], [before[start:] + ids for before, ids in sequences]
 
 
 class Prefix(NamedTuple):
-    """The beginning of a conversation, up to a stop token, behind which tokens begin anew."""
+    """The beginning of a conversation that has been tokenised, up to a stop token, behind which
+    tokens begin anew. By it sft.py reads a long conversation once, not again for each turn.
+    """
 
     text: str
     ids: list[int]
@@ -139,12 +142,12 @@ def encode_answer(
         check_apart(tokenizer, whole_ids, ids)
     elif ids[:start] != sampled_ids:  # a chat's template opens a thought in one of the two
         start = len(commonprefix([sampled_ids, ids]))  # it takes any sequences
-    ids = [*ids, stop_ids[0]]
+    ids = [*ids, stop_ids[0]]  # so that there is one
     end = next(i for i in range(start, len(ids)) if ids[i] in stop_ids)
     check_answer(tokenizer, completion, sampled_ids, ids, start, end)
     check_ids(tokenizer, new_messages, new_answered, ids[: end + 1])
     prompt_ids = prefix.ids + ids[:start]
-    # Where the stop token stands in the text, if the template writes one.
+    # A later turn is tokenised from the stop token on, where the template has written it.
     answer_start = len(commonprefix([new_asked, new_answered]))
     stop = new_answered.find(tokenizer.decode(ids[end]), answer_start)
     if is_chat and stop >= 0:

@@ -2,22 +2,19 @@
 
 import re
 import warnings
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
 
-from runtime.adapters import base_of
 from runtime.chats import UnusableRow, template_values
 from runtime.checks import check_rows, check_template_values, checked_files
-from runtime.processes import RANK, WORLD_SIZE, all_gather, from_rank_0
+from runtime.processes import RANK, WORLD_SIZE, all_gather
 
 READER_OPTIONS = {
     ".csv": {"index_col": False},  # else a field too many in the first row moves all columns by one
@@ -65,10 +62,11 @@ def encode_rows(
     reader: str | None = None,
 ) -> list:
     """The items of a split, at most the first `most`. `encode_row` pops the columns that it reads
-    of a row; it returns an item, and the token ids of its longest text. Rows that are unusable, or
-    longer than `max_length`, the value of `flag`, are dropped and counted: a warning if most are, a
-    ValueError if all are, or if a row fails otherwise. Prints the counts, the columns that are left
-    for a `reader`, or for nobody, and the first text. Each rank encodes a part of the rows.
+    of a row; it returns an item, and the token ids of its longest text, as of a pair. Rows that are
+    unusable, or longer than `max_length`, the value of `flag`, are dropped and counted: a warning
+    if most are, a ValueError if all are, or if a row fails otherwise. Prints the counts, the first
+    text, and which columns are left: for the `reader`, or else for nobody. Each rank encodes a part
+    of the rows.
     """
     split, dropped, longest = str(rows.split), Counter(), 0  # the longest also of those dropped
     items, first_ids, left = [], [], []
@@ -113,30 +111,3 @@ def encode_rows(
     if len(items) < dropped.total():
         warnings.warn(f"--dataset: MOST ROWS ARE LOST of {report}", stacklevel=2)
     return items
-
-
-def shuffled(items: list, seed: int, skip: int) -> Iterator:
-    """The items, endlessly, each time in another random order; the first `skip` are left out."""
-    rng = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(items), generator=rng)
-        yield from (items[i] for i in order[skip:])
-        skip = max(skip - len(items), 0)
-
-
-def checksum(items: list, *sources: str | None) -> int:
-    """CRC-32 of items as they are encoded, and of what is read of models in folders, their adapters
-    and bases: by it --resume sees that they have changed. Rank 0 computes it for all.
-    """
-    value, folders = 0, []
-    for source in filter(None, sources):
-        folders += [source, f"{source}/adapter", base_of(source)]
-    for item in items if RANK == 0 else ():
-        value = zlib.crc32(repr(item).encode(), value)
-    for folder in filter(None, folders if RANK == 0 else ()):
-        for path in sorted(Path(folder).glob("*")):
-            if path.suffix in (".safetensors", ".bin", ".json", ".jinja"):
-                with path.open("rb") as file:
-                    while piece := file.read(2**24):
-                        value = zlib.crc32(piece, value)
-    return from_rank_0(value)

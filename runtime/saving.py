@@ -1,8 +1,12 @@
-"""What a run writes: checkpoints, whole weights, a line of rollouts.jsonl."""
+"""What a run writes: checkpoints, whole weights, a line of rollouts.jsonl; and what --resume needs
+beside a checkpoint: the order of the data, and whether they are still the same.
+"""
 
 import os
 import shutil
 import warnings
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 from transformers import GenerationConfig, PreTrainedModel
 
-from runtime.adapters import adapter_layers, merge_adapter
+from runtime.adapters import adapter_layers, base_of, merge_adapter
 from runtime.functions import FILES
-from runtime.processes import RANK, WORLD_SIZE
+from runtime.processes import RANK, WORLD_SIZE, from_rank_0
 
 # What a checkpoint has: whole tensors on rank 0, of what is trained alone.
 CHECKPOINT_OPTIONS = dcp.StateDictOptions(
@@ -39,6 +43,33 @@ def lock_run(run_dir: Path) -> None:
     except (ImportError, OSError) as error:
         reason = f"no second process is refused: {error}"
         warnings.warn(f"--resume {run_dir}: {reason}", stacklevel=3)
+
+
+def shuffled(items: list, seed: int, skip: int) -> Iterator:
+    """The items, endlessly, each time in another random order; the first `skip` are left out."""
+    rng = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(items), generator=rng)
+        yield from (items[i] for i in order[skip:])
+        skip = max(skip - len(items), 0)
+
+
+def checksum(items: list, *sources: str | None) -> int:
+    """CRC-32 of items as they are encoded, and of what is read of models in folders, their adapters
+    and bases: by it --resume sees that they have changed. Rank 0 computes it for all.
+    """
+    value, folders = 0, []
+    for source in filter(None, sources):
+        folders += [source, f"{source}/adapter", base_of(source)]
+    for item in items if RANK == 0 else ():
+        value = zlib.crc32(repr(item).encode(), value)
+    for folder in filter(None, folders if RANK == 0 else ()):
+        for path in sorted(Path(folder).glob("*")):
+            if path.suffix in (".safetensors", ".bin", ".json", ".jinja"):
+                with path.open("rb") as file:
+                    while piece := file.read(2**24):
+                        value = zlib.crc32(piece, value)
+    return from_rank_0(value)
 
 
 def write_checkpoint(path: Path, training: dict[str, tuple], state: dict) -> None:
@@ -75,8 +106,8 @@ def read_checkpoint(path: Path, training: dict[str, tuple], data: int) -> dict:
         raise OSError(f"{path} cannot be read, was it cut off? {error}") from error
     if state["data"] != data:
         raise ValueError(f"--resume {path.parent}: its training rows or its models have changed")
-    for file, checksum in state.get("functions", {}).items():
-        if FILES.get(file, checksum) != checksum:
+    for file, crc in state.get("functions", {}).items():
+        if FILES.get(file, crc) != crc:
             warnings.warn(f"--resume {path.parent}: {file} has changed since", stacklevel=3)
     for key, (model, optimizer) in training.items():
         weights, moments = state.pop(key)

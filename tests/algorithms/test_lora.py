@@ -25,7 +25,7 @@ import ppo_rlhf
 from common.logprobs import completion_logprobs
 from runtime.adapters import add_adapters, as_at_start, freeze
 from runtime.model import shard
-from runtime.rows import checksum
+from runtime.saving import checksum
 from runtime.saving import save_weights
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from vocabularies import llama_2, of_bytes
 
 from common.tokens import encode, encode_completions, find_stop_ids, pad_rows
 from runtime.model import load_tokenizer
-from runtime.rows import checksum, encode_rows
-from runtime.saving import rollout_row
+from runtime.rows import encode_rows
+from runtime.saving import checksum, rollout_row
 
 # Knows two roles, as many templates do, and leaves out the text of any other.
 CHAT = (
