@@ -27,7 +27,7 @@ GRPO = (
     "--prompts-per-rollout 4 --group-size 8 --max-new-tokens 16 --total-rollouts 8 --eval-rows 60 "
     f"{ADAPTERS}"
 )
-SEEDS = (1,)
+SEEDS = (1, 2, 3)
 FOUR_RATES = ("3e-5", "1e-4", "3e-4", "1e-3")
 RATES = {  # of each script its command and rates, the number of its steps, what they train on
     "SFT": (SFT, ("7e-5", "2e-4", "6e-4", "2e-3"), 16, "8 rows"),
