@@ -251,10 +251,10 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        # Merged as the policy is, so that the KL starts at 0.
+        # With the merged weights of an earlier LoRA run, as the policy, so that the KL starts at 0.
         shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # as it was at the start, see 3 below
+        ref_model = policy  # as it was at the start, see part 3
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
@@ -307,9 +307,9 @@ def main(args: Args) -> Path:
         if not advantages.any():
             warnings.warn("a rollout has no advantages: equal rewards in each group", stacklevel=1)
 
-        # 3. Log-probs before the update, under pi_old and pi_ref, in the micro-batches of 4 below,
+        # 3. Log-probs before the update, under pi_old and pi_ref, in the micro-batches of part 4,
         # so that the first ratio is exactly 1; the sampler's log-probs are rounded differently.
-        # With a single optimiser step, pi_old is the policy of 4 itself. The output of a model at
+        # With a single optimiser step, part 4's own log-probs are pi_old's. A model's output at
         # position t predicts token t + 1, so y is read from one position earlier:
         #     logits (|x| + |y|, V)[|x| - 1 : -1] -> log_softmax -> at y: (|y|,), a row of (B, T)
         split = partial(micro_batches, sequences, size=args.micro_batch_size)
@@ -324,7 +324,7 @@ def main(args: Args) -> Path:
         if len(minibatches) > 1:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with as_at_start(policy):  # under LoRA it may be the reference itself
+            with as_at_start(policy):  # the reference under LoRA: without what it has learned
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 4. Optimise: a step per minibatch. Each rank takes its share of the micro-batches.

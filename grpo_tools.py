@@ -239,7 +239,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, args.model, tokenizer, positions)
         shard(ref_model.requires_grad_(False), device)
     else:
-        ref_model = policy  # as it was at the start, see 3 below
+        ref_model = policy  # as it was at the start, see part 3
     optimizer = AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
 
     # --- the loop ---
@@ -285,7 +285,7 @@ def main(args: Args) -> Path:
         old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
         ref_logprobs = None
         if ref_model is not None:
-            with as_at_start(policy):  # under LoRA it may be the reference itself
+            with as_at_start(policy):  # the reference under LoRA: without what it has learned
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, temperature=1.0)
             ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
 

@@ -357,7 +357,7 @@ def main(args: Args) -> Path:
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
         shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # as it was at the start, see 3 below
+        ref_model = policy  # as it was at the start, see part 3
     if args.reward_model:
         kind = AutoModelForSequenceClassification
         reward_model = load_model(kind, args.reward_model, tokenizer, positions)
@@ -421,7 +421,7 @@ def main(args: Args) -> Path:
         if needs_old_pass:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
         if ref_model is not None:
-            with as_at_start(policy):  # under LoRA it may be the reference itself
+            with as_at_start(policy):  # the reference under LoRA: without what it has learned
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
 
         # 3. Advantages: rewards against the group's mean, the same for each token of a completion.

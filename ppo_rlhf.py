@@ -130,7 +130,8 @@ class Args:
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95  # lambda; 0: one-step TD, 1: Monte Carlo
     clip_coef: PositiveFloat = 0.2  # eps: the ratio pi / pi_old is clipped to 1 - eps and 1 + eps
     vf_clip_coef: PositiveFloat | None = 0.2  # eps_v: clips V to V_old +- this; None: no clipping
-    # factor of the value loss; AdamW ignores it in a critic apart, but for --max-grad-norm
+    # factor of the value loss; for a separate critic it matters to --max-grad-norm alone, since
+    # AdamW's steps do not depend on the scale of a loss
     vf_coef: NonNegativeFloat = 0.5
     ent_coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus
     whiten_advantages: bool = True  # give a rollout's advantages mean 0 and variance 1
@@ -292,17 +293,17 @@ def main(args: Args) -> Path:
     elif args.reference or args.lora_rank == 0:
         source = args.reference or args.model
         ref_model = load_model(AutoModelForCausalLM, source, tokenizer, positions)
-        # Merged as the policy is, so that the KL starts at 0.
+        # With the merged weights of an earlier LoRA run, as the policy, so that the KL starts at 0.
         shard(freeze(ref_model, merged=not args.reference), device)
     else:
-        ref_model = policy  # as it was at the start, see 2 below
+        ref_model = policy  # as it was at the start, see part 2
     critic = load_critic(args, policy, tokenizer, positions, device)
     args.critic_learning_rate = find_rate(
         critic.backbone, args.critic_learning_rate, args.lora_rank, tiny=1e-3, real=1e-5
     )
     if args.reward_model:
         if args.lora_rank > 0 and args.critic_init == "reward_model":
-            reward_model = critic.backbone  # `model_rewards` takes it as at the start
+            reward_model = critic.backbone  # without what its adapters learn: `as_at_start`
         else:
             kind = AutoModelForSequenceClassification
             reward_model = load_model(kind, args.reward_model, tokenizer, positions)
@@ -359,7 +360,7 @@ def main(args: Args) -> Path:
             warnings.warn("a rollout's rewards are all equal: they teach nothing", stacklevel=1)
 
         # 2. Log-probs under pi_old and pi_ref, and values, before the update, in the micro-batches
-        # of 4 below, so that the first ratio is exactly 1; the sampler's log-probs are rounded
+        # of part 4, so that the first ratio is exactly 1; the sampler's log-probs are rounded
         # differently. Column t is read from the state before token t of the completion.
         split = partial(micro_batches, sequences, size=args.micro_batch_size)
         minibatches = []  # indices of the rows of each optimiser step, the same on all ranks
@@ -372,7 +373,7 @@ def main(args: Args) -> Path:
         old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)  # (B, T)
         ref_logprobs = old_logprobs  # without a reference the KL counts as 0
         if ref_model is not None:
-            with as_at_start(policy):  # under LoRA it may be the reference itself
+            with as_at_start(policy):  # the reference under LoRA: without what it has learned
                 ref_logprobs = rollout_logprobs(ref_model, sequences, first_pass, args.temperature)
         old_values = rollout_values(critic, sequences, first_pass)  # (B, T)
 
@@ -527,6 +528,7 @@ def load_critic(
         critic = load_model(kind, args.reward_model, tokenizer, positions)
         head = critic.score
         if args.lora_rank > 0:  # adapters, a second head; at the start it is the reward model
+            # `any_rank`: an earlier LoRA run's adapter keeps its rank.
             add_adapters(critic, args.lora_rank, args.seed, any_rank=True)
             head = critic.value_head = deepcopy(critic.score).requires_grad_(True)
     else:

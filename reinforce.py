@@ -204,7 +204,7 @@ def main(args: Args) -> Path:
         if args.anneal_lr:
             remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        # To be compared with the sampler's in 4 below; 0 in rows of other ranks.
+        # To be compared with the sampler's in part 4; 0 in rows of other ranks.
         policy_logprobs = torch.zeros_like(sampler_logprobs)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (n, T)
