@@ -462,7 +462,7 @@ def rate_samples(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:

@@ -179,10 +179,11 @@ def k3_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def token_weights(mask: Tensor, lengths: Tensor, loss_norm: str, max_new_tokens: int) -> Tensor:
-    """Weights of tokens (B, T): over the n rows of an optimiser step, sum(weights * x) averages x.
+    """Weights (B, T) for all B rows of a rollout, of which the caller uses the n of one optimiser
+    step: over these, sum(weights * x) is the step's average of x.
 
-    The mask (B, T) is true at the sampled tokens of a rollout. Lengths (n,) are the |y_i| of the
-    step: n, not B or G, divides, so that the step's micro-batches and ranks add up to the average.
+    The mask (B, T) is true at the sampled tokens. Lengths (n,) are the |y_i| of the step. n, not B
+    or G, divides, so that the step's micro-batches and ranks add up to the average.
     """
     if loss_norm == "sequence":  # the mean over completions of the mean over their tokens (GRPO)
         return mask / (len(lengths) * mask.sum(dim=1, keepdim=True))
@@ -320,6 +321,7 @@ def main(args: Args) -> Path:
             minibatches += order.tensor_split(args.num_minibatches)
         for minibatch in minibatches[: args.num_minibatches]:
             first_pass += split(minibatch)
+        # `rollout_logprobs` adds up the rows of all ranks, so each rank has all B for later passes.
         old_logprobs = ref_logprobs = None
         if len(minibatches) > 1:
             old_logprobs = rollout_logprobs(policy, sequences, first_pass, args.temperature)
@@ -337,7 +339,7 @@ def main(args: Args) -> Path:
             for inds in split(minibatch):
                 logprobs, entropy = completion_logprobs(
                     policy, sequences, inds, args.temperature, entropy=True
-                )  # (b, T)
+                )  # (b, T), 0 after the end of y
                 device_inds = inds.to(device, non_blocking=True)  # CPU indices make a GPU wait
                 old = logprobs.detach() if old_logprobs is None else old_logprobs[device_inds]
                 ref = None if ref_logprobs is None else ref_logprobs[device_inds]
@@ -438,7 +440,7 @@ def evaluate(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -473,7 +475,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         text = row.pop(args.prompt_column)
         text = as_chat(text) if args.chat else text
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
-        return Prompt(text, ids, columns=row), ids
+        return Prompt(text, ids, columns=row), ids  # which say whether it is too long
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)

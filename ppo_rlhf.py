@@ -567,7 +567,7 @@ def rollout_values(critic: Critic, sequences: Sequences, batches: list[Tensor]) 
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -602,7 +602,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         text = row.pop(args.prompt_column)
         text = as_chat(text) if args.chat else text
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
-        return Prompt(text, ids, columns=row), ids
+        return Prompt(text, ids, columns=row), ids  # which say whether it is too long
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)

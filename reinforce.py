@@ -195,7 +195,7 @@ def main(args: Args) -> Path:
         # 2. Advantages: rewards minus the baseline, the same for each token of y.
         advantages = baseline_advantages(rewards, args.group_size, args.baseline).to(device)
         if not advantages.any():
-            warnings.warn("a rollout has no advantages: its rewards are equal", stacklevel=1)
+            warnings.warn("a rollout has no advantages: each reward is its baseline", stacklevel=1)
 
         # 3. Optimise: one step on all B. Each rank takes its share of the micro-batches. A model's
         # output at position t predicts token t + 1, so `completion_logprobs` reads y from one
@@ -204,7 +204,8 @@ def main(args: Args) -> Path:
         if args.anneal_lr:
             remaining = (args.total_rollouts + 1 - step) / args.total_rollouts
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-        # To be compared with the sampler's in part 4; 0 in rows of other ranks.
+        # The same policy has sampled, so these differ from the sampler's by rounding alone: part 4
+        # logs by how much, as a check of the sampler. Rows of other ranks are 0, and then added.
         policy_logprobs = torch.zeros_like(sampler_logprobs)
         for inds in micro_batches(sequences, torch.arange(len(sequences)), args.micro_batch_size):
             logprobs = completion_logprobs(policy, sequences, inds)  # (n, T)
@@ -263,7 +264,7 @@ def evaluate(
 # --- rewards -----------------------------------------------------------------------------------
 def load_reward_fn(spec: str, tokenizer: Any) -> Callable:
     """path/to/file.py:function as a function of prompts and sequences: B rewards (B,)."""
-    return partial(rule_rewards, load_function("reward function", spec), tokenizer)
+    return partial(rule_rewards, load_function("--(eval-)reward-fn", spec), tokenizer)
 
 
 def rule_rewards(function: Callable, tokenizer: Any, prompts: list, sequences: Sequences) -> Tensor:
@@ -284,7 +285,7 @@ def load_prompts(args: Args, split: str, tokenizer: Any, most: int | None = None
         text = row.pop(args.prompt_column)
         text = as_chat(text) if args.chat else text
         ids = array("i", encode(tokenizer, text, add_generation_prompt=True))
-        return Prompt(text, ids, columns=row), ids
+        return Prompt(text, ids, columns=row), ids  # which say whether it is too long
 
     required = {args.prompt_column, args.answer_column} - {"answer"}  # the default may be missing
     rows = load_rows(args.dataset, args.dataset_config, split, required, args.answer_column)

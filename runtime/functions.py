@@ -23,7 +23,7 @@ CHECKS = {}  # `check_columns` of the file of each function, None without one, b
 STEP = {"step": 0}  # number of the rollout, for functions with such a parameter
 
 
-def load_function(kind: str, spec: str) -> Callable | None:
+def load_function(flag: str, spec: str) -> Callable | None:
     """The function of path/to/file.py:function, on rank 0, which calls it for all. The file is a
     module, loaded once until it changes: its functions share what it holds, and pickle knows it.
     """
@@ -41,7 +41,7 @@ def load_function(kind: str, spec: str) -> Callable | None:
         module_spec.loader.exec_module(sys.modules[name])
         sys.modules[name].version = version
     if not callable(getattr(sys.modules.get(name), function, None)):
-        raise ValueError(f"{kind} {spec}: expected path/to/file.py:function")
+        raise ValueError(f"{flag} {spec}: expected path/to/file.py:function")
     FILES[file] = zlib.crc32(Path(path).read_bytes())
     loaded = getattr(sys.modules[name], function)
     CHECKS[spec] = getattr(sys.modules[name], "check_columns", None)

@@ -183,7 +183,7 @@ def test_it_must_return_a_finite_number_for_each_completion(rewards, call):
 
 @pytest.mark.parametrize("spec", ["rules.py", "rules:rule", ":rule", "rule"])
 def test_a_spec_that_is_none(spec):
-    with pytest.raises(ValueError, match=r"reward function .*: expected path/to/file\.py:"):
+    with pytest.raises(ValueError, match=r"reward-fn .*: expected path/to/file\.py:"):
         grpo.load_reward_fn(spec, None)
 
 
